@@ -1,0 +1,27 @@
+"""Explain a diagnostic code: what it means, a script that fails with it, and the same script repaired."""
+
+from __future__ import annotations
+
+import argparse
+
+from piperlang.diagnostics import did_you_mean, error
+from piperlang.diagnostics.codes import CODES
+from piperlang.diagnostics.explain import page
+
+HELP = "explain a diagnostic code"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("code", nargs="?", metavar="CODE", help="such as P0302; without one, all codes are listed")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.code is None:
+        for code, title in CODES.items():
+            print(f"{code}  {title}")
+        return 0
+    code = options.code.upper()
+    if code not in CODES:
+        raise error("P0904", f"there is no code `{options.code}`", help=did_you_mean(code, CODES) or "`piperc explain` lists them all")
+    print(page(code).text.rstrip())
+    return 0

@@ -1,0 +1,67 @@
+"""Write scripts in the one canonical layout. Comments stay; the meaning never changes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+from piperlang.cli.report import open_script, report
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.syntax.format import format_source
+
+HELP = "format scripts"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scripts", nargs="+", metavar="FILE.piper", help="`-` formats standard input to standard output")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
+    parser.add_argument("--diff", action="store_true", help="write nothing; print what would change")
+
+
+def run(options: argparse.Namespace) -> int:
+    problems: list[Diagnostic] = []
+    changed = 0
+    for name in options.scripts:
+        try:
+            changed += _format(name, options)
+        except PiperError as problem:
+            problems.extend(problem.diagnostics)
+    report(problems, options.format)
+    if problems:
+        return 2 if all(d.code.startswith("P09") for d in problems) else 1
+    return 1 if changed and (options.check or options.diff) else 0
+
+
+def _format(name: str, options: argparse.Namespace) -> bool:
+    source, path = open_script(name)
+    text = format_source(source)
+    # The file as it is on disk: line ends and a byte order mark are part of the layout too.
+    before = path.read_bytes() if path is not None else source.text.encode()
+    same = text.encode() == before
+    if options.diff:
+        lines = difflib.unified_diff(source.text.splitlines(True), text.splitlines(True), name, name)
+        sys.stdout.writelines(lines)
+    elif options.check:
+        if not same:
+            print(f"{name} would change")
+    elif path is None:
+        sys.stdout.write(text)
+        return False
+    elif not same:
+        _replace(path, text)
+        print(f"{name} formatted")
+    return not same
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write beside the file and move into place: a full disk must not cost anyone a schedule."""
+    path = path.resolve()
+    beside = path.with_name(f".{path.name}.piperc")
+    try:
+        beside.write_bytes(text.encode())
+        beside.chmod(path.stat().st_mode)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,87 @@
+"""`piperc`: one command, a file per subcommand. Exit codes: 0 fine, 1 diagnostics, 2 usage, 70 our bug, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from piperlang import __version__
+from piperlang.cli import check, explain, fmt, orders
+from piperlang.cli.report import report
+from piperlang.diagnostics import PiperError, did_you_mean, error
+from piperlang.diagnostics.render import FORMATS
+
+FINE, DIAGNOSTICS, USAGE, BUG, INTERRUPTED = 0, 1, 2, 70, 130
+COMMANDS = {"check": check, "fmt": fmt, "orders": orders, "explain": explain}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaints are diagnostics like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        choices = re.search(r"invalid choice: '([^']*)'", message)
+        unknown = re.search(r"unrecognized arguments: (\S+)", message)
+        help = f"`{self.prog} --help` lists what there is"
+        if choices:
+            message = f"`{choices[1]}` is not one of the choices"
+            help = did_you_mean(choices[1], [*COMMANDS, *FORMATS]) or help
+        elif unknown:
+            message = f"`{unknown[1]}` is not understood"
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            help = did_you_mean(unknown[1], flags) or help
+        raise error("P0902", message, help=help)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _Parser(prog="piperc", description="Schedules for distributed training, as a language.")
+    top.add_argument("--version", action="version", version=f"piperc {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, module in COMMANDS.items():
+        sub = commands.add_parser(name, help=module.HELP, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.arguments(sub)
+        sub.add_argument("--format", choices=FORMATS, default="full", help="how diagnostics are written (default: full)")
+        sub.set_defaults(run=module.run)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    format = _wanted_format(words)
+    try:
+        options = parser().parse_args(words)
+        return int(options.run(options))
+    except PiperError as problem:
+        report(problem.diagnostics, format)
+        usage = all(d.code.startswith("P09") for d in problem.diagnostics)
+        return USAGE if usage else DIAGNOSTICS
+    except SystemExit as ended:  # --help and --version
+        return int(ended.code or 0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone: say nothing more, and keep Python from trying at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
+    except Exception:
+        traceback.print_exc()
+        print("\nThis is a bug in piperc, not in your script. Please report it with the lines above.", file=sys.stderr)
+        return BUG
+
+
+def _wanted_format(words: list[str]) -> str:
+    """The format asked for, even where the command line does not parse."""
+    for i, word in enumerate(words):
+        value = word.partition("=")[2] if word.startswith("--format=") else words[i + 1] if word == "--format" and i + 1 < len(words) else ""
+        if value in FORMATS:
+            return value
+    return "full"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

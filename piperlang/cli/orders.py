@@ -1,0 +1,80 @@
+"""Show the order of work on every device, without model or devices.
+
+The grid runs the order with unit costs (F=I=W=1, B=2, free communication, stages in a chain); a `.` is idle time, `&` joins
+what may overlap. --json and --csv give the order as plain data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+
+from piperlang.cli.report import add_parameters, open_script, paint, parameters
+from piperlang.diagnostics import PiperError, error
+from piperlang.elaborate.directive import Order
+from piperlang.elaborate.lanes import Lane
+from piperlang.session import outline
+from piperlang.simulate.unit import describe, simulate
+from piperlang.view.grid import grid, plain, summary
+
+HELP = "show the order of work per device"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", metavar="FILE.piper", help="`-` reads standard input")
+    add_parameters(parser)
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help='{"devices": [{"device": 0, "order": [[item, ...], ...]}]}')
+    shape.add_argument("--csv", action="store_true", help="a row per item: device, step, stage, pass, mb")
+
+
+def run(options: argparse.Namespace) -> int:
+    source, path = open_script(options.script)
+    found = outline(source, path, parameters(options), say=lambda text: print(text, file=sys.stderr))
+    if found.problems:
+        raise PiperError(*found.problems)
+    lanes = found.outline.orders()
+    if not any(lane.steps for lane in lanes) and not found.outline.chains:
+        raise error("P0904", "this script orders nothing", source.span(0, 0), "no `order` statement was reached", help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`")
+    timeline = simulate(lanes)
+    if options.json:
+        _json(lanes, found.outline.chains)
+    elif options.csv:
+        _csv(lanes)
+    else:
+        width = shutil.get_terminal_size((140, 24)).columns
+        if timeline.ran:
+            print(grid(lanes, timeline, width, paint(sys.stdout)))
+            print(f"\n{summary(lanes, timeline)}")
+        for chain in found.outline.chains:
+            print(f"also: {_chain(chain)}")
+    return 0
+
+
+def _json(lanes: Sequence[Lane], chains: Sequence[Order]) -> None:
+    data: dict[str, object] = {"devices": [{"device": device, "order": steps} for device, steps in plain(lanes)]}
+    if chains:
+        data["chains"] = [[[str(item) for item in step.items] for step in chain.steps] for chain in chains]
+    json.dump(data, sys.stdout)
+    print()
+
+
+def _csv(lanes: Sequence[Lane]) -> None:
+    rows = list(plain(lanes))
+    keys = list(dict.fromkeys(key for _, steps in rows for step in steps for item in step for key in item))
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["device", "step", *keys])
+    for device, steps in rows:
+        for number, step in enumerate(steps):
+            writer.writerows([device, number, *(item.get(key, "") for key in keys)] for item in step)
+
+
+def _chain(chain: Order) -> str:
+    return " -> ".join(" & ".join(str(item) for item in step.items) for step in chain.steps)
+
+
+__all__ = ["HELP", "arguments", "describe", "run"]

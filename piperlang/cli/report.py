@@ -1,0 +1,57 @@
+"""Diagnostics to the terminal, scripts from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+from piperlang.diagnostics import Diagnostic, error
+from piperlang.diagnostics.render import Paint, render
+from piperlang.source import Source
+from piperlang.syntax.parse import decode, read
+
+
+def paint(stream: TextIO) -> Paint:
+    return Paint(stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb")
+
+
+def report(diagnostics: Iterable[Diagnostic], format: str, stream: TextIO | None = None) -> None:
+    """Write diagnostics to stderr, so that stdout holds results only."""
+    every = list(diagnostics)
+    stream = stream or sys.stderr
+    if not every:
+        return
+    print(render(every, format, paint(stream)), file=stream)
+    if format == "full":
+        plural = "error" if len(every) == 1 else "errors"
+        print(f"\n{len(every)} {plural}; `piperc explain {every[0].code}` tells more", file=stream)
+
+
+def open_script(name: str) -> tuple[Source, Path | None]:
+    """The script called `name`; `-` is standard input."""
+    if name == "-":
+        return decode(sys.stdin.buffer.read(), "<stdin>"), None
+    if name.endswith(".py"):
+        raise error("P0902", f"{name} is a Python file", help="give the schedule: a .piper file")
+    path = Path(name)
+    return read(path, name), path
+
+
+def add_parameters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-p", dest="parameters", metavar="NAME=VALUE", action="append", default=[], help="override a `param` of the script")
+
+
+def parameters(options: argparse.Namespace) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in options.parameters:
+        name, sign, value = text.partition("=")
+        if not sign or not name.isidentifier():
+            raise error("P0902", f"`-p {text}` is not understood", help="write `-p name=value`")
+        if name in found:
+            raise error("P0902", f"parameter `{name}` is given twice", help="give it once")
+        found[name] = value
+    return found

@@ -1,0 +1,53 @@
+"""The one table of codes. A code is never reused; each has a page in pages/ with a failing and a repaired script.
+
+The first two digits follow the pipeline: 01 syntax, 02 names and values, 03 selectors, 04 passes, 05 plan, 06 run,
+07 checkpoint, 09 command line.
+"""
+
+from __future__ import annotations
+
+CODES = {
+    "P0101": "the file is not text",
+    "P0102": "unexpected word or sign",
+    "P0103": "tab in indentation",
+    "P0104": "indentation fits no block",
+    "P0105": "brackets do not match",
+    "P0106": "bad string",
+    "P0107": "nested too deeply",
+    "P0108": "too long",
+    "P0109": "character that does not belong here",
+    "P0110": "malformed number",
+    "P0111": "statement in the wrong place",
+    "P0201": "unknown name",
+    "P0202": "name already bound",
+    "P0203": "name has no value yet",
+    "P0204": "wrong kind of value",
+    "P0205": "call does not fit the function",
+    "P0206": "function calls itself",
+    "P0207": "requirement not met",
+    "P0208": "script does too much",
+    "P0209": "import not found",
+    "P0210": "import cycle",
+    "P0211": "number too large",
+    "P0212": "arithmetic without a result",
+    "P0213": "index out of range",
+    "P0301": "unknown selector word",
+    "P0302": "selector matches no nodes",
+    "P0303": "no such split",
+    "P0304": "`next` has nothing to choose",
+    "P0305": "no such part of the mesh",
+    "P0401": "already placed",
+    "P0402": "not placed",
+    "P0403": "ordered where it is not placed",
+    "P0404": "device axis without a use",
+    "P0405": "option does not fit",
+    "P0406": "split twice",
+    "P0407": "ordered twice",
+    "P0408": "mesh makes no sense",
+    "P0409": "device axis used twice",
+    "P0501": "devices wait for each other",
+    "P0901": "file cannot be read",
+    "P0902": "command line not understood",
+    "P0903": "parameter does not fit",
+    "P0904": "nothing to show",
+}

@@ -1,0 +1,366 @@
+"""Statements to directives: runs a script top to bottom, handing each directive to the graph before the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from piperlang.diagnostics import LIMIT, Call, Diagnostic, PiperError, did_you_mean, error, listed
+from piperlang.elaborate import directive as d
+from piperlang.elaborate.builtins import BUILTINS
+from piperlang.elaborate.calling import bind_arguments
+from piperlang.elaborate.declare import declare_mesh, module_path, options, parameter
+from piperlang.elaborate.evaluate import Evaluator
+from piperlang.elaborate.modules import Importer, Module, load
+from piperlang.elaborate.names import bound_by
+from piperlang.elaborate.selector import Selector
+from piperlang.elaborate.values import Axis, Builtin, Function, Mesh, Slice, StepsValue, Value, kind, show
+from piperlang.source import Span
+from piperlang.syntax import tree
+
+
+class _Returned(Exception):
+    """Unwinds a function's blocks to its call."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+
+class Interpreter(Evaluator):
+    def __init__(
+        self,
+        graph: d.Graph,
+        module: Module,
+        overrides: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = print,
+        importer: Importer | None = None,
+    ) -> None:
+        super().__init__(graph, module)
+        self.overrides = dict(overrides or {})
+        self.params: dict[str, Value] = {}
+        self.say = say
+        self.importer = importer or Importer()
+        self.trail: tuple[Call, ...] = ()
+        self.active: list[tree.Define] = []
+        self.collecting: list[d.Step] | None = None
+        """The steps of the order being read; None outside of one."""
+        self.top = True
+
+    # --------------------------------------------------------------------------------------------- whole scripts
+
+    def run(self) -> list[Diagnostic]:
+        """Every top-level statement; one that fails is reported and what it would have bound is not missed again."""
+        problems: list[Diagnostic] = []
+        for statement in self.module.script.statements:
+            try:
+                self.execute(statement)
+            except PiperError as problem:
+                problems.extend(problem.diagnostics)
+                self.module.failed |= bound_by(statement)
+            if len(problems) >= LIMIT or self.spent > self.budget:
+                break
+        unknown = sorted(self.overrides.keys() - self.params.keys() - self.module.failed)
+        problems.extend(_unknown_parameter(name, self.params) for name in unknown)
+        return problems
+
+    def execute(self, node: tree.Statement) -> None:
+        self.spent += 1
+        if self.spent > self.budget:
+            self.charge(0, node.span)
+        _EXECUTE[type(node)](self, node)
+
+    def block(self, block: tree.Block) -> None:
+        for statement in block.statements:
+            self.execute(statement)
+
+    def emit(self, directive: d.Directive) -> None:
+        self.graph.apply(directive)
+
+    def written(self, span: Span) -> dict[str, Any]:
+        return {"span": span, "trail": self.trail}
+
+    # ---------------------------------------------------------------------------------------------------- imports
+
+    def import_from(self, node: tree.FromImport) -> None:
+        module = self.imported(node.module, node.span)
+        for item in node.names:
+            name = item.name.text
+            if name not in module.names:
+                public = [n for n in module.names if not n.startswith("_")]
+                raise error("P0209", f"`{module.name}` has no `{name}`", item.name.span, f"it has {listed(sorted(public), 'and')}", help=did_you_mean(name, public))
+            self.bind((item.bound,), module.names[name], item.span)
+
+    def import_module(self, node: tree.ImportModule) -> None:
+        self.bind((node.name,), self.imported(node.module, node.span), node.span)
+
+    def imported(self, wanted: tree.Library | tree.File, span: Span) -> Module:
+        path, shown, library = self.importer.find(wanted, self.module)
+        self.importer.check_cycle(path, wanted.span)
+        if path in self.importer.loaded:
+            return self.importer.loaded[path]
+        module = load(path, shown, library=library)
+        self.importer.open.append((path, wanted.span))
+        inner = Interpreter(self.graph, module, say=self.say, importer=self.importer)
+        inner.spent = self.spent
+        problems = inner.run()
+        self.spent = inner.spent
+        self.importer.open.pop()
+        if problems:
+            raise PiperError(*problems)
+        self.importer.loaded[path] = module
+        return module
+
+    # ----------------------------------------------------------------------------------------------- declarations
+
+    def param(self, node: tree.Param) -> None:
+        value = parameter(node, self.evaluate(node.value), self.overrides)
+        self.params[node.name.text] = value
+        self.bind((node.name,), value, node.span)
+
+    def let(self, node: tree.Let) -> None:
+        if len(node.values) == 1:
+            self.bind(node.names, self.present(node.values[0]), node.values[0].span)
+            return
+        values = tuple(self.present(value) for value in node.values)
+        self.bind(node.names, values, node.values[0].span.to(node.values[-1].span))
+
+    def present(self, node: tree.Expr) -> Value:
+        value = self.evaluate(node)
+        if value is None:
+            raise error("P0204", "this call gives no value", node.span, "the function has no `return`")
+        return value
+
+    def mesh(self, node: tree.MeshOf) -> None:
+        mesh = declare_mesh(self, node)
+        self.bind((node.name,), mesh, node.span)
+        self.emit(d.UseMesh(mesh, **self.written(node.span)))
+
+    def define(self, node: tree.Define) -> None:
+        self.bind((node.name,), Function(node, self.module), node.span)
+
+    # ------------------------------------------------------------------------------------------------- directives
+
+    def tag(self, node: tree.TagAt) -> None:
+        tags: list[tuple[str, int | str]] = []
+        for setting in node.tags:
+            value = self.evaluate(setting.value)
+            if not isinstance(value, int | str):
+                raise error("P0204", f"a tag is an integer or a string, not {kind(value)}", setting.value.span, kind(value))
+            tags.append((setting.name.text, value))
+        paths = tuple(module_path(self, path) for path in node.paths)
+        self.emit(d.Tag(tuple(tags), paths, **self.written(node.span)))
+
+    def place(self, node: tree.PlaceOn) -> None:
+        self.emit(d.Place(self.settled(node.selector), self.where(node.where), **self.written(node.span)))
+
+    def across(self, node: tree.Across) -> None:
+        make = d.Replicate if node.kind == "replicate" else d.Shard
+        axes = tuple(self.axis(axis) for axis in node.axes)
+        self.emit(make(self.settled(node.selector), axes, options(self, node.kind, node.options), **self.written(node.span)))
+
+    def split(self, node: tree.SplitInto) -> None:
+        selector = self.settled(node.selector) if node.selector is not None else None
+        count = self.integer(node.count)
+        if count < 1:
+            raise error("P0204", f"cannot split into {count}", node.count.span, "at least 1")
+        self.emit(d.Split(selector, count, node.name.text, **self.written(node.span)))
+
+    def stream(self, node: tree.StreamOn) -> None:
+        self.emit(d.Stream(self.settled(node.selector), self.text(node.stream, "the name of a stream"), **self.written(node.span)))
+
+    def trade(self, node: tree.Trade) -> None:
+        make = d.Recompute if node.kind == "recompute" else d.Offload
+        self.emit(make(self.settled(node.selector), options(self, node.kind, node.options), **self.written(node.span)))
+
+    def settled(self, node: tree.Expr) -> Selector:
+        """A selector outside an order, where `next` has no meaning."""
+        selector = self.selector(node)
+        key = selector.next_key()
+        if key is not None:
+            raise error("P0304", "`next` has a meaning inside an order only", node.span, help=f"name the {key}: `{key}=0`, or leave it out for all")
+        return selector
+
+    def where(self, node: tree.Expr) -> Slice:
+        value = self.evaluate(node)
+        if isinstance(value, Slice):
+            return value
+        if isinstance(value, Mesh):
+            return Slice(value)
+        raise error("P0204", f"devices are a mesh or a part of one, not {kind(value)}", node.span, kind(value), help="`gpu` or `gpu[pp=0]`")
+
+    def axis(self, node: tree.Expr) -> Axis:
+        value = self.evaluate(node)
+        if isinstance(value, Axis):
+            return value
+        hint = f"name the axis: `{value.name}.{value.axes[-1][0]}`" if isinstance(value, Mesh) else "`over gpu.dp`"
+        raise error("P0204", f"an axis of a mesh is needed, not {kind(value)}", node.span, kind(value), help=hint)
+
+    # ------------------------------------------------------------------------------------------------------ orders
+
+    def order(self, node: tree.OrderBlock) -> None:
+        where = self.where(node.where)
+        if self.collecting is not None:
+            raise error("P0111", "an order inside an order", node.span, help="call the function outside the order")
+        self.collecting = []
+        try:
+            self.block(node.body)
+            steps = tuple(self.collecting)
+        finally:
+            self.collecting = None
+        self.emit(d.Order(where, steps, **self.written(node.span)))
+
+    def order_chain(self, node: tree.OrderChain) -> None:
+        steps = [step for part in node.steps for step in self.step(part)]
+        for step in steps:
+            if any(item.next_key() for item in step.items):
+                raise error("P0304", "`next` needs to know where", step.span, "this order names no devices", help="use `order on MESH:`, or name the microbatch")
+        self.emit(d.Order(None, tuple(steps), **self.written(node.span)))
+
+    def steps(self, node: tree.Steps) -> None:
+        if self.collecting is None:
+            only = node.steps[0]
+            if len(node.steps) > 1 or not isinstance(only, tree.CallOf):
+                raise error("P0111", "a step has a meaning inside an order only", node.span, help="call this function inside `order on ...:`")
+            self.invoke(only, steps=False)
+            return
+        for part in node.steps:
+            self.collecting.extend(self.step(part))
+
+    def step(self, node: tree.Step) -> list[d.Step]:
+        if isinstance(node, tree.Overlap):
+            group = tuple(item for part in node.items for item in self.overlapping(part))
+            return [d.Step(group, **self.written(node.span))]
+        value = self.invoke(node, steps=True) if isinstance(node, tree.CallOf) else self.evaluate(node)
+        return [d.Step(group, **self.written(node.span)) for group in self.groups(value, node)]
+
+    def overlapping(self, node: tree.Expr) -> tuple[Selector, ...]:
+        groups = self.groups(self.evaluate(node), node)
+        if len(groups) != 1:
+            raise error("P0204", "one step on each side of `&`", node.span, f"{len(groups)} steps", help="pair them one by one")
+        return groups[0]
+
+    def groups(self, value: Value, node: tree.Step) -> list[tuple[Selector, ...]]:
+        if isinstance(value, Selector):
+            return [(value,)]
+        if isinstance(value, StepsValue):
+            return list(value.groups)
+        if isinstance(value, tuple):
+            return [group for item in value for group in self.groups(item, node)]
+        if value is None and isinstance(node, tree.CallOf):
+            return []
+        raise error("P0204", f"a step is a selector, not {kind(value)}", node.span, kind(value), help="`[stage=0, pass=F, mb=next]`")
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def call(self, node: tree.CallOf) -> Value:
+        return self.invoke(node, steps=False)
+
+    def overlap(self, node: tree.Overlap) -> Value:
+        return StepsValue((tuple(item for part in node.items for item in self.overlapping(part)),))
+
+    def invoke(self, node: tree.CallOf, *, steps: bool) -> Value:
+        """Call a function. Only a call that is itself a step of an order may add steps to it."""
+        function = self.evaluate(node.function)
+        if isinstance(function, Builtin):
+            named = next((a.name for a in node.arguments if a.name is not None), None)
+            if named is not None:
+                raise error("P0205", f"`{function.name}` takes no named arguments", named.span)
+            return BUILTINS[function.name](self, [self.evaluate(a.value) for a in node.arguments], node)
+        if not isinstance(function, Function):
+            raise error("P0204", f"{kind(function)} cannot be called", node.function.span, kind(function))
+        return self.enter(function, bind_arguments(self, function, node), node, steps)
+
+    def enter(self, function: Function, arguments: dict[str, Value], node: tree.CallOf, steps: bool) -> Value:
+        define = function.define
+        if define in self.active:
+            names = " -> ".join(f"`{active.name.text}`" for active in [*self.active[self.active.index(define) :], define])
+            raise error("P0206", f"`{function.name}` calls itself", node.span, names, help="every script ends: use `for` or `repeat`")
+        saved = self.module, self.locals, self.trail, self.collecting
+        self.module, self.locals = function.module, arguments
+        self.trail = (*self.trail, Call(function.name, node.span))
+        self.collecting = self.collecting if steps else None
+        self.active.append(define)
+        try:
+            return self.body(define)
+        except PiperError as problem:
+            raise PiperError(*(x.within(self.trail) for x in problem.diagnostics)) from None
+        finally:
+            self.active.pop()
+            self.module, self.locals, self.trail, self.collecting = saved
+
+    def body(self, define: tree.Define) -> Value:
+        if define.result is not None:
+            return self.result(define.result)
+        try:
+            self.block(define.body)
+        except _Returned as returned:
+            return returned.value
+        return None
+
+    def result(self, node: tree.Steps) -> Value:
+        """What a one-line function gives: one expression as it is, several steps as steps."""
+        only = node.steps[0]
+        if len(node.steps) == 1:
+            if isinstance(only, tree.CallOf):
+                return self.invoke(only, steps=self.collecting is not None)
+            return self.evaluate(only)
+        groups = [group for part in node.steps for group in self.groups(self.evaluate(part), part)]
+        return StepsValue(tuple(groups))
+
+    def give(self, node: tree.Return) -> None:
+        raise _Returned(self.evaluate(node.value) if node.value is not None else None)
+
+    # ----------------------------------------------------------------------------------------------------- control
+
+    def loop(self, node: tree.For) -> None:
+        for value in self.iterable(node.iterable):
+            self.bind(node.names, value, node.iterable.span)
+            self.block(node.body)
+
+    def repeat(self, node: tree.Repeat) -> None:
+        times = self.integer(node.times)
+        if times < 0:
+            raise error("P0204", f"cannot repeat {times} times", node.times.span, "at least 0", help="use max(0, ...)")
+        for _ in range(times):
+            self.block(node.body)
+
+    def branch(self, node: tree.If) -> None:
+        for test, body in node.branches:
+            if self.truth(test):
+                return self.block(body)
+        if node.otherwise is not None:
+            self.block(node.otherwise)
+
+    def require(self, node: tree.Require) -> None:
+        if not self.truth(node.test):
+            message = self.text(node.message, "the message of `require`")
+            raise error("P0207", message, node.test.span, "this must hold")
+
+    def print(self, node: tree.Print) -> None:
+        values = [self.evaluate(value) for value in node.values]
+        for value in values:
+            self.weigh(value, node.span)
+        self.say(" ".join(show(value) for value in values))
+
+
+def _unknown_parameter(name: str, params: Mapping[str, Value]) -> Diagnostic:
+    known = f"the script has {listed(sorted(params), 'and')}" if params else "the script has no parameters"
+    near = did_you_mean(name, params)
+    return Diagnostic("P0903", f"unknown parameter `{name}`", notes=(known,), helps=(near,) if near else ())
+
+
+def located(problem: Diagnostic, written: d.Written) -> Diagnostic:
+    """A diagnostic of a pass, given the call trail of the directive that it is about."""
+    return replace(problem, trail=written.trail) if not problem.trail else problem
+
+
+_EXECUTE: dict[type, Callable[[Any, Any], None]] = {
+    tree.FromImport: Interpreter.import_from, tree.ImportModule: Interpreter.import_module, tree.Param: Interpreter.param,
+    tree.Let: Interpreter.let, tree.MeshOf: Interpreter.mesh, tree.Define: Interpreter.define, tree.TagAt: Interpreter.tag,
+    tree.PlaceOn: Interpreter.place, tree.Across: Interpreter.across, tree.SplitInto: Interpreter.split,
+    tree.StreamOn: Interpreter.stream, tree.Trade: Interpreter.trade, tree.OrderBlock: Interpreter.order,
+    tree.OrderChain: Interpreter.order_chain, tree.Steps: Interpreter.steps, tree.For: Interpreter.loop,
+    tree.Repeat: Interpreter.repeat, tree.If: Interpreter.branch, tree.Return: Interpreter.give,
+    tree.Require: Interpreter.require, tree.Print: Interpreter.print,
+}  # fmt: skip

@@ -1,0 +1,76 @@
+"""Modules: one parsed file with the names it binds, found in the standard library or relative to the importing file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from piperlang.diagnostics import Label, PiperError, did_you_mean, error, listed
+from piperlang.elaborate.library import modules
+from piperlang.elaborate.names import Names
+from piperlang.elaborate.values import Value
+from piperlang.source import Span
+from piperlang.syntax import parse, tree
+
+
+@dataclass(eq=False)
+class Module:
+    name: str
+    script: tree.Script
+    path: Path | None = None
+    """None for text that is no file: it can import the library only."""
+    names: dict[str, Value] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    """Names that a failed statement would have bound: using one is no new mistake."""
+
+
+def load(path: Path, shown: str, *, library: bool = False, checked: bool = True) -> Module:
+    """Read, parse and check one file; every problem in it is raised at once."""
+    return from_source(parse.read(path, shown, library=library), path.resolve())
+
+
+def from_source(source: parse.Source, path: Path | None = None) -> Module:
+    script, problems = parse.parse(source)
+    problems = problems + Names(script.broken).check(script.statements)
+    if problems:
+        raise PiperError(*sorted(problems, key=lambda d: d.span.start if d.span else 0))
+    return Module(Path(source.name).stem, script, path)
+
+
+@dataclass
+class Importer:
+    """Finds and keeps modules, and knows which are being evaluated: a cycle is an error that shows the path."""
+
+    loaded: dict[Path, Module] = field(default_factory=dict)
+    open: list[tuple[Path, Span]] = field(default_factory=list)
+
+    def find(self, module: tree.Library | tree.File, importing: Module) -> tuple[Path, str, bool]:
+        """The file, the name it is shown by, and whether it is the library's."""
+        if isinstance(module, tree.Library):
+            name = ".".join(module.parts)
+            if name not in modules():
+                raise error("P0209", f"there is no module `{name}`", module.span, f"the library has {listed(modules(), 'and')}", help=did_you_mean(name, modules()))
+            return modules()[name].resolve(), f"std/{modules()[name].name}", True
+        return self._beside(module, importing)
+
+    def _beside(self, module: tree.File, importing: Module) -> tuple[Path, str, bool]:
+        if not module.path.endswith(".piper") or os.path.isabs(module.path) or "\0" in module.path:
+            raise error("P0209", "an import names a .piper file relative to this one", module.span, help='import "./common.piper" as c')
+        if importing.path is None:
+            raise error("P0209", "this script is not a file, so nothing lies beside it", module.span)
+        path = importing.path.parent / module.path
+        if not path.is_file():
+            near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.piper")]) if path.parent.is_dir() else None
+            raise error("P0209", f"there is no file {module.path}", module.span, "relative to this script", help=near)
+        shown = os.path.normpath(os.path.join(os.path.dirname(importing.script.source.name), module.path))
+        return path.resolve(), shown, False
+
+    def check_cycle(self, path: Path, span: Span) -> None:
+        opened = [p for p, _ in self.open]
+        if path not in opened:
+            return
+        at = opened.index(path)
+        also = [Label(where, "which imports") for _, where in self.open[at + 1 :]]
+        names = " -> ".join(p.name for p in [*opened[at:], path])
+        raise error("P0210", "imports go in a circle", span, names, also=also, help="move what both need into a third file")

@@ -1,0 +1,328 @@
+"""Names before evaluation: what is unknown, bound twice, or stands where it has no meaning, in code that runs and in code
+that does not.
+
+Scopes are as Python readers expect, with one difference that keeps `let` honest: a name is never bound again. A loop's
+body has names of its own; the branches of an `if` bind in the scope around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from piperlang.diagnostics import Diagnostic, Label, did_you_mean
+from piperlang.elaborate.library import exporting
+from piperlang.source import Span
+from piperlang.syntax import tree
+from piperlang.syntax.words import BUILTINS, OPTION_WORDS, SELECTOR_WORDS
+
+
+@dataclass
+class Scope:
+    kind: str
+    """`module`, `function` or `inner` (a loop's body, a comprehension)."""
+    names: dict[str, Span] = field(default_factory=dict)
+
+
+@dataclass
+class Names:
+    """Checks statements one after the other; keeps the module's names, so that a session can go on with it."""
+
+    broken: frozenset[str] = frozenset()
+    """Words of statements that did not parse: they may have bound anything."""
+    problems: list[Diagnostic] = field(default_factory=list)
+    module: Scope = field(default_factory=lambda: Scope("module"))
+    later: frozenset[str] = frozenset()
+    """Names the module binds somewhere: known inside functions, which run later."""
+
+    def __post_init__(self) -> None:
+        self.scopes = [self.module]
+        self.in_order = False
+        self.depth = 0
+
+    def check(self, statements: Iterable[tree.Statement]) -> list[Diagnostic]:
+        body = tuple(statements)
+        self.later = self.later | frozenset(_bound_anywhere(body))
+        for statement in body:
+            self.statement(statement)
+        return self.problems
+
+    # ---------------------------------------------------------------------------------------------- reporting
+
+    def complain(self, code: str, message: str, span: Span, label: str = "", *, help: str | None = None, also: tuple[Label, ...] = ()) -> None:
+        self.problems.append(Diagnostic(code, message, span, label, also, helps=(help,) if help else ()))
+
+    # --------------------------------------------------------------------------------------------------- scopes
+
+    @property
+    def inside_function(self) -> bool:
+        return any(scope.kind == "function" for scope in self.scopes)
+
+    @contextmanager
+    def scope(self, kind: str) -> Iterator[None]:
+        self.scopes.append(Scope(kind))
+        yield
+        self.scopes.pop()
+
+    def bind(self, ident: tree.Ident, *, shadow: bool = False) -> None:
+        name = ident.text
+        if name in BUILTINS:
+            self.complain("P0202", f"`{name}` is a function of the language", ident.span, "choose another name")
+        for scope in reversed(self.scopes):
+            if shadow:
+                break
+            if name in scope.names:
+                first = scope.names[name]
+                self.complain(
+                    "P0202", f"`{name}` is already bound", ident.span, "names never change", also=(Label(first, "bound here"),),
+                    help="choose another name; to add up, use sum([... for x in ...])",
+                )  # fmt: skip
+                break
+            if scope.kind == "function":
+                break
+        self.scopes[-1].names[name] = ident.span
+
+    def use(self, name: str, span: Span) -> None:
+        if any(name in scope.names for scope in self.scopes) or name in BUILTINS or name in self.broken:
+            return
+        if self.inside_function and name in self.later:
+            return
+        visible = {n for scope in self.scopes for n in scope.names} | set(BUILTINS)
+        if self.inside_function:
+            visible |= self.later
+        module = exporting(name)
+        if module is not None:
+            help: str | None = f"add `from {module} import {name}`"
+        elif name in ("true", "false"):
+            help = f"did you mean `{name.capitalize()}`?"
+        else:
+            help = did_you_mean(name, visible)
+        label = "bound only further down" if name in self.later else "not bound here"
+        self.complain("P0201", f"unknown name `{name}`", span, label, help=help)
+
+    # ----------------------------------------------------------------------------------------------- statements
+
+    def statement(self, node: tree.Statement) -> None:
+        handler: Callable[[Names, Any], None] | None = _STATEMENTS.get(type(node))
+        if self.in_order and isinstance(node, _NOT_IN_ORDER):
+            self.complain("P0111", f"`{_word(node)}` cannot stand inside an order", node.span, help="move it before the order")
+        elif self.depth and isinstance(node, _TOP_ONLY):
+            self.complain("P0111", f"`{_word(node)}` belongs at the top level", node.span, help="move it out of the block")
+        if handler is not None:
+            handler(self, node)
+
+    def block(self, block: tree.Block) -> None:
+        self.depth += 1
+        for statement in block.statements:
+            self.statement(statement)
+        self.depth -= 1
+
+    def imports(self, node: tree.FromImport) -> None:
+        for imported in node.names:
+            self.bind(imported.bound)
+
+    def import_module(self, node: tree.ImportModule) -> None:
+        self.bind(node.name)
+
+    def param(self, node: tree.Param) -> None:
+        self.expression(node.value)
+        self.bind(node.name)
+
+    def let(self, node: tree.Let) -> None:
+        for value in node.values:
+            self.expression(value)
+        for name in node.names:
+            self.bind(name)
+
+    def mesh(self, node: tree.MeshOf) -> None:
+        for axis in node.axes:
+            self.expression(axis.size)
+        self.bind(node.name)
+
+    def define(self, node: tree.Define) -> None:
+        for parameter in node.parameters:
+            if parameter.default is not None:
+                self.expression(parameter.default)
+        self.bind(node.name)
+        with self.scope("function"):
+            for parameter in node.parameters:
+                self.bind(parameter.name)
+            self.block(node.body)
+
+    def loop(self, node: tree.For) -> None:
+        self.expression(node.iterable)
+        with self.scope("inner"):
+            for name in node.names:
+                self.bind(name)
+            self.block(node.body)
+
+    def repeat(self, node: tree.Repeat) -> None:
+        self.expression(node.times)
+        with self.scope("inner"):
+            self.block(node.body)
+
+    def branch(self, node: tree.If) -> None:
+        before = dict(self.scopes[-1].names)
+        bound: dict[str, Span] = {}
+        bodies = [body for _, body in node.branches] + ([node.otherwise] if node.otherwise else [])
+        for test, _ in node.branches:
+            self.expression(test)
+        for body in bodies:  # the branches exclude each other, so each may bind the same name
+            self.scopes[-1].names = dict(before)
+            self.block(body)
+            bound |= self.scopes[-1].names
+        self.scopes[-1].names = before | bound
+
+    def order(self, node: tree.OrderBlock) -> None:
+        self.expression(node.where)
+        was, self.in_order = self.in_order, True
+        with self.scope("inner"):
+            self.block(node.body)
+        self.in_order = was
+
+    def chain(self, node: tree.OrderChain) -> None:
+        for step in node.steps:
+            self.expression(step)
+
+    def steps(self, node: tree.Steps) -> None:
+        for step in node.steps:
+            self.expression(step)
+        if self.in_order or self.inside_function:
+            return
+        if len(node.steps) > 1 or not isinstance(node.steps[0], tree.CallOf):
+            self.complain("P0111", "this does nothing here", node.span, "a step has a meaning inside an order only", help="put it in `order on ...:`, or call a function")
+
+    def give(self, node: tree.Return) -> None:
+        if node.value is not None:
+            self.expression(node.value)
+        if not self.inside_function:
+            self.complain("P0111", "`return` outside a function", node.span, help="delete it, or put it in a `def`")
+
+    def directive(self, node: Any) -> None:
+        for name in ("selector", "where", "count", "stream", "test", "message"):
+            part = getattr(node, name, None)
+            if part is not None:
+                self.expression(part)
+        for part in (*getattr(node, "axes", ()), *getattr(node, "values", ())):
+            self.expression(part)
+        for setting in getattr(node, "options", ()):
+            if not (isinstance(setting.value, tree.Name) and setting.value.text in OPTION_WORDS.get(setting.name.text, ())):
+                self.expression(setting.value)
+
+    def tag(self, node: tree.TagAt) -> None:
+        for setting in node.tags:
+            self.expression(setting.value)
+        for path in node.paths:
+            for part in path.parts:
+                if not isinstance(part, str):
+                    self.expression(part)
+
+    # ---------------------------------------------------------------------------------------------- expressions
+
+    def expression(self, node: Any) -> None:
+        if isinstance(node, tree.Name):
+            self.use(node.text, node.span)
+        elif isinstance(node, tree.Comprehension):
+            self.comprehension(node)
+        elif isinstance(node, tree.SelectorOf | tree.Pick):
+            if isinstance(node, tree.Pick):
+                self.expression(node.base)
+            for condition in node.conditions:
+                self.condition(condition)
+        else:
+            for part in _PARTS.get(type(node), lambda n: ())(node):
+                self.expression(part)
+
+    def condition(self, node: tree.Condition) -> None:
+        words = SELECTOR_WORDS.get(node.key.text)
+        if words is None:
+            self.expression(node.value)
+            return
+        for name in _name_leaves(node.value):
+            # F, B, I, W and the kinds of communication are words there; another name is a variable
+            if name.text not in words:
+                self.use(name.text, name.span)
+
+    def comprehension(self, node: tree.Comprehension) -> None:
+        with self.scope("inner"):
+            for clause in node.clauses:
+                if isinstance(clause, tree.Each):
+                    self.expression(clause.iterable)
+                    for name in clause.names:
+                        self.bind(name, shadow=True)
+                else:
+                    self.expression(clause.test)
+            self.expression(node.element)
+
+
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    tree.ListOf: lambda n: n.items,
+    tree.Choices: lambda n: n.items,
+    tree.Overlap: lambda n: n.items,
+    tree.CallOf: lambda n: (n.function, *(a.value for a in n.arguments)),
+    tree.Attribute: lambda n: (n.base,),
+    tree.IndexOf: lambda n: (n.base, n.index),
+    tree.Range: lambda n: (n.low, n.high),
+    tree.Unary: lambda n: (n.operand,),
+    tree.Power: lambda n: (n.base, n.exponent),
+    tree.Chain: lambda n: (n.first, *(x for _, x in n.rest)),
+    tree.Compare: lambda n: (n.first, *(x for _, x in n.rest)),
+    tree.Logic: lambda n: n.operands,
+    tree.Join: lambda n: n.operands,
+    tree.Choice: lambda n: (n.then, n.test, n.other),
+}
+
+_STATEMENTS: dict[type, Callable[[Names, Any], None]] = {
+    tree.FromImport: Names.imports, tree.ImportModule: Names.import_module, tree.Param: Names.param, tree.Let: Names.let,
+    tree.MeshOf: Names.mesh, tree.Define: Names.define, tree.TagAt: Names.tag, tree.PlaceOn: Names.directive,
+    tree.Across: Names.directive, tree.SplitInto: Names.directive, tree.StreamOn: Names.directive, tree.Trade: Names.directive,
+    tree.Require: Names.directive, tree.Print: Names.directive, tree.OrderBlock: Names.order, tree.OrderChain: Names.chain,
+    tree.Steps: Names.steps, tree.For: Names.loop, tree.Repeat: Names.repeat, tree.If: Names.branch, tree.Return: Names.give,
+}  # fmt: skip
+
+_TOP_ONLY = (tree.FromImport, tree.ImportModule, tree.Param, tree.Define)
+_NOT_IN_ORDER = (
+    *_TOP_ONLY, tree.MeshOf, tree.TagAt, tree.PlaceOn, tree.Across, tree.SplitInto, tree.StreamOn, tree.Trade, tree.OrderBlock,
+    tree.OrderChain,
+)  # fmt: skip
+
+
+def _word(node: tree.Node) -> str:
+    return node.span.text.split(maxsplit=1)[0]
+
+
+def _name_leaves(node: Any) -> Iterator[tree.Name]:
+    if isinstance(node, tree.Name):
+        yield node
+    elif isinstance(node, tree.Choices):
+        for item in node.items:
+            yield from _name_leaves(item)
+    elif isinstance(node, tree.Join):
+        for item in node.operands:
+            yield from _name_leaves(item)
+    else:
+        for part in _PARTS.get(type(node), lambda n: ())(node):
+            yield from _name_leaves(part)
+
+
+def _bound_anywhere(statements: Iterable[tree.Statement]) -> Iterator[str]:
+    """Names that the module binds outside of functions and loops."""
+    for node in statements:
+        if isinstance(node, tree.FromImport):
+            yield from (imported.bound.text for imported in node.names)
+        elif isinstance(node, tree.Let):
+            yield from (name.text for name in node.names)
+        elif isinstance(node, tree.ImportModule | tree.Param | tree.MeshOf | tree.Define):
+            yield node.name.text
+        elif isinstance(node, tree.If):
+            for _, body in node.branches:
+                yield from _bound_anywhere(body.statements)
+            if node.otherwise:
+                yield from _bound_anywhere(node.otherwise.statements)
+
+
+def bound_by(statement: tree.Statement) -> frozenset[str]:
+    """What a statement would have bound, had it not failed."""
+    return frozenset(_bound_anywhere([statement]))

@@ -1,0 +1,134 @@
+"""The outline: what a script alone says of the graph, without a model.
+
+It stands in for the graph while there is none: it takes every directive, answers `count` and `tags` from what the script
+has named so far, and works out the order of work on each device. Chunks are known by the tags that `tag` and `place`
+name; every chunk has a forward and a backward for each microbatch. What only a model can tell is not checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from piperlang.diagnostics import Diagnostic, Label, PiperError, error
+from piperlang.elaborate import directive as d
+from piperlang.elaborate.lanes import Lane, Lanes
+from piperlang.elaborate.placement import Placement, Placements, spread
+from piperlang.elaborate.selector import Selector, TagValue
+from piperlang.elaborate.values import Axis, Mesh
+
+PASSES = ("F", "B")
+
+
+class Outline:
+    def __init__(self) -> None:
+        self.meshes: dict[Mesh, d.UseMesh] = {}
+        self.used: set[tuple[Mesh, str]] = set()
+        self.splits: dict[str, d.Split] = {}
+        self.tagged: dict[frozenset[tuple[str, TagValue]], d.Directive] = {}
+        """Every chunk the script has named, by its tags."""
+        self.placements = Placements()
+        self.lanes = Lanes(self.placements, self.splits)
+        self.chains: list[d.Order] = []
+
+    # --------------------------------------------------------------------------------------- what the graph is asked
+
+    def apply(self, directive: d.Directive) -> None:
+        try:
+            self._apply(directive)
+        except PiperError as problem:
+            raise PiperError(*(x.within(directive.trail) for x in problem.diagnostics)) from None
+
+    def _apply(self, directive: d.Directive) -> None:
+        match directive:
+            case d.UseMesh(mesh):
+                self.meshes.setdefault(mesh, directive)
+            case d.Tag(tags):
+                self.tagged.setdefault(frozenset(tags), directive)
+            case d.Place():
+                self._place(directive)
+            case d.Replicate(_, axes) | d.Shard(_, axes):
+                self._across(directive, axes)
+            case d.Split():
+                self._split(directive)
+            case d.Order(None):
+                self.chains.append(directive)
+            case d.Order():
+                self.lanes.order(directive)
+            case d.Stream() | d.Recompute() | d.Offload():
+                pass  # they change nothing that the outline knows
+
+    def count(self, selector: Selector) -> int:
+        return sum(1 for node in self._nodes() if selector.matches(node))
+
+    def tags(self, name: str) -> Iterable[TagValue]:
+        return {value for tags in self.tagged for key, value in tags if key == name}
+
+    def _nodes(self) -> Iterator[dict[str, TagValue]]:
+        sizes = [[(name, at) for at in range(split.count)] for name, split in self.splits.items()]
+        for tags, phase in product(self.tagged, PASSES):
+            for at in product(*sizes):
+                yield {**dict(tags), "pass": phase, **dict(at)}
+
+    # ------------------------------------------------------------------------------------------------- directives
+
+    def _place(self, directive: d.Place) -> None:
+        for mesh_axis, _ in directive.where.picks:
+            self.used.add((directive.where.mesh, mesh_axis))
+        for conjunction in directive.selector.alternatives:
+            for chunk, at in spread(conjunction, self.splits):
+                if at == frozenset():
+                    raise error("P0302", "selector matches no nodes", directive.selector.span, f"no microbatch of {self._sizes()} is in it")
+                self.placements.add(Placement(chunk, at, directive.where, directive))
+                self.tagged.setdefault(chunk, directive)
+
+    def _sizes(self) -> str:
+        return ", ".join(f"{name}=0:{split.count}" for name, split in self.splits.items())
+
+    def _across(self, directive: d.Replicate | d.Shard, axes: tuple[Axis, ...]) -> None:
+        for axis in axes:
+            self.used.add((axis.mesh, axis.name))
+        names = [str(axis) for axis in axes]
+        if len(set(names)) < len(names):
+            raise error("P0409", f"axis `{names[0]}` is used twice in one directive", directive.span)
+
+    def _split(self, directive: d.Split) -> None:
+        known = self.splits.get(directive.name)
+        if known is not None:
+            raise error("P0406", f"there is a split `{directive.name}` already", directive.span, also=[Label(known.span, "split here")], help="give it another name")
+        self.splits[directive.name] = directive
+
+    # ----------------------------------------------------------------------------------------------------- results
+
+    def orders(self) -> list[Lane]:
+        """The order of work: one lane for all devices that do the same, the lowest device first."""
+        devices = {device for mesh in self.meshes for device in range(mesh.size)}
+        idle = devices.difference(*(lane.devices for lane in self.lanes.lanes))
+        lanes = [*self.lanes.lanes, *([Lane(frozenset(idle))] if idle else [])]
+        return sorted(lanes, key=lambda lane: min(lane.devices))
+
+    def finish(self) -> list[Diagnostic]:
+        """What is missing once the script has ended: chunks ordered but not placed, axes that nothing uses."""
+        return [*self._unplaced(), *self._unused()]
+
+    def _unplaced(self) -> Iterator[Diagnostic]:
+        told: set[object] = set()
+        for chunk, step in self.lanes.unplaced():
+            if chunk not in told:
+                told.add(chunk)
+                what = ", ".join(f"{key}={value}" for key, value in sorted(chunk, key=str))
+                yield Diagnostic("P0402", f"{what} is ordered but not placed", step.span, "", helps=(f"add `place [{what}] on ...` before",), trail=step.trail)
+
+    def _unused(self) -> Iterator[Diagnostic]:
+        for mesh, declared in self.meshes.items():
+            for axis, size in mesh.axes:
+                same = any(other.size == mesh.size and (other, axis) in self.used for other in self.meshes)
+                if size > 1 and not same and not self._covered(mesh, axis):
+                    yield Diagnostic(
+                        "P0404", f"axis `{axis}` of mesh `{mesh.name}` has no use", mesh.span, f"{size} devices along it would do the same work",
+                        helps=(f"`place` along it, `replicate` or `shard` over {mesh.name}.{axis}, or leave the axis out",), trail=declared.trail,
+                    )  # fmt: skip
+
+    def _covered(self, mesh: Mesh, axis: str) -> bool:
+        """Several meshes over the same devices are views: an axis is in use if another view divides the same devices."""
+        return any(other != mesh and other.size >= mesh.size and all((other, name) in self.used for name, n in other.axes if n > 1) for other in self.meshes)

@@ -1,0 +1,108 @@
+"""What stands in brackets: conditions of selectors, and parts of meshes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from piperlang.diagnostics import did_you_mean, error, listed
+from piperlang.elaborate.selector import Condition, TagValue
+from piperlang.elaborate.values import Mesh, Slice, kind
+from piperlang.syntax import tree
+from piperlang.syntax.words import SELECTOR_WORDS
+
+if TYPE_CHECKING:
+    from piperlang.elaborate.evaluate import Evaluator
+
+P2P = ("send", "recv")
+
+
+def condition(self: Evaluator, node: tree.Condition) -> Condition:
+    key, value, negated = node.key.text, node.value, node.test == "!="
+    if node.test == "absent":
+        return Condition(key, "absent")
+    if node.test == "update":
+        return Condition("update", "present")
+    if isinstance(value, tree.Everything):
+        return _whole(node, "present")
+    if isinstance(value, tree.Next):
+        return _whole(node, "next?" if value.optional else "next")
+    if isinstance(value, tree.Range):
+        if key in SELECTOR_WORDS:
+            raise error("P0301", f"`{key}` has words, not a range", value.span, f"one of {listed(SELECTOR_WORDS[key])}")
+        low, high = (self.integer(end) if end is not None else None for end in (value.low, value.high))
+        return Condition(key, "not range" if negated else "range", low=low, high=high)
+    values = tuple(_values(self, key, value))
+    return Condition(key, "not in" if negated else "in", values)
+
+
+def _whole(node: tree.Condition, test: str) -> Condition:
+    if node.test == "!=":
+        key = node.key.text
+        raise error("P0301", f"`{key}!=...` needs a value", node.span, help=f"for nodes without the tag write `!{key}`")
+    return Condition(node.key.text, test)
+
+
+def _values(self: Evaluator, key: str, value: Any) -> list[TagValue]:
+    if isinstance(value, tree.Choices):
+        return [found for item in value.items for found in _values(self, key, item)]
+    words = SELECTOR_WORDS.get(key)
+    if words is not None:
+        return _words(self, key, words, value)
+    result = self.evaluate(value)
+    if isinstance(result, int | str):
+        return [result]
+    if isinstance(result, tuple | range) and all(isinstance(item, int | str) for item in result) and result:
+        return [item for item in result if isinstance(item, int | str)]
+    raise error("P0204", f"a tag is an integer or a string, not {kind(result)}", value.span, kind(result))
+
+
+def _words(self: Evaluator, key: str, words: tuple[str, ...], value: Any) -> list[TagValue]:
+    if isinstance(value, tree.Join) and value.operator == "|":
+        return [found for item in value.operands for found in _words(self, key, words, item)]
+    word = value.text if isinstance(value, tree.Name) and value.text in words else self.evaluate(value)
+    if not isinstance(word, str) or word not in words:
+        shown = word if isinstance(word, str) else value.span.text
+        raise error("P0301", f"`{key}={shown}` is not known", value.span, f"one of {listed(words)}", help=did_you_mean(str(shown), words))
+    return list(P2P) if word == "p2p" else [word]
+
+
+def part_of_mesh(self: Evaluator, node: tree.Pick) -> Slice:
+    base = self.evaluate(node.base)
+    if not isinstance(base, Mesh | Slice):
+        raise error("P0204", f"only a mesh has axes to pick from, not {kind(base)}", node.base.span, kind(base))
+    mesh = base if isinstance(base, Mesh) else base.mesh
+    picks = {} if isinstance(base, Mesh) else dict(base.picks)
+    for item in node.conditions:
+        axis = item.key.text
+        if axis not in mesh.shape:
+            raise error(
+                "P0305", f"mesh `{mesh.name}` has no axis `{axis}`", item.key.span, f"its axes are {listed(mesh.shape, 'and')}",
+                help=did_you_mean(axis, mesh.shape),
+            )  # fmt: skip
+        if axis in picks:
+            raise error("P0305", f"axis `{axis}` is picked twice", item.span)
+        picks[axis] = _coordinates(self, mesh, item)
+    return Slice(mesh, tuple((axis, picks[axis]) for axis in mesh.shape if axis in picks))
+
+
+def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int, ...]:
+    size = mesh.shape[node.key.text]
+    value = node.value
+    if node.test != "=" or isinstance(value, tree.Next):
+        raise error("P0305", "pick coordinates with `=`", node.span, help=f"`{mesh.name}[{node.key.text}=0]`, `0:2` or `{{0, 3}}`")
+    if isinstance(value, tree.Everything):
+        return tuple(range(size))
+    if isinstance(value, tree.Range):
+        low = self.integer(value.low) if value.low is not None else 0
+        high = self.integer(value.high) if value.high is not None else size
+        wanted = list(range(low, min(high, low + 1_000_000)))
+    elif isinstance(value, tree.Choices):
+        wanted = [self.integer(item) for item in value.items]
+    else:
+        wanted = [self.integer(value)]  # type: ignore[arg-type]
+    outside = [at for at in wanted if not 0 <= at < size]
+    if outside or not wanted:
+        what = f"{node.key.text}={outside[0]}" if outside else "an empty range"
+        at = value.span if value is not None else node.span
+        raise error("P0305", f"{what} is outside of mesh `{mesh.name}`", at, f"axis `{node.key.text}` has {size}: 0 to {size - 1}")
+    return tuple(dict.fromkeys(wanted))

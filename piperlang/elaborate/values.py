@@ -1,0 +1,129 @@
+"""What an expression of the language can be, and what each kind is called in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, TypeAlias
+
+from piperlang.elaborate.selector import Selector
+from piperlang.source import Span
+from piperlang.syntax.tree import Define, Size
+
+if TYPE_CHECKING:
+    from piperlang.elaborate.modules import Module
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices as a named grid; device numbers count with the last axis fastest, from 0."""
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    span: Span = field(compare=False, repr=False)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @property
+    def size(self) -> int:
+        total = 1
+        for _, length in self.axes:
+            total *= length
+        return total
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{axis}: {length}' for axis, length in self.axes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of a mesh: for some axes the coordinates picked, all of them for the others."""
+
+    mesh: Mesh
+    picks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def devices(self) -> Iterator[int]:
+        chosen = dict(self.picks)
+        coordinates = [chosen.get(axis, tuple(range(length))) for axis, length in self.mesh.axes]
+        for point in product(*coordinates):
+            number = 0
+            for (_, length), at in zip(self.mesh.axes, point, strict=True):
+                number = number * length + at
+            yield number
+
+    def __str__(self) -> str:
+        if not self.picks:
+            return self.mesh.name
+        parts = [f"{axis}={at[0] if len(at) == 1 else '{' + ', '.join(map(str, at)) + '}'}" for axis, at in self.picks]
+        return f"{self.mesh.name}[{', '.join(parts)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a mesh, as in `over gpu.dp`."""
+
+    mesh: Mesh
+    name: str
+
+    @property
+    def size(self) -> int:
+        return self.mesh.shape[self.name]
+
+    def __str__(self) -> str:
+        return f"{self.mesh.name}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepsValue:
+    """What a one-line function of several steps gives: groups in sequence, each of what may overlap."""
+
+    groups: tuple[tuple[Selector, ...], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Function:
+    define: Define
+    module: Module
+
+    @property
+    def name(self) -> str:
+        return self.define.name.text
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    name: str
+
+
+Value: TypeAlias = (
+    "int | float | bool | str | Size | tuple[Value, ...] | range | Selector | Mesh | Slice | Axis | StepsValue | Function | Builtin"
+    " | Module | None"
+)
+
+_KINDS: Mapping[type, str] = {
+    bool: "a boolean", int: "an integer", float: "a float", str: "a string", Size: "a size", tuple: "a list", range: "a range",
+    Selector: "a selector", Mesh: "a mesh", Slice: "a part of a mesh", Axis: "an axis of a mesh", StepsValue: "several steps",
+    Function: "a function", Builtin: "a function", type(None): "nothing",
+}  # fmt: skip
+
+
+def kind(value: object) -> str:
+    return _KINDS.get(type(value), "a module")
+
+
+def show(value: Value) -> str:
+    """A value as `print` writes it."""
+    if isinstance(value, tuple | range):
+        return f"[{', '.join(show_quoted(item) for item in value)}]"
+    if isinstance(value, StepsValue):
+        return ", ".join(" & ".join(map(str, group)) for group in value.groups)
+    if isinstance(value, Function | Builtin):
+        return f"function {value.name}"
+    return str(value)
+
+
+def show_quoted(value: Value) -> str:
+    return f'"{value}"' if isinstance(value, str) else show(value)

@@ -1,0 +1,13 @@
+"""Where grammar/ and stdlib/ are: beside the package in a checkout, inside it in a wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def resource(*parts: str) -> Path:
+    """The file or folder `parts`, of an installed wheel (force-included) or of the checkout."""
+    inside = _PACKAGE.joinpath("_data", *parts)
+    return inside if inside.exists() else _PACKAGE.parent.joinpath(*parts)

@@ -1,0 +1,1 @@
+"""What an order of work would take, without devices."""

@@ -1,0 +1,159 @@
+"""A unit-cost simulation of the order of work: F, I and W take one unit, B two; communication is free.
+
+Without a model the stages are taken as a chain in the order of their numbers: F(s) needs F(s-1) of its microbatch, B and I
+of s need F of s and B or I of s+1, W needs its I. Each lane (devices that do the same) runs its steps in order; the items of
+one step run one after the other, whichever is ready first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from piperlang.diagnostics import Diagnostic, Label, PiperError
+from piperlang.elaborate.lanes import Item, Lane
+
+Event: TypeAlias = tuple[str, object, object]
+"""What others wait for: a forward, a gradient (of B or I) or a weight gradient, of (stage, microbatch)."""
+
+UNIT: Mapping[str, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+_GIVES = {"F": "forward", "B": "gradient", "I": "gradient", "W": "weights"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One item as it ran: which lane, which of its steps, and when."""
+
+    lane: int
+    step: int
+    item: Item
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    ran: tuple[Ran, ...]
+    length: int
+
+    def busy(self) -> int:
+        return sum(run.end - run.start for run in self.ran)
+
+
+def simulate(lanes: Sequence[Lane], cost: Mapping[str, int] = UNIT) -> Timeline:
+    """Run every lane to its end, or raise P0501 with the circle of lanes that wait for each other."""
+    return _Simulation(lanes, cost).run()
+
+
+class _Simulation:
+    def __init__(self, lanes: Sequence[Lane], cost: Mapping[str, int]) -> None:
+        self.lanes = lanes
+        self.cost = cost
+        self.at = [0] * len(lanes)
+        self.left = [self._open(lane, 0) for lane in range(len(lanes))]
+        self.ordered = {_gives(item) for lane in lanes for work in lane.steps for item in work.items if "pass" in item}
+        self.done: set[Event] = set()
+        self.waiting: defaultdict[Event, set[int]] = defaultdict(set)
+        self.ran: list[Ran] = []
+
+    def _open(self, lane: int, step: int) -> list[Item]:
+        steps = self.lanes[lane].steps
+        return [item for item in steps[step].items if "pass" in item] if step < len(steps) else []
+
+    def run(self) -> Timeline:
+        ending: list[tuple[int, int]] = []
+        running: dict[int, Item] = {}
+        now, awake = 0, set(range(len(self.lanes)))
+        while awake:
+            for lane in sorted(awake - running.keys()):
+                item = self._take(lane)
+                if item is not None:
+                    running[lane] = item
+                    end = now + self.cost[str(item["pass"])]
+                    self.ran.append(Ran(lane, self.at[lane], item, now, end))
+                    heapq.heappush(ending, (end, lane))
+            awake = set()
+            now = ending[0][0] if ending else now
+            # All that ends at one time is known before any lane chooses, so the result does not hang on their numbers.
+            while ending and ending[0][0] == now:
+                lane = heapq.heappop(ending)[1]
+                awake |= self._finish(running.pop(lane)) | {lane}
+        if any(self.left):
+            raise PiperError(self._stuck())
+        return Timeline(tuple(self.ran), now)
+
+    def _take(self, lane: int) -> Item | None:
+        """The next item the lane can start; when there is none, it is set to wait."""
+        while not self.left[lane] and self.at[lane] < len(self.lanes[lane].steps):
+            self.at[lane] += 1
+            self.left[lane] = self._open(lane, self.at[lane])
+        for item in self.left[lane]:
+            needed = self._missing(item)
+            if needed is None:
+                self.left[lane].remove(item)
+                return item
+            self.waiting[needed].add(lane)
+        return None
+
+    def _missing(self, item: Item) -> Event | None:
+        # What no order names is left to the compiler, which will run it in time.
+        return next((event for event in _needs(item) if event in self.ordered and event not in self.done), None)
+
+    def _finish(self, item: Item) -> set[int]:
+        event = _gives(item)
+        self.done.add(event)
+        return self.waiting.pop(event, set())
+
+    # ------------------------------------------------------------------------------------------------- deadlock
+
+    def _stuck(self) -> Diagnostic:
+        """Follow who waits for whom until a lane comes twice."""
+        giver = {_gives(item): lane for lane, order in enumerate(self.lanes) for work in order.steps for item in work.items if "pass" in item}
+        lane = next(i for i, left in enumerate(self.left) if left)
+        path: list[int] = []
+        while lane not in path:
+            path.append(lane)
+            needed = self._missing(self.left[lane][0])
+            assert needed is not None
+            lane = giver[needed]
+        circle = path[path.index(lane) :]
+        labels = [Label(self.lanes[i].steps[self.at[i]].step.span, self._waits(i)) for i in circle]
+        first = self.lanes[circle[0]].steps[self.at[circle[0]]].step
+        return Diagnostic(
+            "P0501", "these devices wait for each other", first.span, labels[0].text, tuple(labels[1:]),
+            notes=("without a model, stages are taken as a chain in the order of their numbers",),
+            helps=("move what is waited for before the step that waits",), trail=first.trail,
+        )  # fmt: skip
+
+    def _waits(self, lane: int) -> str:
+        item = self.left[lane][0]
+        needed = self._missing(item)
+        assert needed is not None
+        what, stage, mb = needed
+        return f"device {min(self.lanes[lane].devices)} cannot run {describe(item)}: it waits for the {what} of stage {stage}, microbatch {mb}"
+
+
+def describe(item: Item) -> str:
+    return ", ".join(f"{key}={value}" for key, value in item.items())
+
+
+def _key(item: Item) -> tuple[object, object]:
+    return item.get("stage", 0), item.get("mb", 0)
+
+
+def _gives(item: Item) -> Event:
+    return (_GIVES[str(item["pass"])], *_key(item))
+
+
+def _needs(item: Item) -> list[Event]:
+    kind, (stage, mb) = item["pass"], _key(item)
+    below = stage - 1 if isinstance(stage, int) else None
+    above = stage + 1 if isinstance(stage, int) else None
+    if kind == "F":
+        return [("forward", below, mb)]
+    if kind == "W":
+        return [("gradient", stage, mb)]
+    return [("gradient", above, mb), ("forward", stage, mb)]

@@ -1,0 +1,178 @@
+"""What to say when a statement does not parse: from the parser's state to a sentence and a repair."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Collection
+
+from lark import Token
+
+from piperlang.diagnostics import Diagnostic, listed, nearest
+from piperlang.source import Source, Span
+from piperlang.syntax import grammar
+from piperlang.syntax.words import KEYWORDS, STATEMENT_STARTS
+
+LOOK_ALIKES = {
+    "“": '"', "”": '"', "„": '"', "‘": "'", "’": "'", "´": "'", "–": "-", "—": "-", "−": "-", "‐": "-", "×": "*", "÷": "/",
+    "→": "->", "≠": "!=", "≤": "<=", "≥": ">=", "：": ":", "，": ",", "＝": "=", "（": "(", "）": ")", "［": "[", "］": "]",
+    "а": "a", "в": "b", "е": "e", "і": "i", "ј": "j", "о": "o", "р": "p", "с": "c", "ѕ": "s", "у": "y", "х": "x",
+    "А": "A", "В": "B", "Е": "E", "К": "K", "М": "M", "Н": "H", "О": "O", "Р": "P", "С": "C", "Т": "T", "Х": "X",
+    "α": "a", "ο": "o", "ν": "v", "Α": "A", "Β": "B", "Ε": "E", "Ζ": "Z", "Η": "H", "Ι": "I", "Κ": "K", "Μ": "M",
+    "Ν": "N", "Ο": "O", "Ρ": "P", "Τ": "T", "Υ": "Y", "Χ": "X",
+    "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u3000": " ", "\u200b": "", "\ufeff": "",
+}  # fmt: skip
+"""Characters people paste without seeing that they are not the ASCII ones."""
+
+PYTHON_HABITS = {
+    "while": "loops are bounded: use `for x in ...:` or `repeat n:`",
+    "lambda": "use `def name(x): expression`",
+    "class": "there are no classes; use functions",
+    "try": "there are no exceptions; use `require condition, \"message\"`",
+    "assert": "use `require condition, \"message\"`",
+    "with": "`with` only follows a directive: `replicate ... with grads=sharded`",
+    "elif": "`elif` follows an `if` block at the same indentation",
+    "else": "`else` follows an `if` block at the same indentation",
+    "global": "names are immutable; pass values as arguments",
+    "del": "names are immutable",
+    "pass": "an empty block has no meaning; leave the statement out",
+    "break": "loops run to their end; use `if` inside, or a shorter range",
+    "continue": "use `if` around the rest of the block",
+    "yield": "use `return`, or name the steps inside an `order` block",
+}
+
+
+def unexpected(source: Source, tokens: list[Token], at: int, accepted: Collection[str]) -> Diagnostic:
+    """The diagnostic for `tokens[at]`, which the parser refused; `accepted` are the terminal types it would take."""
+    token = tokens[at]
+    span = Span(source, token.start_pos or 0, token.end_pos or token.start_pos or 0)
+    raw = _raw(token, span)
+    if raw is not None:
+        return raw
+    first = tokens[0]
+    wrong_start = _wrong_start(source, tokens, at)
+    if wrong_start is not None:
+        return wrong_start
+    expected = _expected(accepted)
+    message = f"unexpected {_describe(token)}"
+    label = f"expected {expected}" if expected else "nothing can stand here"
+    return Diagnostic("P0102", message, span, label, helps=_repair(token, first, tokens, at, accepted))
+
+
+def _raw(token: Token, span: Span) -> Diagnostic | None:
+    """What the lexer could not read at all."""
+    text = str(token)
+    if token.type == "BAD_STRING":
+        return Diagnostic("P0106", "string is not closed", span, "no closing quote on this line", helps=(f"add `{text[0]}`; a text of several lines goes in \"\"\"",))
+    if token.type == "BAD_TEXT":
+        return Diagnostic("P0106", 'text is not closed', span, 'no closing """ follows', helps=('add `"""`',))
+    if token.type == "BAD_NUMBER":
+        return _bad_number(text, span)
+    if token.type == "BAD_CHARACTER":
+        return _bad_character(text, span)
+    return None
+
+
+def _bad_number(text: str, span: Span) -> Diagnostic:
+    tail = text.lstrip("0123456789._").lower()
+    if tail in ("b", "kb", "mb", "gb", "tb", "kib", "mib", "gib", "tib"):
+        unit = tail.upper().replace("IB", "iB")
+        fix = text[: len(text) - len(tail)] + unit
+        return Diagnostic("P0110", f"`{text}` is not a size", span, "units are B, KB, MB, GB, TB, KiB, MiB, GiB, TiB", helps=(f"did you mean `{fix}`?",))
+    return Diagnostic("P0110", f"`{text}` is not a number", span, "numbers are like 8, 1_000, 0.5 or 1e-3, sizes like 25MB", helps=("put a space or an operator between number and name",))
+
+
+def _bad_character(text: str, span: Span) -> Diagnostic:
+    char = text[0]
+    one = Span(span.source, span.start, span.start + 1)
+    name = unicodedata.name(char, f"U+{ord(char):04X}")
+    if char in LOOK_ALIKES:
+        plain = LOOK_ALIKES[char]
+        fix = f"replace it by `{plain}`" if plain.strip() else "delete it" if not plain else "replace it by a plain space"
+        return Diagnostic("P0109", f"`{char}` is {name}, not what it looks like", one, "only ASCII has a meaning here", helps=(fix,))
+    hints = {"\\": "a line goes on inside brackets; no backslash is needed", ";": "one statement a line", "!": "`not` negates; `!tag` stands in selectors only", "$": "names are plain words"}
+    shown = char if char.isprintable() else f"U+{ord(char):04X}"
+    helps = (hints[char],) if char in hints else ("names are ASCII letters, digits and `_`; other text goes in quotes",)
+    return Diagnostic("P0109", f"`{shown}` does not belong here", one, name.lower() if name.isascii() else "", helps=helps)
+
+
+def _wrong_start(source: Source, tokens: list[Token], at: int) -> Diagnostic | None:
+    """A statement whose first word is almost a keyword fails somewhere behind it: point at the word."""
+    first = _statement_start(tokens, at)
+    if first is None or first.type != "NAME":
+        return None
+    word = str(first)
+    span = Span(source, first.start_pos or 0, first.end_pos or 0)
+    if word in PYTHON_HABITS:
+        return Diagnostic("P0102", f"`{word}` is not a statement here", span, helps=(PYTHON_HABITS[word],))
+    near = nearest(word, STATEMENT_STARTS)
+    following = tokens[tokens.index(first) + 1] if first is not tokens[-1] else None
+    if near and following is not None and following != "=" and following.type not in ("LPAR", "DOT", "NEWLINE"):
+        return Diagnostic("P0102", f"`{word}` is not a statement", span, helps=(f"did you mean `{near}`?",))
+    return None
+
+
+def _statement_start(tokens: list[Token], at: int) -> Token | None:
+    """The first token of the (perhaps nested) statement that holds `tokens[at]`."""
+    start = at
+    while start > 0 and tokens[start - 1].type not in ("NEWLINE", "INDENT", "DEDENT"):
+        start -= 1
+    return tokens[start] if start < len(tokens) and start != at else None
+
+
+def _repair(token: Token, first: Token, tokens: list[Token], at: int, accepted: Collection[str]) -> tuple[str, ...]:
+    word = str(token)
+    keywords = grammar.keyword_types()
+    if word in PYTHON_HABITS and token is first:
+        return (PYTHON_HABITS[word],)
+    if token.type == "NAME" and (near := nearest(word, [keywords[t] for t in accepted if t in keywords])):
+        return (f"did you mean `{near}`?",)
+    if word == "=" and at == 1 and first.type == "NAME":
+        return (f"bind a name with `let {first} = ...`; it cannot change afterwards",)
+    if word == "=" and "NEWLINE" not in accepted:
+        return ("compare with `==`",)
+    if word in KEYWORDS and "NAME" in accepted:
+        return (f"`{word}` is a word of the language; choose another name",)
+    if token.type == "INDENT":
+        return ("indent only after a line that ends in `:`",)
+    if "INDENT" in accepted:
+        return ("indent the block by four spaces",)
+    if word == "|" and at and "NEWLINE" in accepted:
+        return ("inside an order, join selectors in parentheses: `([stage=0] | [stage=1])`",)
+    if token.type == "NEWLINE" and "COLON" in accepted:
+        return ("end the line with `:`",)
+    if token.type == "NEWLINE" and "ON" in accepted and first == "place":
+        return ("say where: `place [stage=0] on gpu[pp=0]`",)
+    return ()
+
+
+def _describe(token: Token) -> str:
+    if token.type == "NEWLINE":
+        return "end of line"
+    if token.type == "INDENT":
+        return "indentation"
+    if token.type in ("DEDENT", "$END"):
+        return "end of the block"
+    text = str(token)
+    return f"`{text if len(text) <= 40 else text[:37] + '...'}`"
+
+
+def _expected(accepted: Collection[str]) -> str:
+    spelling = grammar.spelling()
+    if "NAME" in accepted and "LSQB" in accepted:
+        rest = sorted(spelling[t] for t in accepted if t in ("NEWLINE", "RPAR", "RSQB", "RBRACE", "BATCH", "NEXT"))
+        return " or ".join(["an expression", *rest])
+    plain = [t for t in accepted if t not in ("SUM_OP", "STAR", "PRODUCT_OP")]
+    if "SUM_OP" in accepted:
+        # After a complete expression: name what ends or follows it, not every operator.
+        plain = [t for t in plain if t in ("NEWLINE", "COMMA", "COLON", "ON", "OVER", "INTO", "AS", "WITH", "RPAR", "RSQB", "RBRACE", "ELSE", "EQUAL", "AT", "IN", "__ANON_0")]
+    words = sorted({spelling.get(t, t) for t in plain})
+    if not words:
+        return "an operator"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def too_deep(span: Span) -> Diagnostic:
+    return Diagnostic("P0107", "this expression is nested too deeply", span, "", helps=("name the inner parts with `let`",))
+
+
+__all__ = ["listed", "too_deep", "unexpected"]

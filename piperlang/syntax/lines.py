@@ -1,0 +1,230 @@
+"""From raw tokens to top-level statements: newlines, indentation, brackets.
+
+Lark's own Indenter gives no position with a bad dedent, fails without a final newline and counts tabs silently; and a
+parser that is handed a whole file can report one error. This layer cuts the file into top-level statements first, so
+that each is parsed alone and reports its own error at its own line.
+
+It makes NEWLINE, INDENT, DEDENT, and KEY (a word before `=` or `!=` directly inside `[`), and it complains about what no
+grammar can see well: tabs, uneven indentation, brackets that do not match, nesting that is too deep, and too much text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lark import Token
+
+from piperlang.diagnostics import LIMIT, Diagnostic, Label
+from piperlang.source import Source, Span
+from piperlang.syntax.words import KEYWORDS, NEVER_IN_BRACKETS
+
+MAX_DEPTH = 60
+"""Brackets within brackets, and blocks within blocks: more is a mistake, and every later walk may recurse."""
+MAX_TOKENS = 250_000
+
+OPEN = {"(": ")", "[": "]", "{": "}"}
+CLOSE = {")", "]", "}"}
+
+
+@dataclass
+class Chunk:
+    """The tokens of one top-level statement, and the first thing wrong with their layout."""
+
+    tokens: list[Token] = field(default_factory=list)
+    problem: Diagnostic | None = None
+
+
+@dataclass
+class Layout:
+    chunks: list[Chunk]
+    comments: list[Token]
+
+
+def lay_out(source: Source, raw: Iterable[Token]) -> Layout:
+    layer = _Layer(source)
+    for token in raw:
+        layer.take(token)
+        if layer.full:
+            break
+    layer.finish()
+    return Layout(layer.chunks, layer.comments)
+
+
+class _Layer:
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.chunks: list[Chunk] = []
+        self.comments: list[Token] = []
+        self.chunk = Chunk()
+        self.indents = [0]
+        self.brackets: list[Token] = []
+        self.line_start: Token | None = None
+        """The line end before the current token, while no token of its line was taken yet."""
+        self.fresh = True
+        self.count = 0
+        self.rereads = 0
+        self.full = False
+
+    def take(self, token: Token) -> None:
+        kind = token.type
+        if kind == "LINE_END":
+            self.line_start, self.fresh = token, True
+            return
+        if kind == "COMMENT":
+            self.comments.append(token)
+            return
+        if self.fresh:
+            self.fresh = False
+            self._begin_line(token)
+        self._add(token)
+
+    def _add(self, token: Token) -> None:
+        self.count += 1
+        if self.count > MAX_TOKENS:
+            self.full = True
+            self._complain("P0108", "the script is too long", token, f"more than {MAX_TOKENS:,} words and signs", help="split it in files and `import` them")
+            return
+        text = str(token)
+        if text in OPEN:
+            self._open(token)
+        elif text in CLOSE:
+            self._close(token)
+        elif text in ("=", "!=") and self.brackets and self.brackets[-1] == "[":
+            self._make_key()
+        elif self.chunk.tokens and token.type != "NAME" and text in KEYWORDS and self.chunk.tokens[-1].type == "DOT":
+            token = _retyped(token, "NAME")  # after a dot every word is a name: model.order
+        self.chunk.tokens.append(token)
+
+    def _make_key(self) -> None:
+        before = self.chunk.tokens
+        if len(before) > 1 and before[-2].type in ("LSQB", "COMMA") and before[-1].isidentifier():
+            before[-1] = _retyped(before[-1], "KEY")
+
+    # ------------------------------------------------------------------------------------------------ brackets
+
+    def _open(self, token: Token) -> None:
+        self.brackets.append(token)
+        if len(self.brackets) == MAX_DEPTH:
+            self._complain("P0107", "brackets are nested too deeply", token, f"{MAX_DEPTH} brackets are open here", help="name the inner parts with `let`")
+
+    def _close(self, token: Token) -> None:
+        if not self.brackets:
+            self._complain("P0105", f"`{token}` closes nothing", token, "no bracket is open here", help=f"delete `{token}`, or open its bracket before")
+            return
+        opened = self.brackets.pop()
+        if OPEN[str(opened)] != token:
+            self._complain(
+                "P0105", f"`{token}` does not close `{opened}`", token, f"expected `{OPEN[str(opened)]}`",
+                also=(Label(self._span(opened), "opened here"),),
+            )  # fmt: skip
+
+    def _unclosed(self) -> None:
+        opened = self.brackets[-1]
+        self._complain("P0105", f"`{opened}` is never closed", opened, f"no `{OPEN[str(opened)]}` follows", help=f"add `{OPEN[str(opened)]}`")
+        self.brackets.clear()
+        self._reread_after(opened)
+
+    def _reread_after(self, opened: Token) -> None:
+        """Give back the lines that an open bracket swallowed, from the first one that starts in column one."""
+        swallowed = self.chunk.tokens
+        back = next((i for i, t in enumerate(swallowed) if t.start_pos > opened.start_pos and self._column_one(t)), None)
+        self.rereads += 1
+        if back is None or self.rereads > LIMIT:
+            return
+        tail = swallowed[back:]
+        del swallowed[back:]
+        self._flush()
+        for token in tail:
+            before = self.source.text.rfind("\n", 0, token.start_pos)
+            blank = self.source.text[before + 1 : token.start_pos]
+            if not blank.strip(" \t"):
+                self.line_start, self.fresh = Token("LINE_END", "\n" + blank, before), True
+            self.take(_retyped(token, "NAME") if token.type == "KEY" else token)
+
+    def _column_one(self, token: Token) -> bool:
+        return token.start_pos == 0 or self.source.text[token.start_pos - 1] == "\n"
+
+    # -------------------------------------------------------------------------------------------------- lines
+
+    def _begin_line(self, token: Token) -> None:
+        if self.brackets:
+            if str(token) not in NEVER_IN_BRACKETS:
+                return
+            self._unclosed()
+        blank = str(self.line_start)[1:] if self.line_start is not None else self.source.text[: token.start_pos]
+        at = token.start_pos - len(blank)
+        if "\t" in blank:
+            tab = at + blank.index("\t")
+            self._complain("P0103", "tab in indentation", Span(self.source, tab, tab + 1), "a tab has no agreed width", help="indent with four spaces")
+        width = len(blank.replace("\t", "    "))
+        if width == 0:
+            self._begin_statement(token)
+        else:
+            self._indent(token, width)
+
+    def _begin_statement(self, token: Token) -> None:
+        if self.chunk.tokens:
+            self._newline()
+            self._dedent_to(0, token)
+            if str(token) in ("elif", "else") and self.chunk.tokens[0] == "if":
+                return
+        self._flush()
+
+    def _indent(self, token: Token, width: int) -> None:
+        if self.chunk.tokens:
+            self._newline()
+        if width > self.indents[-1]:
+            self.indents.append(width)
+            self.chunk.tokens.append(Token.new_borrow_pos("INDENT", "", token))
+            if len(self.indents) > MAX_DEPTH:
+                self._complain("P0107", "blocks are nested too deeply", token, f"{MAX_DEPTH} blocks are open here", help="move the inner part to a function")
+        else:
+            self._dedent_to(width, token)
+
+    def _dedent_to(self, width: int, token: Token) -> None:
+        while width < self.indents[-1]:
+            self.indents.pop()
+            self.chunk.tokens.append(Token.new_borrow_pos("DEDENT", "", token))
+        if width != self.indents[-1]:
+            levels = ", ".join(str(level) for level in self.indents)
+            self._complain(
+                "P0104", "this line's indentation fits no block", token,
+                f"{width} spaces; the open blocks are at {levels}", help="align the line with the block it belongs to",
+            )  # fmt: skip
+            self.indents.append(width)
+
+    def _newline(self) -> None:
+        last = self.chunk.tokens[-1]
+        end = last.end_pos if last.end_pos is not None else last.start_pos
+        self.chunk.tokens.append(Token("NEWLINE", "", end, None, None, None, None, end))
+
+    # ------------------------------------------------------------------------------------------------ chunks
+
+    def _flush(self) -> None:
+        if self.chunk.tokens:
+            self.chunks.append(self.chunk)
+        self.chunk = Chunk()
+        self.indents = [0]
+        self.brackets.clear()
+
+    def finish(self) -> None:
+        if self.brackets and self.chunk.tokens:
+            self._unclosed()
+        if self.chunk.tokens:
+            self._newline()
+            end = Token("END", "", len(self.source.text), None, None, None, None, len(self.source.text))
+            self._dedent_to(0, end)
+        self._flush()
+
+    def _span(self, token: Token) -> Span:
+        return Span(self.source, token.start_pos or 0, token.end_pos or 0)
+
+    def _complain(self, code: str, message: str, where: Token | Span, label: str, *, help: str = "", also: tuple[Label, ...] = ()) -> None:
+        if self.chunk.problem is None:
+            span = where if isinstance(where, Span) else self._span(where)
+            self.chunk.problem = Diagnostic(code, message, span, label, also, helps=(help,) if help else ())
+
+
+def _retyped(token: Token, kind: str) -> Token:
+    return Token.new_borrow_pos(kind, str(token), token)

@@ -1,0 +1,127 @@
+"""Text to Script. Every broken top-level statement gives one diagnostic; the others are parsed all the same."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lark import Token
+from lark.exceptions import UnexpectedToken
+
+from piperlang.diagnostics import Diagnostic, PiperError, error
+from piperlang.source import Source, Span
+from piperlang.syntax import complaints, grammar, tree
+from piperlang.syntax.build import documentation
+from piperlang.syntax.lines import MAX_DEPTH, Chunk, Layout, lay_out
+
+MAX_BYTES = 4_000_000
+MAX_LINE = 20_000
+MAX_HEIGHT = 100
+
+
+def read(path: Path, name: str | None = None, *, library: bool = False) -> Source:
+    """The file's text, or a located diagnostic for whatever is not text."""
+    shown = name or str(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise error("P0901", f"cannot read {shown}", notes=[reason[0].lower() + reason[1:]], help="check the path") from None
+    return decode(data, shown, library=library)
+
+
+def decode(data: bytes, name: str, *, library: bool = False) -> Source:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        good = data[: problem.start].decode("utf-8-sig", errors="replace")
+        source = Source(name, _newlines(good) + "\ufffd", library)
+        raise error(
+            "P0101", "the file is not UTF-8 text", source.span(len(source.text) - 1, len(source.text)),
+            f"byte 0x{data[problem.start]:02x}", help="save the script as UTF-8",
+        ) from None  # fmt: skip
+    source = Source(name, _newlines(text), library)
+    if len(data) > MAX_BYTES:
+        raise error("P0108", "the file is too long", source.span(0, 0), f"more than {MAX_BYTES:,} bytes", help="split it in files and `import` them")
+    return source
+
+
+def _newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse(source: Source) -> tuple[tree.Script, list[Diagnostic]]:
+    layout = laid_out(source)
+    statements: list[tree.Statement] = []
+    problems: list[Diagnostic] = []
+    broken: set[str] = set()
+    for chunk in layout.chunks:
+        try:
+            statements.append(_statement(source, chunk))
+        except PiperError as problem:
+            problems.extend(problem.diagnostics)
+            broken.update(str(token) for token in chunk.tokens if token.type == "NAME")
+    doc = documentation(statements[0]) if statements else None
+    body = tuple(statements[1:] if doc is not None else statements)
+    return tree.Script(source, doc, body, frozenset(broken)), problems
+
+
+def laid_out(source: Source) -> Layout:
+    _refuse_long_lines(source)
+    return lay_out(source, grammar.tokens(source.text))
+
+
+def _refuse_long_lines(source: Source) -> None:
+    text, start = source.text, 0
+    while start < len(text):
+        end = text.find("\n", start, start + MAX_LINE + 1)
+        if end < 0:
+            if len(text) - start > MAX_LINE:
+                raise error("P0108", "this line is too long", source.span(start, start), f"more than {MAX_LINE:,} characters", help="break it inside brackets")
+            return
+        start = end + 1
+
+
+def _statement(source: Source, chunk: Chunk) -> tree.Statement:
+    if chunk.problem is not None:
+        raise PiperError(chunk.problem)
+    grammar.BUILDER.source = source
+    parser = grammar.fresh()
+    tokens = chunk.tokens
+    position = 0
+    try:
+        for position, token in enumerate(tokens):  # noqa: B007
+            parser.feed_token(token)
+        position = len(tokens)
+        result: tree.Statement = parser.feed_eof(tokens[-1])
+    except UnexpectedToken:
+        end = Token("$END", "", tokens[-1].start_pos, end_pos=tokens[-1].start_pos)
+        raise PiperError(complaints.unexpected(source, [*tokens, end], position, parser.accepts())) from None
+    if len(tokens) > MAX_HEIGHT and _height(result) > MAX_HEIGHT + MAX_DEPTH:
+        span = Span(source, tokens[0].start_pos or 0, tokens[0].end_pos or 0)
+        raise PiperError(complaints.too_deep(span))
+    return result
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.name != "span")
+
+
+def _height(root: Any) -> int:
+    """Depth of the tree, walked without recursion: what is too deep for Python's stack must be found by a loop."""
+    level: list[Any] = [root]
+    height = 0
+    while level:
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, tree.Node):
+                below.extend(getattr(node, name) for name in _field_names(type(node)))
+            elif isinstance(node, tuple):
+                below.extend(node)
+        level = [child for child in below if isinstance(child, tree.Node | tuple)]
+        height += 1
+    return height

@@ -1,0 +1,151 @@
+"""One logical line as text: on one line where it fits, else broken at its brackets, one item a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lark import Token
+
+from piperlang.source import Source
+from piperlang.syntax.spacing import CLOSERS, OPENERS, join
+
+WIDTH = 100
+INDENT = "    "
+
+
+@dataclass
+class _Item:
+    """What stands between two commas of a bracket."""
+
+    tokens: list[Token] = field(default_factory=list)
+    above: list[str] = field(default_factory=list)
+    beside: str = ""
+
+
+def wrap(source: Source, tokens: Sequence[Token], comments: Sequence[Token], depth: int) -> list[str]:
+    """The line's text; `comments` are those inside it, before its last token."""
+    tokens = without_last_comma(tokens)
+    text = join(tokens, tokens)
+    if not comments and ("\n" in text or len(INDENT * depth) + len(text) <= WIDTH):
+        return [INDENT * depth + text]
+    return _break(source, tokens, tokens, comments, depth)
+
+
+def without_last_comma(tokens: Sequence[Token]) -> list[Token]:
+    """On one line no bracket, and no list of steps, ends in a comma."""
+    kept: list[Token] = []
+    for i, token in enumerate(tokens):
+        after = tokens[i + 1] if i + 1 < len(tokens) else None
+        if token == "," and (after is None or after in CLOSERS):
+            continue
+        kept.append(token)
+    return kept
+
+
+def _break(source: Source, tokens: Sequence[Token], line: Sequence[Token], comments: Sequence[Token], depth: int) -> list[str]:
+    opening, closing = _widest(tokens, comments)
+    if opening < 0:
+        return [INDENT * depth + join(tokens, line)]
+    inner = [c for c in comments if tokens[opening].start_pos < c.start_pos < tokens[closing].start_pos]
+    items, loose = _items(source, tokens[opening : closing + 1], inner)
+    head = join(tokens[: opening + 1], line)
+    tail = join([tokens[closing], *tokens[closing + 1 :]], line)
+    lines = [INDENT * depth + head]
+    separator = "," if _takes_last_comma(tokens, opening, closing, items) else ""
+    for i, item in enumerate(items):
+        lines += [INDENT * (depth + 1) + comment for comment in item.above]
+        within = [c for c in inner if item.tokens[0].start_pos < c.start_pos < item.tokens[-1].start_pos and c not in loose]
+        text = join(item.tokens, line)
+        fits = len(INDENT * (depth + 1)) + len(text) < WIDTH and not within
+        body = [INDENT * (depth + 1) + text] if fits else _break(source, item.tokens, line, within, depth + 1)
+        body[-1] += separator if i == len(items) - 1 else ","
+        body[-1] += f"  {item.beside}" if item.beside else ""
+        lines += body
+    lines += [INDENT * (depth + 1) + comment for comment in _after_last(source, tokens[closing], items, inner, loose)]
+    return [*lines, INDENT * depth + tail]
+
+
+def _widest(tokens: Sequence[Token], comments: Sequence[Token]) -> tuple[int, int]:
+    """The outermost bracket to break: one that holds a comment, else the longest."""
+    found: list[tuple[bool, int, int, int]] = []
+    stack: list[int] = []
+    for i, token in enumerate(tokens):
+        if token in OPENERS:
+            stack.append(i)
+        elif token in CLOSERS:
+            start = stack.pop()
+            if not stack and i > start + 1:
+                held = any(tokens[start].start_pos < c.start_pos < token.start_pos for c in comments)
+                found.append((held, i - start, -start, i))
+    if not found:
+        return -1, -1
+    _, _, start, end = max(found)
+    return -start, end
+
+
+def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) -> tuple[list[_Item], list[Token]]:
+    """The items of a bracket, each with its comments; and the comments that no nested bracket holds."""
+    items = [_Item()]
+    level = 0
+    nested: list[tuple[int, int]] = []
+    opened = 0
+    ends: list[int] = []
+    for token in group[1:-1]:
+        if token in OPENERS:
+            opened = token.start_pos or 0 if level == 0 else opened
+            level += 1
+        elif token in CLOSERS:
+            level -= 1
+            if level == 0:
+                nested.append((opened, token.start_pos or 0))
+        if token == "," and level == 0:
+            ends.append(token.end_pos or 0)
+            items.append(_Item())
+        else:
+            items[-1].tokens.append(token)
+    items = [item for item in items if item.tokens]
+    loose = [c for c in comments if not any(a < (c.start_pos or 0) < b for a, b in nested)]
+    for comment in loose:
+        _attach(source, comment, items, ends)
+    return items, loose
+
+
+def _attach(source: Source, comment: Token, items: list[_Item], ends: list[int]) -> None:
+    at = comment.start_pos or 0
+    line_start = source.text.rfind("\n", 0, at) + 1
+    for i, item in enumerate(items):
+        end = max(item.tokens[-1].end_pos or 0, ends[i] if i < len(ends) and ends[i] <= at else 0)
+        follows = items[i + 1].tokens[0].start_pos if i + 1 < len(items) else None
+        if line_start <= end <= at and (follows is None or at < (follows or 0)) and not item.beside and source.text[line_start:at].strip():
+            item.beside = comment_text(comment)
+            return
+    following = next((item for item in items if (item.tokens[-1].end_pos or 0) > at), None)
+    if following is not None:
+        following.above.append(comment_text(comment))
+
+
+def _after_last(source: Source, closing: Token, items: list[_Item], comments: Sequence[Token], loose: list[Token]) -> list[str]:
+    """Comments on lines of their own behind the last item."""
+    last = items[-1]
+    end = last.tokens[-1].end_pos or 0
+    after = [c for c in loose if end <= (c.start_pos or 0) < (closing.start_pos or 0)]
+    return [comment_text(c) for i, c in enumerate(after) if not (i == 0 and last.beside == comment_text(c))]
+
+
+def _takes_last_comma(tokens: Sequence[Token], opening: int, closing: int, items: list[_Item]) -> bool:
+    """Lists, calls, selectors and sets may end in a comma; an index, a grouping and a comprehension may not."""
+    if len(items) > 1:
+        return True
+    inside = items[0].tokens
+    if any(token == "for" for token in inside):
+        return False
+    called = opening > 0 and tokens[opening - 1].type in ("NAME", "RPAR", "RSQB")
+    if tokens[opening] == "(":
+        return called
+    return not called or inside[0].type == "KEY"
+
+
+def comment_text(comment: Token) -> str:
+    text = str(comment).rstrip()
+    return f"# {text[1:]}" if len(text) > 1 and text[1] not in " #!-=" else text

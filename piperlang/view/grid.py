@@ -1,0 +1,98 @@
+"""The order of work as a grid in the terminal: a row per device, a column per unit of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from piperlang.diagnostics.render import Paint
+from piperlang.elaborate.lanes import Item, Lane
+from piperlang.simulate.unit import Ran, Timeline
+
+COLOURS = {"F": "34", "B": "32", "I": "36", "W": "33"}
+IDLE = "."
+
+
+def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint) -> str:
+    """The timeline as text no wider than `width`, in as many panels as that takes."""
+    several = _several_stages(lanes)
+    cell = max((len(_label(run.item, several)) for run in timeline.ran), default=1)
+    names = [_devices(lane) for lane in lanes]
+    margin = max(len(name) for name in names) + 1
+    per_panel = max(4, (width - margin - 1) // (cell + 1))
+    rows = [_row(i, timeline, several) for i in range(len(lanes))]
+    panels = range(0, timeline.length, per_panel)
+    lines: list[str] = []
+    for start in panels:
+        end = min(start + per_panel, timeline.length)
+        lines.append(f"{'':{margin}}|{_ruler(start, end, cell)}")
+        lines += [f"{name:>{margin - 1}} |{_cells(row, start, end, cell, paint)}" for name, row in zip(names, rows, strict=True)]
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def summary(lanes: Sequence[Lane], timeline: Timeline) -> str:
+    """One line of figures; idle time is counted over one device of each lane."""
+    total = timeline.length * sum(1 for lane in lanes if lane.steps) or 1
+    idle = 100 * (total - timeline.busy()) / total
+    return f"{timeline.length} units, {idle:.0f}% idle (F=I=W=1, B=2, communication free, stages in a chain)"
+
+
+def _several_stages(lanes: Sequence[Lane]) -> bool:
+    return any(len({item.get("stage") for work in lane.steps for item in work.items if "pass" in item}) > 1 for lane in lanes)
+
+
+def _label(item: Item, several: bool) -> str:
+    stage = f"{item['stage']}" if several and "stage" in item else ""
+    return f"{stage}{item['pass']}{item.get('mb', '')}"
+
+
+def _devices(lane: Lane) -> str:
+    """`device 3`, or `devices 0-3` / `devices 0,2,5` for a lane of several."""
+    numbers = sorted(lane.devices)
+    if len(numbers) == 1:
+        return f"device {numbers[0]}"
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"devices {numbers[0]}-{numbers[-1]}"
+    more = ",..." if len(numbers) > 4 else ""
+    return f"devices {','.join(map(str, numbers[:4]))}{more}"
+
+
+def _row(lane: int, timeline: Timeline, several: bool) -> list[tuple[Ran | None, str]]:
+    """Per unit of time: what runs, and the text that starts there."""
+    row: list[tuple[Ran | None, str]] = [(None, IDLE)] * timeline.length
+    for run in timeline.ran:
+        if run.lane == lane:
+            row[run.start] = (run, _label(run.item, several))
+            for at in range(run.start + 1, run.end):
+                row[at] = (run, "")
+    return row
+
+
+def _cells(row: list[tuple[Ran | None, str]], start: int, end: int, cell: int, paint: Paint) -> str:
+    parts: list[str] = []
+    for at in range(start, end):
+        run, text = row[at]
+        joined = at > 0 and run is not None and _same_step(row[at - 1][0], run)
+        gap = "&" if joined and text else "-" if run is not None and not text else " "
+        body = f"{text:<{cell}}" if text else "-" * cell
+        if run is None:
+            parts.append(f"{gap}{text:<{cell}}")
+        else:
+            parts.append(gap + paint(body, COLOURS[str(run.item["pass"])]) if text else paint(gap + body, COLOURS[str(run.item["pass"])]))
+    return "".join(parts).rstrip()
+
+
+def _same_step(before: Ran | None, run: Ran) -> bool:
+    return before is not None and before is not run and before.step == run.step
+
+
+def _ruler(start: int, end: int, cell: int) -> str:
+    every = 5
+    return "".join(f" {at:<{cell}}" if at % every == 0 and len(str(at)) <= cell + 1 else " " * (cell + 1) for at in range(start, end)).rstrip()
+
+
+def plain(lanes: Sequence[Lane]) -> Iterator[tuple[int, list[list[Item]]]]:
+    """Per device, in device order: the steps as plain lists, each of what may overlap."""
+    rows = {device: [list(work.items) for work in lane.steps] for lane in lanes for device in lane.devices}
+    for device in sorted(rows):
+        yield device, rows[device]
