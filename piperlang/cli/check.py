@@ -15,8 +15,6 @@ from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.diagnostics.render import as_json
 from piperlang.session import Outlined, outline
 
-HELP = "check scripts without running anything"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scripts", nargs="+", metavar="FILE.piper", help="`-` reads standard input")

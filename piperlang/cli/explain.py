@@ -8,8 +8,6 @@ from piperlang.diagnostics import did_you_mean, error
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.explain import page
 
-HELP = "explain a diagnostic code"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", nargs="?", metavar="CODE", help="such as P0302; without one, all codes are listed")

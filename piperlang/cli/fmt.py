@@ -11,8 +11,6 @@ from piperlang.cli.report import open_script, report
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.syntax.format import format_source
 
-HELP = "format scripts"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scripts", nargs="+", metavar="FILE.piper", help="`-` formats standard input to standard output")

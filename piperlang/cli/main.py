@@ -8,16 +8,24 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from piperlang import __version__
-from piperlang.cli import check, explain, fmt, orders
 from piperlang.cli.report import report
 from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.diagnostics.render import FORMATS
 
 FINE, DIAGNOSTICS, USAGE, BUG, INTERRUPTED = 0, 1, 2, 70, 130
-COMMANDS = {"check": check, "fmt": fmt, "orders": orders, "explain": explain}
+COMMANDS = {
+    "check": "check scripts without running anything",
+    "fmt": "format scripts",
+    "orders": "show the order of work per device",
+    "explain": "explain a diagnostic code",
+}
+"""Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
+
+FLAGS = ("--format", "--json", "--csv", "--check", "--diff", "--help", "--version", "-p")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,17 +40,21 @@ class _Parser(argparse.ArgumentParser):
             help = did_you_mean(choices[1], [*COMMANDS, *FORMATS]) or help
         elif unknown:
             message = f"`{unknown[1]}` is not understood"
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            help = did_you_mean(unknown[1], flags) or help
+            help = did_you_mean(unknown[1].partition("=")[0], FLAGS) or help
         raise error("P0902", message, help=help)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(wanted: str | None) -> argparse.ArgumentParser:
+    """The command line, in full for the command that is wanted."""
     top = _Parser(prog="piperc", description="Schedules for distributed training, as a language.")
     top.add_argument("--version", action="version", version=f"piperc {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    for name, module in COMMANDS.items():
-        sub = commands.add_parser(name, help=module.HELP, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name != wanted:
+            continue
+        module = import_module(f"piperlang.cli.{name}")
+        sub.description = module.__doc__
         module.arguments(sub)
         sub.add_argument("--format", choices=FORMATS, default="full", help="how diagnostics are written (default: full)")
         sub.set_defaults(run=module.run)
@@ -54,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     format = _wanted_format(words)
     try:
-        options = parser().parse_args(words)
+        wanted = next((word for word in words if word in COMMANDS), None)
+        options = parser(wanted).parse_args(words)
         return int(options.run(options))
     except PiperError as problem:
         report(problem.diagnostics, format)

@@ -18,10 +18,8 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Order
 from piperlang.elaborate.lanes import Lane
 from piperlang.session import outline
-from piperlang.simulate.unit import describe, simulate
+from piperlang.simulate.unit import simulate
 from piperlang.view.grid import grid, plain, summary
-
-HELP = "show the order of work per device"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,5 +74,3 @@ def _csv(lanes: Sequence[Lane]) -> None:
 def _chain(chain: Order) -> str:
     return " -> ".join(" & ".join(str(item) for item in step.items) for step in chain.steps)
 
-
-__all__ = ["HELP", "arguments", "describe", "run"]

@@ -56,7 +56,7 @@ def _sized(op: str, left: Value, right: Value, span: Span) -> Value:
     """Sizes add and compare with sizes, scale by numbers, and divide into numbers; `25MB + 1` says too little."""
     if isinstance(left, Size) and isinstance(right, Size):
         if op in ("+", "-"):
-            return Size(int(str(bounded(_NUMERIC[op](left.bytes, right.bytes), span))))
+            return Size(int(bounded(_NUMERIC[op](left.bytes, right.bytes), span)))
         if op in ("//", "/", "%"):
             result = _divide(op, left.bytes, right.bytes, span)
             return Size(result) if op == "%" else bounded(result, span)
@@ -93,10 +93,11 @@ def power(base: Value, exponent: Value, span: Span) -> Value:
     return bounded(result, span)
 
 
-def bounded(value: Any, span: Span) -> Any:
+def bounded(value: Any, span: Span) -> int | float:
     if isinstance(value, int) and abs(value) >= MAX_INTEGER:
         raise error("P0211", "this number is too large", span, "integers have 64 bits")
-    return value
+    number: int | float = value
+    return number
 
 
 def limited(text: str, span: Span) -> str:

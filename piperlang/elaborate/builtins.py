@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from piperlang.diagnostics import error
@@ -127,7 +128,7 @@ def _sorted(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
     _arity("sorted", arguments, 1, 1, call)
     items = _sequence("sorted", arguments[0], call.span)
     self.charge(len(items) * 4, call.span)
-    for left, right in zip(items, items[1:], strict=False):
+    for left, right in pairwise(items):
         compare("<", left, right, call.span)
     return tuple(sorted(items, key=lambda item: item.bytes if isinstance(item, Size) else item))  # type: ignore[arg-type, return-value]
 

@@ -12,7 +12,7 @@ from piperlang.elaborate.values import Axis, Mesh, Slice, Value
 from piperlang.source import Span
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Written:
     """Where a directive stands, and the calls that led to it, outermost first."""
 
@@ -20,12 +20,12 @@ class Written:
     trail: tuple[Call, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UseMesh(Written):
     mesh: Mesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModulePath:
     """`layers[0:6].attn`: names, and per index a number, a half-open range, or None for all."""
 
@@ -44,40 +44,40 @@ class ModulePath:
         return text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tag(Written):
     tags: tuple[tuple[str, TagValue], ...]
     paths: tuple[ModulePath, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place(Written):
     selector: Selector
     where: Slice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Option:
     name: str
     value: Value
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Replicate(Written):
     selector: Selector
     axes: tuple[Axis, ...]
     options: tuple[Option, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shard(Written):
     selector: Selector
     axes: tuple[Axis, ...]
     options: tuple[Option, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Split(Written):
     selector: Selector | None
     """None is the batch."""
@@ -85,32 +85,32 @@ class Split(Written):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stream(Written):
     selector: Selector
     stream: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recompute(Written):
     selector: Selector
     options: tuple[Option, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Offload(Written):
     selector: Selector
     options: tuple[Option, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step(Written):
     """One step of an order: the selectors in it may overlap."""
 
     items: tuple[Selector, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Order(Written):
     where: Slice | None
     """None for `order A -> B`, which relates nodes wherever they are."""

@@ -152,8 +152,8 @@ class Evaluator:
     def unary(self, node: tree.Unary) -> Value:
         if node.operator == "not":
             return not self.truth(node.operand)
-        value: Any = self.evaluate(node.operand)
-        if not arithmetic.number(value):
+        value = self.evaluate(node.operand)
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise error("P0204", f"`{node.operator}` does not work on {kind(value)}", node.span, kind(value))
         return -value if node.operator == "-" else value
 

@@ -328,7 +328,8 @@ class Interpreter(Evaluator):
     def branch(self, node: tree.If) -> None:
         for test, body in node.branches:
             if self.truth(test):
-                return self.block(body)
+                self.block(body)
+                return
         if node.otherwise is not None:
             self.block(node.otherwise)
 

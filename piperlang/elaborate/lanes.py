@@ -218,8 +218,8 @@ def _bounds(conditions: list[Condition], count: int) -> range:
 
 def _passes(conjunction: Conjunction) -> list[str]:
     named = [c for c in conjunction if c.key == "pass"]
-    if not named:
-        return ["F", "B"]
+    if not any(c.test == "in" for c in named):
+        return [p for p in ("F", "B") if all(c.holds({"pass": p}) for c in named)]  # halves exist where they are named
     return [p for p in ("F", "B", "I", "W") if all(c.holds({"pass": p}) for c in named)]
 
 

@@ -10,7 +10,7 @@ from piperlang.diagnostics import Label, PiperError, did_you_mean, error, listed
 from piperlang.elaborate.library import modules
 from piperlang.elaborate.names import Names
 from piperlang.elaborate.values import Value
-from piperlang.source import Span
+from piperlang.source import Source, Span
 from piperlang.syntax import parse, tree
 
 
@@ -25,12 +25,12 @@ class Module:
     """Names that a failed statement would have bound: using one is no new mistake."""
 
 
-def load(path: Path, shown: str, *, library: bool = False, checked: bool = True) -> Module:
+def load(path: Path, shown: str, *, library: bool = False) -> Module:
     """Read, parse and check one file; every problem in it is raised at once."""
     return from_source(parse.read(path, shown, library=library), path.resolve())
 
 
-def from_source(source: parse.Source, path: Path | None = None) -> Module:
+def from_source(source: Source, path: Path | None = None) -> Module:
     script, problems = parse.parse(source)
     problems = problems + Names(script.broken).check(script.statements)
     if problems:

@@ -13,7 +13,7 @@ from lark import Token
 
 from piperlang.diagnostics import error
 from piperlang.source import Source, Span
-from piperlang.syntax import tree
+from piperlang.syntax import tokens, tree
 from piperlang.syntax.words import SIZE_UNITS
 
 Children = list[Any]
@@ -39,12 +39,12 @@ class Builder:
 
     def span(self, children: Children) -> Span:
         first, last = children[0], children[-1]
-        start = first.start_pos if isinstance(first, Token) else first.span.start
-        end = last.end_pos if isinstance(last, Token) else last.span.end
-        return Span(self.source, start, end)
+        low = tokens.start(first) if isinstance(first, Token) else first.span.start
+        high = tokens.end(last) if isinstance(last, Token) else last.span.end
+        return Span(self.source, low, high)
 
     def at(self, token: Token) -> Span:
-        return Span(self.source, token.start_pos or 0, token.end_pos or 0)
+        return tokens.span(self.source, token)
 
     def ident(self, token: Token) -> tree.Ident:
         return tree.Ident(str(token), span=self.at(token))
@@ -289,7 +289,7 @@ class Builder:
 
         def plain(match: re.Match[str]) -> str:
             if match[0] not in ESCAPES:
-                start = (token.start_pos or 0) + quotes + match.start()
+                start = tokens.start(token) + quotes + match.start()
                 raise error("P0106", f"`{match[0]}` is not an escape", Span(self.source, start, start + 2), help="write `\\\\` for a backslash")
             return ESCAPES[match[0]]
 

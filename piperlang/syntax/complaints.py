@@ -7,9 +7,10 @@ from collections.abc import Collection
 
 from lark import Token
 
-from piperlang.diagnostics import Diagnostic, listed, nearest
+from piperlang.diagnostics import Diagnostic, nearest
 from piperlang.source import Source, Span
 from piperlang.syntax import grammar
+from piperlang.syntax import tokens as tokens_at
 from piperlang.syntax.words import KEYWORDS, STATEMENT_STARTS
 
 LOOK_ALIKES = {
@@ -44,7 +45,7 @@ PYTHON_HABITS = {
 def unexpected(source: Source, tokens: list[Token], at: int, accepted: Collection[str]) -> Diagnostic:
     """The diagnostic for `tokens[at]`, which the parser refused; `accepted` are the terminal types it would take."""
     token = tokens[at]
-    span = Span(source, token.start_pos or 0, token.end_pos or token.start_pos or 0)
+    span = tokens_at.span(source, token)
     raw = _raw(token, span)
     if raw is not None:
         return raw
@@ -101,7 +102,7 @@ def _wrong_start(source: Source, tokens: list[Token], at: int) -> Diagnostic | N
     if first is None or first.type != "NAME":
         return None
     word = str(first)
-    span = Span(source, first.start_pos or 0, first.end_pos or 0)
+    span = tokens_at.span(source, first)
     if word in PYTHON_HABITS:
         return Diagnostic("P0102", f"`{word}` is not a statement here", span, helps=(PYTHON_HABITS[word],))
     near = nearest(word, STATEMENT_STARTS)
@@ -169,10 +170,3 @@ def _expected(accepted: Collection[str]) -> str:
     if not words:
         return "an operator"
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def too_deep(span: Span) -> Diagnostic:
-    return Diagnostic("P0107", "this expression is nested too deeply", span, "", helps=("name the inner parts with `let`",))
-
-
-__all__ = ["listed", "too_deep", "unexpected"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from lark import Token
 
@@ -15,6 +16,7 @@ from piperlang.diagnostics import PiperError
 from piperlang.source import Source
 from piperlang.syntax.lines import Layout
 from piperlang.syntax.parse import laid_out, parse
+from piperlang.syntax.tokens import end, start
 from piperlang.syntax.wrap import INDENT, comment_text, wrap
 
 
@@ -89,23 +91,23 @@ def _entries(source: Source, layout: Layout) -> list[_Entry]:
     at = 0
     open_columns: list[int] = []
     for line in _logical_lines(layout):
-        start, end = line.tokens[0].start_pos or 0, line.tokens[-1].end_pos or 0
-        column = start - (source.text.rfind("\n", 0, start) + 1)
+        first, last = start(line.tokens[0]), end(line.tokens[-1])
+        column = first - (source.text.rfind("\n", 0, first) + 1)
         own: list[Token] = []
-        while at < len(comments) and (comments[at].start_pos or 0) < start:
+        while at < len(comments) and start(comments[at]) < first:
             own.append(comments[at])
             at += 1
         entries += _comments(source, own, open_columns, line.depth)
         open_columns = [*open_columns[: line.depth], column]
         inner: list[Token] = []
-        while at < len(comments) and (comments[at].start_pos or 0) < end:
+        while at < len(comments) and start(comments[at]) < last:
             inner.append(comments[at])
             at += 1
-        entry = _Entry(line.depth, wrap(source, line.tokens, inner, line.depth), start, end)
+        entry = _Entry(line.depth, wrap(source, line.tokens, inner, line.depth), first, last)
         entry.opens_function = line.tokens[0] == "def" and line.tokens[-1] == ":"
-        if at < len(comments) and "\n" not in source.text[end : comments[at].start_pos]:
+        if at < len(comments) and "\n" not in source.text[last : start(comments[at])]:
             entry.beside = comment_text(comments[at])
-            entry.end = comments[at].end_pos or end
+            entry.end = end(comments[at])
             at += 1
         entries.append(entry)
     return entries + _comments(source, comments[at:], open_columns, 0)
@@ -115,16 +117,16 @@ def _comments(source: Source, comments: list[Token], open_columns: list[int], ne
     """Comments on lines of their own: in the deepest open block they are indented to, not above the next line's."""
     entries: list[_Entry] = []
     for comment in comments:
-        start = comment.start_pos or 0
-        column = start - (source.text.rfind("\n", 0, start) + 1)
+        first = start(comment)
+        column = first - (source.text.rfind("\n", 0, first) + 1)
         fitting = [depth for depth, at in enumerate(open_columns) if at <= column]
         depth = max(next_depth, fitting[-1] if fitting else 0)
-        entries.append(_Entry(depth, [INDENT * depth + comment_text(comment)], start, comment.end_pos or 0, comment=True))
+        entries.append(_Entry(depth, [INDENT * depth + comment_text(comment)], first, end(comment), comment=True))
     return entries
 
 
 def _blank_lines(source: Source, entries: list[_Entry]) -> None:
-    for before, entry in zip(entries, entries[1:], strict=False):
+    for before, entry in pairwise(entries):
         entry.blank_before = source.text.count("\n", before.end, entry.start) > 1
     in_function = False
     for i, entry in enumerate(entries):

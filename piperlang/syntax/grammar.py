@@ -74,12 +74,24 @@ def _lexer() -> Any:
 
 
 def tokens(text: str) -> Iterator[Token]:
-    return LexerThread.from_text(_lexer(), text).lex(None)
+    stream: Iterator[Token] = LexerThread.from_text(_lexer(), text).lex(None)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def fresh() -> InteractiveParser:
     """A parser at the start of one statement."""
     return parser().parse_interactive()
+
+
+def ended(parser: InteractiveParser, last: Token) -> Any:
+    """The statement, once all its tokens were fed."""
+    return parser.feed_eof(last)  # type: ignore[no-untyped-call]
+
+
+def accepted(parser: InteractiveParser) -> set[str]:
+    """The terminals the parser would take now."""
+    found: set[str] = parser.accepts()  # type: ignore[no-untyped-call]
+    return found
 
 
 @cache

@@ -17,6 +17,7 @@ from lark import Token
 
 from piperlang.diagnostics import LIMIT, Diagnostic, Label
 from piperlang.source import Source, Span
+from piperlang.syntax.tokens import end, made, retyped, span, start
 from piperlang.syntax.words import KEYWORDS, NEVER_IN_BRACKETS
 
 MAX_DEPTH = 60
@@ -93,13 +94,13 @@ class _Layer:
         elif text in ("=", "!=") and self.brackets and self.brackets[-1] == "[":
             self._make_key()
         elif self.chunk.tokens and token.type != "NAME" and text in KEYWORDS and self.chunk.tokens[-1].type == "DOT":
-            token = _retyped(token, "NAME")  # after a dot every word is a name: model.order
+            token = retyped(token, "NAME")  # after a dot every word is a name: model.order
         self.chunk.tokens.append(token)
 
     def _make_key(self) -> None:
         before = self.chunk.tokens
         if len(before) > 1 and before[-2].type in ("LSQB", "COMMA") and before[-1].isidentifier():
-            before[-1] = _retyped(before[-1], "KEY")
+            before[-1] = retyped(before[-1], "KEY")
 
     # ------------------------------------------------------------------------------------------------ brackets
 
@@ -116,7 +117,7 @@ class _Layer:
         if OPEN[str(opened)] != token:
             self._complain(
                 "P0105", f"`{token}` does not close `{opened}`", token, f"expected `{OPEN[str(opened)]}`",
-                also=(Label(self._span(opened), "opened here"),),
+                also=(Label(span(self.source, opened), "opened here"),),
             )  # fmt: skip
 
     def _unclosed(self) -> None:
@@ -128,7 +129,7 @@ class _Layer:
     def _reread_after(self, opened: Token) -> None:
         """Give back the lines that an open bracket swallowed, from the first one that starts in column one."""
         swallowed = self.chunk.tokens
-        back = next((i for i, t in enumerate(swallowed) if t.start_pos > opened.start_pos and self._column_one(t)), None)
+        back = next((i for i, t in enumerate(swallowed) if start(t) > start(opened) and self._column_one(t)), None)
         self.rereads += 1
         if back is None or self.rereads > LIMIT:
             return
@@ -136,14 +137,14 @@ class _Layer:
         del swallowed[back:]
         self._flush()
         for token in tail:
-            before = self.source.text.rfind("\n", 0, token.start_pos)
-            blank = self.source.text[before + 1 : token.start_pos]
+            before = self.source.text.rfind("\n", 0, start(token))
+            blank = self.source.text[before + 1 : start(token)]
             if not blank.strip(" \t"):
                 self.line_start, self.fresh = Token("LINE_END", "\n" + blank, before), True
-            self.take(_retyped(token, "NAME") if token.type == "KEY" else token)
+            self.take(retyped(token, "NAME") if token.type == "KEY" else token)
 
     def _column_one(self, token: Token) -> bool:
-        return token.start_pos == 0 or self.source.text[token.start_pos - 1] == "\n"
+        return start(token) == 0 or self.source.text[start(token) - 1] == "\n"
 
     # -------------------------------------------------------------------------------------------------- lines
 
@@ -152,8 +153,8 @@ class _Layer:
             if str(token) not in NEVER_IN_BRACKETS:
                 return
             self._unclosed()
-        blank = str(self.line_start)[1:] if self.line_start is not None else self.source.text[: token.start_pos]
-        at = token.start_pos - len(blank)
+        blank = str(self.line_start)[1:] if self.line_start is not None else self.source.text[: start(token)]
+        at = start(token) - len(blank)
         if "\t" in blank:
             tab = at + blank.index("\t")
             self._complain("P0103", "tab in indentation", Span(self.source, tab, tab + 1), "a tab has no agreed width", help="indent with four spaces")
@@ -196,8 +197,7 @@ class _Layer:
 
     def _newline(self) -> None:
         last = self.chunk.tokens[-1]
-        end = last.end_pos if last.end_pos is not None else last.start_pos
-        self.chunk.tokens.append(Token("NEWLINE", "", end, None, None, None, None, end))
+        self.chunk.tokens.append(made("NEWLINE", end(last)))
 
     # ------------------------------------------------------------------------------------------------ chunks
 
@@ -213,18 +213,10 @@ class _Layer:
             self._unclosed()
         if self.chunk.tokens:
             self._newline()
-            end = Token("END", "", len(self.source.text), None, None, None, None, len(self.source.text))
-            self._dedent_to(0, end)
+            self._dedent_to(0, made("END", len(self.source.text)))
         self._flush()
-
-    def _span(self, token: Token) -> Span:
-        return Span(self.source, token.start_pos or 0, token.end_pos or 0)
 
     def _complain(self, code: str, message: str, where: Token | Span, label: str, *, help: str = "", also: tuple[Label, ...] = ()) -> None:
         if self.chunk.problem is None:
-            span = where if isinstance(where, Span) else self._span(where)
-            self.chunk.problem = Diagnostic(code, message, span, label, also, helps=(help,) if help else ())
-
-
-def _retyped(token: Token, kind: str) -> Token:
-    return Token.new_borrow_pos(kind, str(token), token)
+            at = where if isinstance(where, Span) else span(self.source, where)
+            self.chunk.problem = Diagnostic(code, message, at, label, also, helps=(help,) if help else ())

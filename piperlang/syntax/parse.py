@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lark import Token
 from lark.exceptions import UnexpectedToken
 
 from piperlang.diagnostics import Diagnostic, PiperError, error
-from piperlang.source import Source, Span
-from piperlang.syntax import complaints, grammar, tree
+from piperlang.source import Source
+from piperlang.syntax import grammar, tree
 from piperlang.syntax.build import documentation
 from piperlang.syntax.lines import MAX_DEPTH, Chunk, Layout, lay_out
+from piperlang.syntax.tokens import made, span, start
 
 MAX_BYTES = 4_000_000
 MAX_LINE = 20_000
@@ -75,14 +73,14 @@ def laid_out(source: Source) -> Layout:
 
 
 def _refuse_long_lines(source: Source) -> None:
-    text, start = source.text, 0
-    while start < len(text):
-        end = text.find("\n", start, start + MAX_LINE + 1)
-        if end < 0:
-            if len(text) - start > MAX_LINE:
-                raise error("P0108", "this line is too long", source.span(start, start), f"more than {MAX_LINE:,} characters", help="break it inside brackets")
+    text, first = source.text, 0
+    while first < len(text):
+        last = text.find("\n", first, first + MAX_LINE + 1)
+        if last < 0:
+            if len(text) - first > MAX_LINE:
+                raise error("P0108", "this line is too long", source.span(first, first), f"more than {MAX_LINE:,} characters", help="break it inside brackets")
             return
-        start = end + 1
+        first = last + 1
 
 
 def _statement(source: Source, chunk: Chunk) -> tree.Statement:
@@ -96,19 +94,15 @@ def _statement(source: Source, chunk: Chunk) -> tree.Statement:
         for position, token in enumerate(tokens):  # noqa: B007
             parser.feed_token(token)
         position = len(tokens)
-        result: tree.Statement = parser.feed_eof(tokens[-1])
+        result: tree.Statement = grammar.ended(parser, tokens[-1])
     except UnexpectedToken:
-        end = Token("$END", "", tokens[-1].start_pos, end_pos=tokens[-1].start_pos)
-        raise PiperError(complaints.unexpected(source, [*tokens, end], position, parser.accepts())) from None
+        from piperlang.syntax import complaints  # only a mistake needs it
+
+        end = made("$END", start(tokens[-1]))
+        raise PiperError(complaints.unexpected(source, [*tokens, end], position, grammar.accepted(parser))) from None
     if len(tokens) > MAX_HEIGHT and _height(result) > MAX_HEIGHT + MAX_DEPTH:
-        span = Span(source, tokens[0].start_pos or 0, tokens[0].end_pos or 0)
-        raise PiperError(complaints.too_deep(span))
+        raise error("P0107", "this statement is nested too deeply", span(source, tokens[0]), "it starts here", help="name the inner parts with `let`")
     return result
-
-
-@cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind) if field.name != "span")
 
 
 def _height(root: Any) -> int:
@@ -119,7 +113,7 @@ def _height(root: Any) -> int:
         below: list[Any] = []
         for node in level:
             if isinstance(node, tree.Node):
-                below.extend(getattr(node, name) for name in _field_names(type(node)))
+                below.extend(getattr(node, name) for name in node._fields)
             elif isinstance(node, tuple):
                 below.extend(node)
         level = [child for child in below if isinstance(child, tree.Node | tuple)]

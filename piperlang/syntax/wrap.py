@@ -9,6 +9,7 @@ from lark import Token
 
 from piperlang.source import Source
 from piperlang.syntax.spacing import CLOSERS, OPENERS, join
+from piperlang.syntax.tokens import end, start
 
 WIDTH = 100
 INDENT = "    "
@@ -47,7 +48,7 @@ def _break(source: Source, tokens: Sequence[Token], line: Sequence[Token], comme
     opening, closing = _widest(tokens, comments)
     if opening < 0:
         return [INDENT * depth + join(tokens, line)]
-    inner = [c for c in comments if tokens[opening].start_pos < c.start_pos < tokens[closing].start_pos]
+    inner = [c for c in comments if start(tokens[opening]) < start(c) < start(tokens[closing])]
     items, loose = _items(source, tokens[opening : closing + 1], inner)
     head = join(tokens[: opening + 1], line)
     tail = join([tokens[closing], *tokens[closing + 1 :]], line)
@@ -55,7 +56,7 @@ def _break(source: Source, tokens: Sequence[Token], line: Sequence[Token], comme
     separator = "," if _takes_last_comma(tokens, opening, closing, items) else ""
     for i, item in enumerate(items):
         lines += [INDENT * (depth + 1) + comment for comment in item.above]
-        within = [c for c in inner if item.tokens[0].start_pos < c.start_pos < item.tokens[-1].start_pos and c not in loose]
+        within = [c for c in inner if start(item.tokens[0]) < start(c) < start(item.tokens[-1]) and c not in loose]
         text = join(item.tokens, line)
         fits = len(INDENT * (depth + 1)) + len(text) < WIDTH and not within
         body = [INDENT * (depth + 1) + text] if fits else _break(source, item.tokens, line, within, depth + 1)
@@ -74,14 +75,14 @@ def _widest(tokens: Sequence[Token], comments: Sequence[Token]) -> tuple[int, in
         if token in OPENERS:
             stack.append(i)
         elif token in CLOSERS:
-            start = stack.pop()
-            if not stack and i > start + 1:
-                held = any(tokens[start].start_pos < c.start_pos < token.start_pos for c in comments)
-                found.append((held, i - start, -start, i))
+            first = stack.pop()
+            if not stack and i > first + 1:
+                held = any(start(tokens[first]) < start(c) < start(token) for c in comments)
+                found.append((held, i - first, -first, i))
     if not found:
         return -1, -1
-    _, _, start, end = max(found)
-    return -start, end
+    _, _, first, last = max(found)
+    return -first, last
 
 
 def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) -> tuple[list[_Item], list[Token]]:
@@ -93,34 +94,34 @@ def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) ->
     ends: list[int] = []
     for token in group[1:-1]:
         if token in OPENERS:
-            opened = token.start_pos or 0 if level == 0 else opened
+            opened = start(token) if level == 0 else opened
             level += 1
         elif token in CLOSERS:
             level -= 1
             if level == 0:
-                nested.append((opened, token.start_pos or 0))
+                nested.append((opened, start(token)))
         if token == "," and level == 0:
-            ends.append(token.end_pos or 0)
+            ends.append(end(token))
             items.append(_Item())
         else:
             items[-1].tokens.append(token)
     items = [item for item in items if item.tokens]
-    loose = [c for c in comments if not any(a < (c.start_pos or 0) < b for a, b in nested)]
+    loose = [c for c in comments if not any(a < start(c) < b for a, b in nested)]
     for comment in loose:
         _attach(source, comment, items, ends)
     return items, loose
 
 
 def _attach(source: Source, comment: Token, items: list[_Item], ends: list[int]) -> None:
-    at = comment.start_pos or 0
+    at = start(comment)
     line_start = source.text.rfind("\n", 0, at) + 1
     for i, item in enumerate(items):
-        end = max(item.tokens[-1].end_pos or 0, ends[i] if i < len(ends) and ends[i] <= at else 0)
-        follows = items[i + 1].tokens[0].start_pos if i + 1 < len(items) else None
-        if line_start <= end <= at and (follows is None or at < (follows or 0)) and not item.beside and source.text[line_start:at].strip():
+        over = max(end(item.tokens[-1]), ends[i] if i < len(ends) and ends[i] <= at else 0)
+        follows = start(items[i + 1].tokens[0]) if i + 1 < len(items) else None
+        if line_start <= over <= at and (follows is None or at < follows) and not item.beside and source.text[line_start:at].strip():
             item.beside = comment_text(comment)
             return
-    following = next((item for item in items if (item.tokens[-1].end_pos or 0) > at), None)
+    following = next((item for item in items if end(item.tokens[-1]) > at), None)
     if following is not None:
         following.above.append(comment_text(comment))
 
@@ -128,8 +129,7 @@ def _attach(source: Source, comment: Token, items: list[_Item], ends: list[int])
 def _after_last(source: Source, closing: Token, items: list[_Item], comments: Sequence[Token], loose: list[Token]) -> list[str]:
     """Comments on lines of their own behind the last item."""
     last = items[-1]
-    end = last.tokens[-1].end_pos or 0
-    after = [c for c in loose if end <= (c.start_pos or 0) < (closing.start_pos or 0)]
+    after = [c for c in loose if end(last.tokens[-1]) <= start(c) < start(closing)]
     return [comment_text(c) for i, c in enumerate(after) if not (i == 0 and last.beside == comment_text(c))]
 
 
