@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 def bind_arguments(self: Evaluator, function: Function, call: tree.CallOf) -> dict[str, Value]:
     """Values by parameter name; defaults are evaluated in the function's own module."""
+    if len(call.arguments) == len(function.define.parameters) and all(a.name is None for a in call.arguments):
+        # the usual call, without any of the questions below
+        plain = {p.name.text: self.evaluate(a.value) for p, a in zip(function.define.parameters, call.arguments, strict=True)}
+        if None not in plain.values():
+            return plain
     parameters = {p.name.text: p for p in function.define.parameters}
     order = list(parameters)
     bound: dict[str, Value] = {}

@@ -9,13 +9,13 @@ from piperlang.diagnostics import PiperError, did_you_mean, error, listed
 from piperlang.elaborate import arithmetic, picking
 from piperlang.elaborate.directive import Graph
 from piperlang.elaborate.modules import Module
-from piperlang.elaborate.selector import Selector
+from piperlang.elaborate.selector import Condition, Selector
 from piperlang.elaborate.values import Axis, Builtin, Mesh, Slice, Value, kind
 from piperlang.source import Span
 from piperlang.syntax import tree
 from piperlang.syntax.words import BUILTINS
 
-BUDGET = 2_000_000
+BUDGET = 1_000_000
 """Steps a script may take: every expression and statement evaluated is one. Far above any schedule, far below patience."""
 
 _BUILTINS = {name: Builtin(name) for name in BUILTINS}
@@ -27,6 +27,8 @@ class Evaluator:
         self.module = module
         self.locals: dict[str, Value] | None = None
         self.spent = 0
+        self.constant: dict[int, tuple[tree.Condition, Condition]] = {}
+        """Conditions that never change, by the identity of their node (kept alive here)."""
         self.budget = BUDGET
 
     def charge(self, steps: int, span: Span) -> None:

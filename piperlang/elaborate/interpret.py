@@ -273,8 +273,9 @@ class Interpreter(Evaluator):
 
     def enter(self, function: Function, arguments: dict[str, Value], node: tree.CallOf, steps: bool) -> Value:
         define = function.define
-        if define in self.active:
-            names = " -> ".join(f"`{active.name.text}`" for active in [*self.active[self.active.index(define) :], define])
+        if any(define is active for active in self.active):
+            first = next(i for i, active in enumerate(self.active) if active is define)
+            names = " -> ".join(f"`{active.name.text}`" for active in [*self.active[first:], define])
             raise error("P0206", f"`{function.name}` calls itself", node.span, names, help="every script ends: use `for` or `repeat`")
         saved = self.module, self.locals, self.trail, self.collecting
         self.module, self.locals = function.module, arguments

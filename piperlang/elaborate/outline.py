@@ -13,7 +13,7 @@ from itertools import product
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.lanes import Lane, Lanes
-from piperlang.elaborate.placement import Placement, Placements, spread
+from piperlang.elaborate.placement import Placement, Placements, shown, spread
 from piperlang.elaborate.selector import Selector, TagValue
 from piperlang.elaborate.values import Axis, Mesh
 
@@ -75,12 +75,14 @@ class Outline:
     def _place(self, directive: d.Place) -> None:
         for mesh_axis, _ in directive.where.picks:
             self.used.add((directive.where.mesh, mesh_axis))
+        devices = frozenset(directive.where.devices())
         for conjunction in directive.selector.alternatives:
-            for chunk, at in spread(conjunction, self.splits):
-                if at == frozenset():
+            for chunk, box in spread(conjunction, self.splits):
+                if any(not these for _, these in box):
                     raise error("P0302", "selector matches no nodes", directive.selector.span, f"no microbatch of {self._sizes()} is in it")
-                self.placements.add(Placement(chunk, at, directive.where, directive))
+                self.placements.add(Placement(chunk, box, directive.where, devices, directive))
                 self.tagged.setdefault(chunk, directive)
+        self.lanes.forget()
 
     def _sizes(self) -> str:
         return ", ".join(f"{name}=0:{split.count}" for name, split in self.splits.items())
@@ -97,6 +99,7 @@ class Outline:
         if known is not None:
             raise error("P0406", f"there is a split `{directive.name}` already", directive.span, also=[Label(known.span, "split here")], help="give it another name")
         self.splits[directive.name] = directive
+        self.lanes.forget()
 
     # ----------------------------------------------------------------------------------------------------- results
 
@@ -116,7 +119,7 @@ class Outline:
         for chunk, step in self.lanes.unplaced():
             if chunk not in told:
                 told.add(chunk)
-                what = ", ".join(f"{key}={value}" for key, value in sorted(chunk, key=str))
+                what = shown(chunk)
                 yield Diagnostic("P0402", f"{what} is ordered but not placed", step.span, "", helps=(f"add `place [{what}] on ...` before",), trail=step.trail)
 
     def _unused(self) -> Iterator[Diagnostic]:

@@ -17,6 +17,19 @@ P2P = ("send", "recv")
 
 
 def condition(self: Evaluator, node: tree.Condition) -> Condition:
+    """The condition as a value; one that says the same each time (`pass=F`, `mb=next`) is made once."""
+    known = self.constant.get(id(node))
+    if known is not None:
+        return known[1]
+    made = _condition(self, node)
+    value = node.value
+    fixed = value is None or isinstance(value, tree.Everything | tree.Next | tree.Literal)
+    if fixed or (isinstance(value, tree.Name) and value.text in SELECTOR_WORDS.get(node.key.text, ())):
+        self.constant[id(node)] = (node, made)
+    return made
+
+
+def _condition(self: Evaluator, node: tree.Condition) -> Condition:
     key, value, negated = node.key.text, node.value, node.test == "!="
     if node.test == "absent":
         return Condition(key, "absent")

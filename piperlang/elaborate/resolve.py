@@ -1,0 +1,112 @@
+"""Which chunks, passes and microbatches a conjunction of an order means, as far as the script alone can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+from piperlang.diagnostics import did_you_mean, error
+from piperlang.elaborate import directive as d
+from piperlang.elaborate.placement import NOT_TAGS, Chunk, Placements
+from piperlang.elaborate.selector import Condition, Conjunction, Selector, TagValue
+
+NEXT = ("next", "next?")
+
+
+@dataclass(frozen=True)
+class Meant:
+    """One chunk that a conjunction means."""
+
+    chunk: Chunk
+    tags: dict[str, TagValue]
+    passes: tuple[str, ...]
+    dimensions: tuple[str, ...]
+    """The splits that divide the chunk."""
+    values: tuple[tuple[int, ...], ...]
+    """For each dimension, the positions that the conditions leave."""
+    chooses: int | None
+    """The dimension in which `next` chooses."""
+    optional: bool
+    """`next?`: nothing is fine too."""
+
+
+@dataclass
+class Resolver:
+    placements: Placements
+    splits: Mapping[str, d.Split]
+    _known: dict[Conjunction, tuple[Meant, ...]] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """A new placement or split can change what a conjunction means."""
+        self._known.clear()
+
+    def meant(self, conjunction: Conjunction, selector: Selector) -> tuple[Meant, ...]:
+        if conjunction not in self._known:
+            tags = tuple(c for c in conjunction if c.key not in self.splits and c.key not in NOT_TAGS)
+            self._known[conjunction] = tuple(self._meant(chunk, conjunction) for chunk in self._chunks(tags, selector))
+        return self._known[conjunction]
+
+    def _meant(self, chunk: Chunk, conjunction: Conjunction) -> Meant:
+        tags = dict(sorted(chunk, key=str))
+        names = tuple(name for name, split in self.splits.items() if split.selector is None or split.selector.matches(tags))
+        values = tuple(self._positions(name, conjunction) for name in names)
+        choosing = [c for c in conjunction if c.test in NEXT]
+        at = names.index(choosing[0].key) if choosing and choosing[0].key in names else None
+        return Meant(chunk, tags, _passes(conjunction), names, values, at, any(c.test == "next?" for c in choosing))
+
+    def _positions(self, name: str, conjunction: Conjunction) -> tuple[int, ...]:
+        mine = [c for c in conjunction if c.key == name and c.test not in NEXT]
+        return tuple(at for at in range(self.splits[name].count) if all(c.holds({name: at}) for c in mine))
+
+    # ------------------------------------------------------------------------------------------------------ chunks
+
+    def _chunks(self, tags: Conjunction, selector: Selector) -> Iterator[Chunk]:
+        unknown = next((c for c in tags if c.test in NEXT), None)
+        if unknown is not None:
+            names = ", ".join(f"`{name}`" for name in self.splits)
+            raise error(
+                "P0303", f"there is no split `{unknown.key}`", selector.span,
+                f"the splits so far are {names}" if names else "nothing is split so far",
+                help=did_you_mean(unknown.key, self.splits) or f"add `split batch into N as {unknown.key}` before",
+            )  # fmt: skip
+        found = [chunk for chunk in self.placements.by_chunk if all(c.holds(dict(chunk)) for c in tags)]
+        if found:
+            yield from found
+        elif tags and all(c.test == "in" for c in tags) and not self._names(tags[0].key):
+            # Nothing with this tag is placed so far: taken at its word, and reported when the script has ended.
+            for values in product(*(c.values for c in tags)):
+                yield frozenset(zip((c.key for c in tags), values, strict=True))
+        else:
+            raise self._nothing(tags, selector)
+
+    def _names(self, key: str) -> list[TagValue]:
+        values = {value for chunk in self.placements.by_chunk for name, value in chunk if name == key}
+        return sorted(values, key=lambda value: (isinstance(value, str), value))
+
+    def _nothing(self, tags: tuple[Condition, ...], selector: Selector) -> Exception:
+        for condition in tags:
+            values = self._names(condition.key)
+            if not values:
+                keys = {name for chunk in self.placements.by_chunk for name, _ in chunk}
+                help = did_you_mean(condition.key, keys)
+                return error("P0302", "selector matches no nodes", selector.span, f"nothing placed so far has the tag `{condition.key}`", help=help)
+            if condition.test == "in" and not set(values) & set(condition.values):
+                some = f"{condition.key}={values[0]}" + (f" to {condition.key}={values[-1]}" if len(values) > 1 else "")
+                near = _closest(condition.values[0], values)
+                return error("P0302", "selector matches no nodes", selector.span, f"the script places {some}", help=f"did you mean `{condition.key}={near}`?")
+        return error("P0302", "selector matches no nodes", selector.span, "nothing placed so far fits all of it")
+
+
+def _passes(conjunction: Conjunction) -> tuple[str, ...]:
+    named = [c for c in conjunction if c.key == "pass"]
+    # The halves of a backward exist where they are named.
+    legal = ("F", "B", "I", "W") if any(c.test == "in" for c in named) else ("F", "B")
+    return tuple(p for p in legal if all(c.holds({"pass": p}) for c in named))
+
+
+def _closest(wanted: TagValue, values: list[TagValue]) -> TagValue:
+    numbers = [v for v in values if isinstance(v, int)]
+    if isinstance(wanted, int) and numbers:
+        return min(numbers, key=lambda v: abs(v - wanted))
+    return values[0]
