@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from piperlang.diagnostics import Diagnostic, Label, did_you_mean
+from piperlang.diagnostics import Diagnostic, Label, did_you_mean, listed
 from piperlang.elaborate.library import exporting
 from piperlang.source import Span
 from piperlang.syntax import tree
-from piperlang.syntax.words import BUILTINS, OPTION_WORDS, SELECTOR_WORDS
+from piperlang.syntax.words import BUILTINS, OPTION_WORDS, OPTIONS, SELECTOR_WORDS
 
 
 @dataclass
@@ -84,10 +84,13 @@ class Names:
                 break
         self.scopes[-1].names[name] = ident.span
 
-    def use(self, name: str, span: Span) -> None:
+    def known(self, name: str) -> bool:
         if any(name in scope.names for scope in self.scopes) or name in BUILTINS or name in self.broken:
-            return
-        if self.inside_function and name in self.later:
+            return True
+        return self.inside_function and name in self.later
+
+    def use(self, name: str, span: Span) -> None:
+        if self.known(name):
             return
         visible = {n for scope in self.scopes for n in scope.names} | set(BUILTINS)
         if self.inside_function:
@@ -208,8 +211,22 @@ class Names:
         for part in (*getattr(node, "axes", ()), *getattr(node, "values", ())):
             self.expression(part)
         for setting in getattr(node, "options", ()):
-            if not (isinstance(setting.value, tree.Name) and setting.value.text in OPTION_WORDS.get(setting.name.text, ())):
+            name = setting.name.text
+            if name in OPTION_WORDS:
+                self.word("P0405", f"{name}=", OPTION_WORDS[name], setting.value)
+            elif name in OPTIONS[node.kind]:
                 self.expression(setting.value)
+
+    def word(self, code: str, key: str, words: tuple[str, ...], value: Any) -> None:
+        """A value that is one of `words`, or a variable that holds one."""
+        for name in _name_leaves(value):
+            if name.text in words:
+                continue
+            if self.known(name.text):
+                self.use(name.text, name.span)
+            else:
+                help = did_you_mean(name.text, words)
+                self.complain(code, f"`{key}{name.text}` is not known", name.span, f"one of {listed(words)}", help=help)
 
     def tag(self, node: tree.TagAt) -> None:
         for setting in node.tags:
@@ -240,10 +257,7 @@ class Names:
         if words is None:
             self.expression(node.value)
             return
-        for name in _name_leaves(node.value):
-            # F, B, I, W and the kinds of communication are words there; another name is a variable
-            if name.text not in words:
-                self.use(name.text, name.span)
+        self.word("P0301", f"{node.key.text}=", words, node.value)
 
     def comprehension(self, node: tree.Comprehension) -> None:
         with self.scope("inner"):

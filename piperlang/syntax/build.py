@@ -120,17 +120,16 @@ class Builder:
         tags = tuple(n for n in nodes if isinstance(n, tree.Setting))
         return tree.TagAt(tags, nodes[len(tags) :], span=self.span(c))
 
-    def child(self, c: Children) -> str:
-        return str(c[1])
+    def child(self, c: Children) -> Token:
+        return c[1]  # type: ignore[no-any-return]
 
-    def element(self, c: Children) -> Any:
-        return c[1]
+    def element(self, c: Children) -> tuple[Any, Token]:
+        return c[1], c[2]
 
     def dotted_path(self, c: Children) -> tree.Path:
-        end = max((part.span.end + 1 for part in c if isinstance(part, tree.Node)), default=0)
-        start = c[0].start_pos
-        text_end = c[0].end_pos + sum(len(part) + 1 for part in c[1:] if isinstance(part, str))
-        return tree.Path((str(c[0]), *c[1:]), span=Span(self.source, start, max(end, text_end)))
+        parts = tuple(str(part) if isinstance(part, Token) else part[0] for part in c)
+        last = c[-1] if isinstance(c[-1], Token) else c[-1][1]
+        return tree.Path(parts, span=self.span([c[0], last]))
 
     def quoted_path(self, c: Children) -> tree.Path:
         return tree.Path(tuple(self.text(c[0]).split(".")), span=self.at(c[0]))
