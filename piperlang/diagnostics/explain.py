@@ -1,8 +1,14 @@
 """The pages behind `piperc explain CODE`: a text per code with scripts that a test runs.
 
 A page is Markdown. Its fenced blocks say in the info string what they are: ```piper failing``` must give the code,
-```piper repaired``` must check clean. A block can be a second file (`file=b.piper`) and can name the arguments it is
-checked with (`-p ranks=2`), and the command when it is not `check` (`orders`).
+```piper repaired``` must come out clean. Further words of the info string, in this order:
+
+- `file=b.piper`: the name of the file (otherwise schedule.piper). Consecutive blocks of one role with different names
+  are the files of one example; the first of them is the script that is run, and its words count for the example.
+- `encoding=latin-1`: how the text is saved, where UTF-8 is not what the example is about.
+- `times=100_000`: the text is written that many times over, for files too long to print.
+- The command line without `piperc`: `orders`, `-p ranks=2`, `check other.piper`. The first word is the command unless
+  it is an option (then `check`); the script's name is added where no `.piper` file is named.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BLOCK = re.compile(r"^```piper +(\w+)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+_FIELDS = ("file", "encoding", "times")
 
 
 @dataclass(frozen=True)
@@ -19,8 +26,16 @@ class Example:
     role: str
     """`failing` or `repaired`."""
     arguments: tuple[str, ...]
-    files: dict[str, str]
-    """The scripts by name; the first is the one that is checked."""
+    """The words of the command line that the page gives."""
+    files: dict[str, bytes]
+    """The files by name; the first is the script that is run."""
+
+    def command(self) -> list[str]:
+        """The arguments `piperc` is run with, in the folder of the files."""
+        words = list(self.arguments)
+        command = "check" if not words or words[0].startswith("-") else words.pop(0)
+        named = command == "explain" or any(word.endswith(".piper") for word in words)
+        return [command, *([] if named else [next(iter(self.files))]), *words]
 
 
 @dataclass(frozen=True)
@@ -28,15 +43,22 @@ class Page:
     code: str
     text: str
 
+    @property
+    def title(self) -> str:
+        """The first line, `P0302: selector matches no nodes`."""
+        return self.text.partition("\n")[0].removeprefix("# ")
+
     def examples(self) -> list[Example]:
         found: list[Example] = []
         for role, info, body in _BLOCK.findall(self.text):
-            words = info.split()
-            name = next((word[5:] for word in words if word.startswith("file=")), "schedule.piper")
+            fields = {key: value for key, sign, value in (word.partition("=") for word in info.split()) if sign and key in _FIELDS}
+            words = tuple(word for word in info.split() if word.partition("=")[0] not in _FIELDS)
+            name = fields.get("file", "schedule.piper")
+            data = (body * int(fields.get("times", "1"))).encode(fields.get("encoding", "utf-8"))
             if found and found[-1].role == role and name not in found[-1].files:
-                found[-1].files[name] = body
+                found[-1].files[name] = data
             else:
-                found.append(Example(role, tuple(w for w in words if not w.startswith("file=")), {name: body}))
+                found.append(Example(role, words, {name: data}))
         return found
 
 
