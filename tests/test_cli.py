@@ -66,7 +66,7 @@ def test_print_goes_to_stderr_so_that_data_stays_data() -> None:
         (["check", "-", "--frmat=json"], "", 2, "did you mean `--format`?"),
         (["orders", "-", "-p", "x"], "", 2, "name=value"),
         (["orders", "-", "-p", "rank=2"], "param ranks = 1\n", 2, "did you mean `ranks`?"),
-        (["orders", "-"], "let x = 1\n", 2, "P0904"),
+        (["orders", "-"], "let x = 1\n", 1, "P0502"),
         (["explain", "P0302"], None, 0, ""),
         (["explain", "p0302"], None, 0, ""),
         (["explain", "P9999"], None, 2, "P0904"),

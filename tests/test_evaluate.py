@@ -101,7 +101,13 @@ MESH = "mesh gpu = pp: 2\nsplit batch into 2 as mb\nplace [stage=0] on gpu[pp=0]
         ("order on gpu[pp=0]:\n    [stage=2, pass=F, mb=0]\n", "P0302"), ("order on gpu[pp=0]:\n    [stage=1, pass=F, mb=0]\n", "P0403"),
         ("order on gpu[pp=0]:\n    repeat 3: [stage=0, pass=F, mb=next]\n", "P0304"), ("order on gpu[pp=0]:\n    [stage=0, pass=F, seq=next]\n", "P0303"),
         ("order on gpu[pp=0]:\n    repeat 2: [stage=0, pass=F, mb=0]\n", "P0407"), ("order on gpu[pp=0]:\n    [stage=0, pass=B, mb=0], [stage=0, pass=W, mb=0]\n", "P0407"),
-        ("place [stage=0] on gpu[pp=1]\n", "P0401"), ("mesh other = dp: 3\n", "P0404"), ("order on gpu[pp=0]:\n    [part=0, pass=F]\n", "P0402"),
+        ("place [stage=0] on gpu[pp=1]\n", "P0401"), ("mesh other = dp: 3\n", "P0404"), ("order on gpu[pp=0]:\n    [part=0, pass=F]\n", "P0302"),
+        ("order on gpu[pp=0]:\n    [stage=0, pass=F, mb=7]\n", "P0302"), ("place [stage=4:2] on gpu[pp=0]\n", "P0302"), ("split batch into 3 as x\nplace [stage=5, x=0:2] on gpu\n", "P0402"),
+        ("order on gpu[pp=0]:\n    [stage=0, pass=F, pass=B]\n", "P0302"), ("tag stage=7 at x\n", "P0402"), ("def F(s): [stage=s]\nF(0)\n", "P0111"),
+        ("order on gpu[pp=0]:\n    [stage=0, pass=F, mb=0]\nsplit batch into 2 as seq\n", "P0410"), ("place [stage=5, seq=0] on gpu\nsplit batch into 2 as seq\n", "P0410"),
+        ("tag pass='F' at x\n", "P0301"), ("split batch into 2 as comm\n", "P0301"), ("stream [update=3] on 's'\n", "P0301"), ("stream [stage=0] on ''\n", "P0204"),
+        ("order on gpu[pp=0]:\n    [pass=next]\n", "P0301"), ("split batch into 100000 as x\n", "P0204"), ("from std.pipeline import _sizes\n", "P0209"),
+        ("replicate [stage=0] over gpu.pp with reduce=sum\n", "P0405"), ("print 1e308 * 10\n", "P0211"), ("print 9223372036854775808\n", "P0211"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together(text: str, code: str) -> None:
@@ -214,6 +220,38 @@ def test_lanes_divide_only_when_orders_differ() -> None:
     text += "order on gpu[pp=0]:\n    [stage=0, pass=F, mb=0]\norder on gpu[pp=0, dp=3]:\n    [stage=0, pass=F, mb=1]\n"
     lanes = right_outline(text).orders()
     assert [(len(lane.devices), len(lane.steps)) for lane in lanes] == [(63, 1), (1, 2), (64, 0)]
+
+
+def test_an_order_before_its_place_is_held_against_it() -> None:
+    text = "mesh gpu = pp: 2\norder on gpu[pp=1]:\n    [stage=0, pass=F]\nplace [stage=0] on gpu[pp=0]\n"
+    assert codes(text) == ["P0403"]
+    assert codes(text.replace("place [stage=0] on gpu[pp=0]\n", "")) == ["P0402", "P0404"]
+
+
+def test_a_placement_only_a_model_can_list_is_no_mistake() -> None:
+    text = "mesh gpu = pp: 2\nsplit batch into 2 as mb\nplace [stage=*] on gpu[pp=0]\norder on gpu[pp=0]:\n    [stage=0, pass=F, mb=0], [stage=*, pass=B]\n"
+    assert codes(text) == []
+
+
+def test_a_step_of_a_library_function_points_at_the_users_line() -> None:
+    text = MESH + "from std.pipeline import F\norder on gpu[pp=0]:\n    repeat 3: F(0)\n"
+    (found,) = problems(text)
+    seen = found.seen_by_user()
+    assert seen.code == "P0304"
+    assert seen.span is not None
+    assert seen.span.text == "F(0)"
+
+
+def test_a_failed_import_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "bad.piper").write_text("let a = nope\n")
+    path = tmp_path / "s.piper"
+    text = 'import "./bad.piper" as a\nimport "./bad.piper" as b\nprint a.x, b.x\n'
+    assert [x.code for x in problems(text, path)] == ["P0201"]
+
+
+def test_long_call_chains_end_in_a_diagnostic() -> None:
+    text = "".join(f"def f{i}(x): f{i + 1}(x)\n" for i in range(500)) + "def f500(x): x\nprint f0(1)\n"
+    assert codes(text) == ["P0107"]
 
 
 def test_two_splits() -> None:

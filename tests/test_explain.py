@@ -16,7 +16,7 @@ from piperlang.source import Source
 from piperlang.syntax.format import format_source
 
 PAGES = Path(explain.__file__).parent / "pages"
-NO_PLACE = {"P0901", "P0902"}
+NO_PLACE = {"P0901", "P0902", "P0904"}
 """Mistakes on the command line: there is no file to point into."""
 
 every_code = pytest.mark.parametrize("code", sorted(CODES))

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 
 from piperlang.cli.report import add_parameters, open_script, parameters, report
-from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
 from piperlang.diagnostics.render import as_json
 from piperlang.session import Outlined, outline
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         if not problems and options.format == "full":
             print(f"{name}: fine ({_says(found)})")
     if options.format == "json":
-        print(json.dumps({"diagnostics": [as_json(d.seen_by_user()) for d in problems]}, indent=2))
+        print(json.dumps({"diagnostics": [as_json(d.seen_by_user()) for d in problems[:LIMIT]]}, indent=2))
     else:
         report(problems, options.format)
     if problems and all(d.code.startswith("P09") for d in problems):

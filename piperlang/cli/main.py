@@ -36,7 +36,8 @@ class _Parser(argparse.ArgumentParser):
         unknown = re.search(r"unrecognized arguments: (\S+)", message)
         help = f"`{self.prog} --help` lists what there is"
         if choices:
-            message = f"`{choices[1]}` is not one of the choices"
+            legal = message.partition("(choose from ")[2].rstrip(")").replace("'", "")
+            message = f"`{choices[1]}` is not one of {legal}"
             help = did_you_mean(choices[1], [*COMMANDS, *FORMATS]) or help
         elif unknown:
             message = f"`{unknown[1]}` is not understood"

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         raise PiperError(*found.problems)
     lanes = found.outline.orders()
     if not any(lane.steps for lane in lanes) and not found.outline.chains:
-        raise error("P0904", "this script orders nothing", source.span(0, 0), "no `order` statement was reached", help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`")
+        raise error("P0502", "this script orders nothing", source.span(0, 0), "no `order` statement was reached", help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`")
     timeline = simulate(lanes)
     if options.json:
         _json(lanes, found.outline.chains)

@@ -12,7 +12,7 @@ from typing import TextIO
 from piperlang.diagnostics import Diagnostic, error
 from piperlang.diagnostics.render import Paint, render
 from piperlang.source import Source
-from piperlang.syntax.parse import decode, read
+from piperlang.syntax.parse import MAX_BYTES, decode, read
 
 
 def paint(stream: TextIO) -> Paint:
@@ -34,7 +34,7 @@ def report(diagnostics: Iterable[Diagnostic], format: str, stream: TextIO | None
 def open_script(name: str) -> tuple[Source, Path | None]:
     """The script called `name`; `-` is standard input."""
     if name == "-":
-        return decode(sys.stdin.buffer.read(), "<stdin>"), None
+        return decode(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>"), None
     if name.endswith(".py"):
         raise error("P0902", f"{name} is a Python file", help="give the schedule: a .piper file")
     path = Path(name)

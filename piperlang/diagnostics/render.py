@@ -42,7 +42,7 @@ def render(diagnostics: Iterable[Diagnostic], format: str = "full", paint: Paint
     every = [diagnostic.seen_by_user() for diagnostic in diagnostics]
     shown = every[:LIMIT]
     if format == "json":
-        return json.dumps({"diagnostics": [as_json(d) for d in every]}, indent=2)
+        return json.dumps({"diagnostics": [as_json(d) for d in shown]}, indent=2)
     one = concise if format == "concise" else full
     parts = [one(d, paint or Paint()) for d in shown]
     if len(every) > LIMIT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 from piperlang.diagnostics import error
@@ -94,6 +95,8 @@ def power(base: Value, exponent: Value, span: Span) -> Value:
 
 
 def bounded(value: Any, span: Span) -> int | float:
+    if isinstance(value, float) and not isfinite(value):
+        raise error("P0211", "this number is too large", span, "the result is not finite")
     if isinstance(value, int) and abs(value) >= MAX_INTEGER:
         raise error("P0211", "this number is too large", span, "integers have 64 bits")
     number: int | float = value

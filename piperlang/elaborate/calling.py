@@ -38,7 +38,7 @@ def bind_arguments(self: Evaluator, function: Function, call: tree.CallOf) -> di
             raise error("P0205", f"`{name}` is given twice", argument.span, also=[defined])
         value = self.evaluate(argument.value)
         if value is None:
-            raise error("P0204", "this call gives no value", argument.value.span, "the function has no `return`")
+            raise error("P0204", "this call gives no value", argument.value.span, "the function returned nothing")
         bound[name] = value
     missing = [name for name, p in parameters.items() if name not in bound and p.default is None]
     if missing:

@@ -109,12 +109,12 @@ def _option(self: Evaluator, name: str, setting: tree.Setting) -> Value:
         word = node.text if isinstance(node, tree.Name) and node.text in words else self.evaluate(node)
         if word not in words:
             note = "; a sum would change the mathematics" if name == "reduce" else ""
-            raise error("P0405", f"`{name}` cannot be `{show(word)}`", node.span, f"it is {listed(words)}{note}", help=did_you_mean(show(word), words))
+            raise error("P0405", f"`{name}` cannot be `{node.span.text}`", node.span, f"it is {listed(words)}{note}", help=did_you_mean(node.span.text, words))
         return word
     value = self.evaluate(node)
     if name == "bucket":
         if not isinstance(value, tree.Size) or value.bytes < 1:
-            raise error("P0405", f"`bucket` is a size, not {kind(value)}", node.span, kind(value), help="bucket=25MB")
+            raise error("P0405", "`bucket` is a size above 0", node.span, show(value), help="bucket=25MB")
     elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise error("P0405", f"`{name}` is a whole number of 0 or more", node.span, show(value), help=f"{name}=1")
     return value

@@ -226,6 +226,8 @@ class Evaluator:
         if isinstance(value, Selector):
             return value
         help = "a selector is written in brackets: `[stage=0]`"
+        if isinstance(value, int | str):
+            help = "several values of a tag are written `{0, 1}`"
         if kind(value) == "several steps":
             help = "in a one-line function `&` means may overlap; to join selectors write `(a & b)`"
         raise error("P0204", f"a selector is needed, not {kind(value)}", node.span, kind(value), help=help)

@@ -18,6 +18,12 @@ from piperlang.elaborate.selector import Selector
 from piperlang.elaborate.values import Axis, Builtin, Function, Mesh, Slice, StepsValue, Value, kind, show
 from piperlang.source import Span
 from piperlang.syntax import tree
+from piperlang.syntax.words import RESERVED_KEYS
+
+MAX_CALLS = 40
+MAX_SPLIT = 65_536
+PRINTING = 50
+"""Steps that a line of output costs."""
 
 
 class _Returned(Exception):
@@ -86,7 +92,7 @@ class Interpreter(Evaluator):
         module = self.imported(node.module, node.span)
         for item in node.names:
             name = item.name.text
-            if name not in module.names:
+            if name not in module.names or name.startswith("_"):
                 public = [n for n in module.names if not n.startswith("_")]
                 raise error("P0209", f"`{module.name}` has no `{name}`", item.name.span, f"it has {listed(sorted(public), 'and')}", help=did_you_mean(name, public))
             self.bind((item.bound,), module.names[name], item.span)
@@ -99,6 +105,9 @@ class Interpreter(Evaluator):
         self.importer.check_cycle(path, wanted.span)
         if path in self.importer.loaded:
             return self.importer.loaded[path]
+        if path in self.importer.failed:
+            raise PiperError  # told where it was first imported
+        self.importer.failed.add(path)
         module = load(path, shown, library=library)
         self.importer.open.append((path, wanted.span))
         inner = Interpreter(self.graph, module, say=self.say, importer=self.importer)
@@ -108,6 +117,7 @@ class Interpreter(Evaluator):
         self.importer.open.pop()
         if problems:
             raise PiperError(*problems)
+        self.importer.failed.discard(path)
         self.importer.loaded[path] = module
         return module
 
@@ -128,7 +138,7 @@ class Interpreter(Evaluator):
     def present(self, node: tree.Expr) -> Value:
         value = self.evaluate(node)
         if value is None:
-            raise error("P0204", "this call gives no value", node.span, "the function has no `return`")
+            raise error("P0204", "this call gives no value", node.span, "the function returned nothing")
         return value
 
     def mesh(self, node: tree.MeshOf) -> None:
@@ -145,7 +155,9 @@ class Interpreter(Evaluator):
         tags: list[tuple[str, int | str]] = []
         for setting in node.tags:
             value = self.evaluate(setting.value)
-            if not isinstance(value, int | str):
+            if setting.name.text in RESERVED_KEYS:
+                raise error("P0301", f"`{setting.name.text}` is a key of every node, not a tag", setting.name.span, help="choose another tag")
+            if not isinstance(value, int | str) or isinstance(value, bool):
                 raise error("P0204", f"a tag is an integer or a string, not {kind(value)}", setting.value.span, kind(value))
             tags.append((setting.name.text, value))
         paths = tuple(module_path(self, path) for path in node.paths)
@@ -162,12 +174,17 @@ class Interpreter(Evaluator):
     def split(self, node: tree.SplitInto) -> None:
         selector = self.settled(node.selector) if node.selector is not None else None
         count = self.integer(node.count)
-        if count < 1:
-            raise error("P0204", f"cannot split into {count}", node.count.span, "at least 1")
+        if not 1 <= count <= MAX_SPLIT:
+            raise error("P0204", f"cannot split into {count:,}", node.count.span, f"1 to {MAX_SPLIT:,}")
+        if node.name.text in RESERVED_KEYS:
+            raise error("P0301", f"`{node.name.text}` is a key of every node", node.name.span, help="call the split `mb`")
         self.emit(d.Split(selector, count, node.name.text, **self.written(node.span)))
 
     def stream(self, node: tree.StreamOn) -> None:
-        self.emit(d.Stream(self.settled(node.selector), self.text(node.stream, "the name of a stream"), **self.written(node.span)))
+        name = self.text(node.stream, "the name of a stream")
+        if not name:
+            raise error("P0204", "a stream needs a name", node.stream.span, "empty")
+        self.emit(d.Stream(self.settled(node.selector), name, **self.written(node.span)))
 
     def trade(self, node: tree.Trade) -> None:
         make = d.Recompute if node.kind == "recompute" else d.Offload
@@ -176,9 +193,9 @@ class Interpreter(Evaluator):
     def settled(self, node: tree.Expr) -> Selector:
         """A selector outside an order, where `next` has no meaning."""
         selector = self.selector(node)
-        key = selector.next_key()
-        if key is not None:
-            raise error("P0304", "`next` has a meaning inside an order only", node.span, help=f"name the {key}: `{key}=0`, or leave it out for all")
+        keys = selector.next_keys()
+        if keys:
+            raise error("P0304", "`next` has a meaning inside an order only", node.span, help=f"name the {keys[0]}: `{keys[0]}=0`, or leave it out for all")
         return selector
 
     def where(self, node: tree.Expr) -> Slice:
@@ -213,7 +230,7 @@ class Interpreter(Evaluator):
     def order_chain(self, node: tree.OrderChain) -> None:
         steps = [step for part in node.steps for step in self.step(part)]
         for step in steps:
-            if any(item.next_key() for item in step.items):
+            if any(item.next_keys() for item in step.items):
                 raise error("P0304", "`next` needs to know where", step.span, "this order names no devices", help="use `order on MESH:`, or name the microbatch")
         self.emit(d.Order(None, tuple(steps), **self.written(node.span)))
 
@@ -222,7 +239,9 @@ class Interpreter(Evaluator):
             only = node.steps[0]
             if len(node.steps) > 1 or not isinstance(only, tree.CallOf):
                 raise error("P0111", "a step has a meaning inside an order only", node.span, help="call this function inside `order on ...:`")
-            self.invoke(only, steps=False)
+            value = self.invoke(only, steps=False)
+            if value is not None:
+                raise error("P0111", f"this call gives {kind(value)} that goes nowhere", node.span, help="bind it with `let`, or use it in an order or a directive")
             return
         for part in node.steps:
             self.collecting.extend(self.step(part))
@@ -277,6 +296,8 @@ class Interpreter(Evaluator):
             first = next(i for i, active in enumerate(self.active) if active is define)
             names = " -> ".join(f"`{active.name.text}`" for active in [*self.active[first:], define])
             raise error("P0206", f"`{function.name}` calls itself", node.span, names, help="every script ends: use `for` or `repeat`")
+        if len(self.active) >= MAX_CALLS:
+            raise error("P0107", "calls are nested too deeply", node.span, f"{MAX_CALLS} functions are at work here", help="call fewer functions from within functions")
         saved = self.module, self.locals, self.trail, self.collecting
         self.module, self.locals = function.module, arguments
         self.trail = (*self.trail, Call(function.name, node.span))
@@ -340,7 +361,8 @@ class Interpreter(Evaluator):
             raise error("P0207", message, node.test.span, "this must hold")
 
     def print(self, node: tree.Print) -> None:
-        values = [self.evaluate(value) for value in node.values]
+        values = [self.present(value) for value in node.values]
+        self.charge(PRINTING, node.span)
         for value in values:
             self.weigh(value, node.span)
         self.say(" ".join(show(value) for value in values))

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import TypeAlias
 
-from piperlang.diagnostics import Label, error
+from piperlang.diagnostics import Call, Diagnostic, Label, PiperError, error
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.placement import Chunk, Placements, shown
 from piperlang.elaborate.resolve import Meant, Resolver
@@ -20,6 +21,8 @@ from piperlang.elaborate.values import Slice
 
 Item: TypeAlias = dict[str, TagValue]
 """One piece of work: its tags, `pass` (or `comm`), and its microbatch."""
+
+MAX_ORDERED = 300_000
 
 Point: TypeAlias = tuple[int, ...]
 """A position in each split that divides a chunk."""
@@ -58,12 +61,24 @@ class Lanes:
 
     def __post_init__(self) -> None:
         self.resolver = Resolver(self.placements, self.splits)
+        self.ordered = 0
 
     def forget(self) -> None:
         """After a new placement or split, `next` looks from the start again."""
         self.resolver.forget()
         for lane in self.lanes:
             lane.lowest.clear()
+
+    def misplaced(self) -> Iterator[Diagnostic]:
+        """Work that was ordered before a `place` put it elsewhere."""
+        for lane in self.lanes:
+            for (chunk, _), steps in lane.taken.items():
+                known = self.placements.by_chunk.get(chunk)
+                if known and steps and not any(lane.devices <= p.devices for p in known):
+                    step = next(iter(steps.values()))
+                    where = Label(known[0].directive.span, f"placed on {known[0].where} here")
+                    yield Diagnostic("P0403", f"{shown(chunk)} does not run on device {min(lane.devices)}", step.span, "ordered there", (where,), trail=step.trail)
+                    return
 
     def unplaced(self) -> Iterator[tuple[Chunk, d.Step]]:
         for lane in self.lanes:
@@ -75,9 +90,15 @@ class Lanes:
         assert order.where is not None
         for lane in self._covering(frozenset(order.where.devices())):
             for step in order.steps:
-                items = tuple(item for selector in step.items for item in self._items(lane, selector, step, order.where))
+                try:
+                    items = tuple(item for selector in step.items for item in self._items(lane, selector, step, order.where))
+                except PiperError as problem:  # the step knows the calls that made it, the order does not
+                    raise PiperError(*(x.within(_trail(step, x)) for x in problem.diagnostics)) from None
                 if items:
                     lane.steps.append(Work(items, step))
+                    self.ordered += len(items)
+                if self.ordered > MAX_ORDERED:
+                    raise error("P0208", f"more than {MAX_ORDERED:,} pieces of work are ordered", step.span, help="check the sizes of the splits")
 
     def _covering(self, wanted: frozenset[int]) -> list[Lane]:
         """Lanes that together are exactly `wanted`; lanes that reach beyond it are divided."""
@@ -102,6 +123,9 @@ class Lanes:
     def _items(self, lane: Lane, selector: Selector, step: d.Step, where: Slice) -> Iterator[Item]:
         for conjunction in selector.alternatives:
             if any(c.key in ("comm", "update") for c in conjunction):
+                yield _as_written(conjunction)
+                continue
+            if self.resolver.unknowable(conjunction):
                 yield _as_written(conjunction)
                 continue
             for meant in self.resolver.meant(conjunction, selector):
@@ -130,7 +154,12 @@ class Lanes:
             return not boxes or any(all(at[name] in these for name, these in box.items()) for box in boxes)
 
         if meant.chooses is None:
-            yield from (point for point in product(*meant.values) if runs_here(point))
+            if prod(map(len, meant.values)) > MAX_ORDERED:
+                raise error("P0208", f"this orders more than {MAX_ORDERED:,} pieces of work", selector.span)
+            points = [point for point in product(*meant.values) if runs_here(point)]
+            if not points:
+                raise self._no_point(meant, selector)
+            yield from points
             return
         taken = lane.taken.setdefault((meant.chunk, TAKES[phase][0]), {})
         before, after = meant.values[: meant.chooses], meant.values[meant.chooses + 1 :]
@@ -160,6 +189,10 @@ class Lanes:
                 )  # fmt: skip
             taken[point] = step
 
+    def _no_point(self, meant: Meant, selector: Selector) -> Exception:
+        whole = ", ".join(f"{name}=0:{self.splits[name].count}" for name in meant.dimensions)
+        return error("P0302", "selector matches no nodes", selector.span, f"{shown(meant.chunk)} has {whole}, and not all of it may run here")
+
     def _exhausted(self, meant: Meant, phase: str, taken: int, selector: Selector) -> Exception:
         assert meant.chooses is not None
         name = meant.dimensions[meant.chooses]
@@ -171,9 +204,16 @@ class Lanes:
         )  # fmt: skip
 
 
+def _trail(step: d.Step, problem: Diagnostic) -> tuple[Call, ...]:
+    """The calls behind a step; a step like `F(0)` is itself the call that leads to the library's selector."""
+    if problem.span is None or problem.span.source is step.span.source:
+        return step.trail
+    return (*step.trail, Call(step.span.text.partition("(")[0], step.span))
+
+
 def _as_written(conjunction: Conjunction) -> Item:
     """Communication and updates exist only with a model: shown as the script names them."""
     item: Item = {}
     for c in conjunction:
-        item[c.key] = c.values[0] if len(c.values) == 1 else "*" if c.test == "present" else str(c).partition("=")[2]
+        item[c.key] = c.values[0] if len(c.values) == 1 else "*" if c.test == "present" else str(c).partition("=")[2] or str(c)
     return item

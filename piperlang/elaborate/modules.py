@@ -24,6 +24,9 @@ class Module:
     failed: set[str] = field(default_factory=set)
     """Names that a failed statement would have bound: using one is no new mistake."""
 
+    def __str__(self) -> str:
+        return f"module {self.name}"
+
 
 def load(path: Path, shown: str, *, library: bool = False) -> Module:
     """Read, parse and check one file; every problem in it is raised at once."""
@@ -35,7 +38,8 @@ def from_source(source: Source, path: Path | None = None) -> Module:
     problems = problems + Names(script.broken).check(script.statements)
     if problems:
         raise PiperError(*sorted(problems, key=lambda d: d.span.start if d.span else 0))
-    return Module(Path(source.name).stem, script, path)
+    stem = Path(source.name).stem
+    return Module(f"std.{stem}" if source.library else stem, script, path)
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Importer:
 
     loaded: dict[Path, Module] = field(default_factory=dict)
     open: list[tuple[Path, Span]] = field(default_factory=list)
+    failed: set[Path] = field(default_factory=set)
 
     def find(self, module: tree.Library | tree.File, importing: Module) -> tuple[Path, str, bool]:
         """The file, the name it is shown by, and whether it is the library's."""

@@ -16,7 +16,7 @@ from piperlang.diagnostics import Diagnostic, Label, did_you_mean, listed
 from piperlang.elaborate.library import exporting
 from piperlang.source import Span
 from piperlang.syntax import tree
-from piperlang.syntax.words import BUILTINS, OPTION_WORDS, OPTIONS, SELECTOR_WORDS
+from piperlang.syntax.words import BUILTINS, OPTION_WORDS, OPTIONS, PYTHON_HABITS, SELECTOR_WORDS
 
 
 @dataclass
@@ -75,9 +75,10 @@ class Names:
                 break
             if name in scope.names:
                 first = scope.names[name]
+                adding = scope is not self.scopes[-1]  # a loop that means to add up
                 self.complain(
                     "P0202", f"`{name}` is already bound", ident.span, "names never change", also=(Label(first, "bound here"),),
-                    help="choose another name; to add up, use sum([... for x in ...])",
+                    help="choose another name" + ("; to add up, use sum([... for x in ...])" if adding else ""),
                 )  # fmt: skip
                 break
             if scope.kind == "function":
@@ -98,8 +99,8 @@ class Names:
         module = exporting(name)
         if module is not None:
             help: str | None = f"add `from {module} import {name}`"
-        elif name in ("true", "false"):
-            help = f"did you mean `{name.capitalize()}`?"
+        elif name in PYTHON_HABITS:
+            help = PYTHON_HABITS[name]
         else:
             help = did_you_mean(name, visible)
         label = "bound only further down" if name in self.later else "not bound here"
@@ -190,9 +191,10 @@ class Names:
             self.expression(step)
 
     def steps(self, node: tree.Steps) -> None:
+        before = len(self.problems)
         for step in node.steps:
             self.expression(step)
-        if self.in_order or self.inside_function:
+        if self.in_order or self.inside_function or len(self.problems) > before:
             return
         if len(node.steps) > 1 or not isinstance(node.steps[0], tree.CallOf):
             self.complain("P0111", "this does nothing here", node.span, "a step has a meaning inside an order only", help="put it in `order on ...:`, or call a function")

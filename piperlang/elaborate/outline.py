@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
+from math import prod
 
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate import directive as d
@@ -18,6 +19,7 @@ from piperlang.elaborate.selector import Selector, TagValue
 from piperlang.elaborate.values import Axis, Mesh
 
 PASSES = ("F", "B")
+MAX_COUNTED = 300_000
 
 
 class Outline:
@@ -59,6 +61,9 @@ class Outline:
                 pass  # they change nothing that the outline knows
 
     def count(self, selector: Selector) -> int:
+        size = len(self.tagged) * len(PASSES) * prod(split.count for split in self.splits.values())
+        if size > MAX_COUNTED:
+            raise error("P0208", f"there are {size:,} nodes to look at", selector.span, f"at most {MAX_COUNTED:,} without a model")
         return sum(1 for node in self._nodes() if selector.matches(node))
 
     def tags(self, name: str) -> Iterable[TagValue]:
@@ -77,7 +82,12 @@ class Outline:
             self.used.add((directive.where.mesh, mesh_axis))
         devices = frozenset(directive.where.devices())
         for conjunction in directive.selector.alternatives:
-            for chunk, box in spread(conjunction, self.splits):
+            named = spread(conjunction, self.splits)
+            if named is None:
+                self.placements.open.append(directive)
+            elif not named:
+                raise error("P0302", "selector matches no nodes", directive.selector.span, "a range in it is empty: its end is not in it")
+            for chunk, box in named or ():
                 if any(not these for _, these in box):
                     raise error("P0302", "selector matches no nodes", directive.selector.span, f"no microbatch of {self._sizes()} is in it")
                 self.placements.add(Placement(chunk, box, directive.where, devices, directive))
@@ -91,15 +101,29 @@ class Outline:
         for axis in axes:
             self.used.add((axis.mesh, axis.name))
         names = [str(axis) for axis in axes]
-        if len(set(names)) < len(names):
-            raise error("P0409", f"axis `{names[0]}` is used twice in one directive", directive.span)
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise error("P0409", f"axis `{twice}` is used twice in one directive", directive.span, help="name it once")
 
     def _split(self, directive: d.Split) -> None:
         known = self.splits.get(directive.name)
         if known is not None:
             raise error("P0406", f"there is a split `{directive.name}` already", directive.span, also=[Label(known.span, "split here")], help="give it another name")
+        self._check_in_time(directive)
         self.splits[directive.name] = directive
         self.lanes.forget()
+
+    def _check_in_time(self, directive: d.Split) -> None:
+        """What names the pieces of a split stands behind it."""
+        early = next((by for tags, by in self.tagged.items() if any(key == directive.name for key, _ in tags)), None)
+        late = next((lane.steps[0].step for lane in self.lanes.lanes if lane.steps), None)
+        if early is not None:
+            raise error(
+                "P0410", f"`{directive.name}` is named before it is split", directive.span, "split only here",
+                also=[Label(early.span, f"`{directive.name}` is taken for a tag here")], help="move the split up",
+            )  # fmt: skip
+        if late is not None:
+            raise error("P0410", "work is ordered before it is split", directive.span, "split only here", also=[Label(late.span, "ordered whole here")], help="move the split up")
 
     # ----------------------------------------------------------------------------------------------------- results
 
@@ -111,16 +135,31 @@ class Outline:
         return sorted(lanes, key=lambda lane: min(lane.devices))
 
     def finish(self) -> list[Diagnostic]:
-        """What is missing once the script has ended: chunks ordered but not placed, axes that nothing uses."""
-        return [*self._unplaced(), *self._unused()]
+        """What is missing once the script has ended: chunks not placed or ordered elsewhere, axes that nothing uses."""
+        return [*self.lanes.misplaced(), *self._unplaced(), *self._uncovered(), *self._unused()]
 
     def _unplaced(self) -> Iterator[Diagnostic]:
-        told: set[object] = set()
-        for chunk, step in self.lanes.unplaced():
-            if chunk not in told:
-                told.add(chunk)
+        if self.placements.open:
+            return  # only a model can tell what those place
+        ordered = dict(self.lanes.unplaced())
+        for chunk, step in ordered.items():
+            what = shown(chunk)
+            yield Diagnostic("P0402", f"{what} is ordered but not placed", step.span, "", helps=(f"add `place [{what}] on ...` before",), trail=step.trail)
+        placed = {pair for chunk in self.placements.by_chunk for pair in chunk}
+        for chunk, by in self.tagged.items():
+            if placed and isinstance(by, d.Tag) and not chunk & placed and chunk not in ordered:
                 what = shown(chunk)
-                yield Diagnostic("P0402", f"{what} is ordered but not placed", step.span, "", helps=(f"add `place [{what}] on ...` before",), trail=step.trail)
+                yield Diagnostic("P0402", f"{what} is tagged but not placed", by.span, "", helps=(f"add `place [{what}] on ...`",), trail=by.trail)
+
+    def _uncovered(self) -> Iterator[Diagnostic]:
+        """Microbatches of a chunk that is placed by microbatch, of which some are placed nowhere."""
+        for chunk, places in self.placements.by_chunk.items():
+            for name, split in self.splits.items():
+                boxes = [dict(p.box).get(name) for p in places]
+                missing = set(range(split.count)).difference(*(these for these in boxes if these is not None))
+                if missing and None not in boxes:
+                    first = places[0].directive
+                    yield Diagnostic("P0402", f"{shown(chunk)}, {name}={min(missing)} is not placed", first.span, f"{name} has {split.count}", helps=("place the others too",), trail=first.trail)
 
     def _unused(self) -> Iterator[Diagnostic]:
         for mesh, declared in self.meshes.items():

@@ -8,7 +8,7 @@ from piperlang.diagnostics import did_you_mean, error, listed
 from piperlang.elaborate.selector import Condition, TagValue
 from piperlang.elaborate.values import Mesh, Slice, kind
 from piperlang.syntax import tree
-from piperlang.syntax.words import SELECTOR_WORDS
+from piperlang.syntax.words import RESERVED_KEYS, SELECTOR_WORDS
 
 if TYPE_CHECKING:
     from piperlang.elaborate.evaluate import Evaluator
@@ -35,9 +35,13 @@ def _condition(self: Evaluator, node: tree.Condition) -> Condition:
         return Condition(key, "absent")
     if node.test == "update":
         return Condition("update", "present")
+    if key == "update":
+        raise error("P0301", "`update` has no value", node.span, help="write `[update]`")
     if isinstance(value, tree.Everything):
         return _whole(node, "present")
     if isinstance(value, tree.Next):
+        if key in RESERVED_KEYS:
+            raise error("P0301", f"`next` chooses among microbatches, not `{key}`", value.span, help=f"name the {key}")
         return _whole(node, "next?" if value.optional else "next")
     if isinstance(value, tree.Range):
         if key in SELECTOR_WORDS:
@@ -95,7 +99,9 @@ def part_of_mesh(self: Evaluator, node: tree.Pick) -> Slice:
         if axis in picks:
             raise error("P0305", f"axis `{axis}` is picked twice", item.span)
         picks[axis] = _coordinates(self, mesh, item)
-    return Slice(mesh, tuple((axis, picks[axis]) for axis in mesh.shape if axis in picks))
+    # An axis picked whole is not picked: gpu[dp=*] is gpu.
+    partial = {axis: at for axis, at in picks.items() if len(at) < mesh.shape[axis]}
+    return Slice(mesh, tuple((axis, partial[axis]) for axis in mesh.shape if axis in partial))
 
 
 def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int, ...]:
@@ -114,8 +120,10 @@ def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int
     else:
         wanted = [self.integer(value)]  # type: ignore[arg-type]
     outside = [at for at in wanted if not 0 <= at < size]
-    if outside or not wanted:
-        what = f"{node.key.text}={outside[0]}" if outside else "an empty range"
-        at = value.span if value is not None else node.span
+    at = value.span if value is not None else node.span
+    if not wanted:
+        raise error("P0305", "this range is empty", at, "half-open: the end is not in it")
+    if outside:
+        what = f"{node.key.text}={outside[0]}"
         raise error("P0305", f"{what} is outside of mesh `{mesh.name}`", at, f"axis `{node.key.text}` has {size}: 0 to {size - 1}")
     return tuple(dict.fromkeys(wanted))

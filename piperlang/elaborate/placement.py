@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import TypeAlias
 
 from piperlang.diagnostics import Label, error
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.selector import Conjunction, TagValue
 from piperlang.elaborate.values import Slice
+from piperlang.syntax.words import RESERVED_KEYS
 
 Chunk: TypeAlias = frozenset[tuple[str, TagValue]]
 Box: TypeAlias = tuple[tuple[str, frozenset[int]], ...]
 """Microbatches, by the splits they are limited in; the empty box is all of them."""
 
-NOT_TAGS = ("pass", "comm", "update")
+
+MAX_CHUNKS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ def shown(chunk: Chunk) -> str:
 @dataclass
 class Placements:
     by_chunk: dict[Chunk, list[Placement]] = field(default_factory=dict)
+    open: list[d.Place] = field(default_factory=list)
+    """Placements of chunks that only a model can list."""
 
     def add(self, new: Placement) -> None:
         for old in self.by_chunk.setdefault(new.chunk, []):
@@ -55,10 +60,10 @@ def _meet(a: Box, b: Box) -> bool:
     return all(not mine.get(name, these).isdisjoint(these) for name, these in b)
 
 
-def spread(conjunction: Conjunction, splits: Mapping[str, d.Split]) -> Iterator[tuple[Chunk, Box]]:
+def spread(conjunction: Conjunction, splits: Mapping[str, d.Split]) -> list[tuple[Chunk, Box]] | None:
     """The chunks a conjunction names outright, each with the microbatches it is limited to.
 
-    Tags given by presence or absence need a model to be listed; those conjunctions name no chunk here.
+    None where only a model can tell: tags given by presence or absence, and more chunks than anyone would list.
     """
     tags: dict[str, tuple[TagValue, ...]] = {}
     box: dict[str, frozenset[int]] = {}
@@ -67,14 +72,16 @@ def spread(conjunction: Conjunction, splits: Mapping[str, d.Split]) -> Iterator[
         if key in splits:
             these = frozenset(at for at in range(splits[key].count) if condition.holds({key: at}))
             box[key] = these & box.get(key, these)
-        elif key in NOT_TAGS:
+        elif key in RESERVED_KEYS:
             continue
         elif condition.test == "in":
             tags[key] = condition.values
         elif condition.test == "range" and condition.low is not None and condition.high is not None:
-            tags[key] = tuple(range(condition.low, min(condition.high, condition.low + 100_000)))
+            tags[key] = tuple(range(condition.low, min(condition.high, condition.low + MAX_CHUNKS + 1)))
         else:
-            return
-    if tags:
-        for values in product(*tags.values()):
-            yield frozenset(zip(tags, values, strict=True)), tuple(box.items())
+            return None
+    if not tags:
+        return None
+    if prod(map(len, tags.values())) > MAX_CHUNKS:
+        return None
+    return [(frozenset(zip(tags, values, strict=True)), tuple(box.items())) for values in product(*tags.values())]

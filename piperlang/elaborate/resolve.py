@@ -8,8 +8,9 @@ from itertools import product
 
 from piperlang.diagnostics import did_you_mean, error
 from piperlang.elaborate import directive as d
-from piperlang.elaborate.placement import NOT_TAGS, Chunk, Placements
+from piperlang.elaborate.placement import Chunk, Placements
 from piperlang.elaborate.selector import Condition, Conjunction, Selector, TagValue
+from piperlang.syntax.words import RESERVED_KEYS
 
 NEXT = ("next", "next?")
 
@@ -43,15 +44,29 @@ class Resolver:
 
     def meant(self, conjunction: Conjunction, selector: Selector) -> tuple[Meant, ...]:
         if conjunction not in self._known:
-            tags = tuple(c for c in conjunction if c.key not in self.splits and c.key not in NOT_TAGS)
-            self._known[conjunction] = tuple(self._meant(chunk, conjunction) for chunk in self._chunks(tags, selector))
+            self._known[conjunction] = tuple(self._meant(chunk, conjunction, selector) for chunk in self._chunks(self._tags(conjunction), selector))
         return self._known[conjunction]
 
-    def _meant(self, chunk: Chunk, conjunction: Conjunction) -> Meant:
+    def unknowable(self, conjunction: Conjunction) -> bool:
+        """Whether only a model can tell: some placements list no chunks, and none that is listed fits."""
+        tags = self._tags(conjunction)
+        return bool(self.placements.open) and not self._listed(tags) and not any(c.test in NEXT for c in tags)
+
+    def _tags(self, conjunction: Conjunction) -> Conjunction:
+        return tuple(c for c in conjunction if c.key not in self.splits and c.key not in RESERVED_KEYS)
+
+    def _listed(self, tags: Conjunction) -> list[Chunk]:
+        return [chunk for chunk in self.placements.by_chunk if all(c.holds(dict(chunk)) for c in tags)]
+
+    def _meant(self, chunk: Chunk, conjunction: Conjunction, selector: Selector) -> Meant:
         tags = dict(sorted(chunk, key=str))
         names = tuple(name for name, split in self.splits.items() if split.selector is None or split.selector.matches(tags))
         values = tuple(self._positions(name, conjunction) for name in names)
         choosing = [c for c in conjunction if c.test in NEXT]
+        if len({c.key for c in choosing}) > 1:
+            raise error("P0304", "`next` chooses in one split at a time", selector.span, help="name the position in the other")
+        if not _passes(conjunction):
+            raise error("P0302", "selector matches no nodes", selector.span, "its passes exclude each other")
         at = names.index(choosing[0].key) if choosing and choosing[0].key in names else None
         return Meant(chunk, tags, _passes(conjunction), names, values, at, any(c.test == "next?" for c in choosing))
 
@@ -70,11 +85,11 @@ class Resolver:
                 f"the splits so far are {names}" if names else "nothing is split so far",
                 help=did_you_mean(unknown.key, self.splits) or f"add `split batch into N as {unknown.key}` before",
             )  # fmt: skip
-        found = [chunk for chunk in self.placements.by_chunk if all(c.holds(dict(chunk)) for c in tags)]
+        found = self._listed(tags)
         if found:
             yield from found
-        elif tags and all(c.test == "in" for c in tags) and not self._names(tags[0].key):
-            # Nothing with this tag is placed so far: taken at its word, and reported when the script has ended.
+        elif tags and all(c.test == "in" for c in tags) and not self.placements.by_chunk:
+            # Nothing is placed so far: taken at its word, and reported when the script has ended.
             for values in product(*(c.values for c in tags)):
                 yield frozenset(zip((c.key for c in tags), values, strict=True))
         else:
@@ -89,10 +104,10 @@ class Resolver:
             values = self._names(condition.key)
             if not values:
                 keys = {name for chunk in self.placements.by_chunk for name, _ in chunk}
-                help = did_you_mean(condition.key, keys)
-                return error("P0302", "selector matches no nodes", selector.span, f"nothing placed so far has the tag `{condition.key}`", help=help)
+                help = did_you_mean(condition.key, keys | set(self.splits))
+                return error("P0302", "selector matches no nodes", selector.span, f"nothing placed so far has a tag `{condition.key}`, and no split is called so", help=help)
             if condition.test == "in" and not set(values) & set(condition.values):
-                some = f"{condition.key}={values[0]}" + (f" to {condition.key}={values[-1]}" if len(values) > 1 else "")
+                some = _some(condition.key, values)
                 near = _closest(condition.values[0], values)
                 return error("P0302", "selector matches no nodes", selector.span, f"the script places {some}", help=f"did you mean `{condition.key}={near}`?")
         return error("P0302", "selector matches no nodes", selector.span, "nothing placed so far fits all of it")
@@ -103,6 +118,14 @@ def _passes(conjunction: Conjunction) -> tuple[str, ...]:
     # The halves of a backward exist where they are named.
     legal = ("F", "B", "I", "W") if any(c.test == "in" for c in named) else ("F", "B")
     return tuple(p for p in legal if all(c.holds({"pass": p}) for c in named))
+
+
+def _some(key: str, values: list[TagValue]) -> str:
+    """`stage=0 to stage=3`, or the values one by one where they have gaps."""
+    numbers = [v for v in values if isinstance(v, int)]
+    if len(numbers) == len(values) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{key}={values[0]} to {key}={values[-1]}"
+    return ", ".join(f"{key}={v}" for v in values[:6]) + (", ..." if len(values) > 6 else "")
 
 
 def _closest(wanted: TagValue, values: list[TagValue]) -> TagValue:

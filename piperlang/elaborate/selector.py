@@ -63,9 +63,9 @@ class Selector:
     def matches(self, attributes: Attributes) -> bool:
         return any(all(condition.holds(attributes) for condition in conjunction) for conjunction in self.alternatives)
 
-    def next_key(self) -> str | None:
-        """The dimension that `next` chooses in, if any."""
-        return next((c.key for conjunction in self.alternatives for c in conjunction if c.test in ("next", "next?")), None)
+    def next_keys(self) -> tuple[str, ...]:
+        """The dimensions in which `next` chooses: one at most makes sense."""
+        return tuple(dict.fromkeys(c.key for conjunction in self.alternatives for c in conjunction if c.test in ("next", "next?")))
 
     def union(self, other: Selector, span: Span) -> Selector:
         return Selector(tuple(dict.fromkeys(self.alternatives + other.alternatives)), span)

@@ -7,6 +7,7 @@ that of its first to its last child. No intermediate tree is made.
 from __future__ import annotations
 
 import re
+from math import isinf
 from typing import Any
 
 from lark import Token
@@ -268,12 +269,16 @@ class Builder:
         return tree.Name(str(c[0]), span=self.at(c[0]))
 
     def integer(self, c: Children) -> tree.Literal:
-        if len(c[0]) > MAX_DIGITS:
-            raise error("P0211", "this number is too large", self.at(c[0]), f"{len(c[0])} digits; integers have 64 bits")
-        return tree.Literal(int(c[0].replace("_", "")), span=self.at(c[0]))
+        digits = c[0].replace("_", "").lstrip("0") or "0"
+        if len(digits) > MAX_DIGITS or int(digits) >= 2**63:
+            raise error("P0211", "this number is too large", self.at(c[0]), "integers have 64 bits")
+        return tree.Literal(int(digits), span=self.at(c[0]))
 
     def floating(self, c: Children) -> tree.Literal:
-        return tree.Literal(float(c[0]), span=self.at(c[0]))
+        value = float(c[0])
+        if isinf(value):
+            raise error("P0211", "this number is too large", self.at(c[0]), "floats have 64 bits")
+        return tree.Literal(value, span=self.at(c[0]))
 
     def size(self, c: Children) -> tree.Literal:
         digits = c[0].rstrip("BKMGTi")
@@ -301,7 +306,7 @@ class Builder:
         return tree.Literal(c[0] == "True", span=self.at(c[0]))
 
     def group(self, c: Children) -> Any:
-        return c[1]
+        return c[1].over(self.span(c))
 
     def list(self, c: Children) -> tree.ListOf:
         return tree.ListOf(_nodes(c), span=self.span(c))

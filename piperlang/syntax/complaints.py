@@ -11,7 +11,7 @@ from piperlang.diagnostics import Diagnostic, nearest
 from piperlang.source import Source, Span
 from piperlang.syntax import grammar
 from piperlang.syntax import tokens as tokens_at
-from piperlang.syntax.words import KEYWORDS, STATEMENT_STARTS
+from piperlang.syntax.words import KEYWORDS, PYTHON_HABITS, SIZE_UNITS, STATEMENT_STARTS
 
 LOOK_ALIKES = {
     "“": '"', "”": '"', "„": '"', "‘": "'", "’": "'", "´": "'", "–": "-", "—": "-", "−": "-", "‐": "-", "×": "*", "÷": "/",
@@ -23,24 +23,6 @@ LOOK_ALIKES = {
     "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u3000": " ", "\u200b": "", "\ufeff": "",
 }  # fmt: skip
 """Characters people paste without seeing that they are not the ASCII ones."""
-
-PYTHON_HABITS = {
-    "while": "loops are bounded: use `for x in ...:` or `repeat n:`",
-    "lambda": "use `def name(x): expression`",
-    "class": "there are no classes; use functions",
-    "try": "there are no exceptions; use `require condition, \"message\"`",
-    "assert": "use `require condition, \"message\"`",
-    "with": "`with` only follows a directive: `replicate ... with grads=sharded`",
-    "elif": "`elif` follows an `if` block at the same indentation",
-    "else": "`else` follows an `if` block at the same indentation",
-    "global": "names are immutable; pass values as arguments",
-    "del": "names are immutable",
-    "pass": "an empty block has no meaning; leave the statement out",
-    "break": "loops run to their end; use `if` inside, or a shorter range",
-    "continue": "use `if` around the rest of the block",
-    "yield": "use `return`, or name the steps inside an `order` block",
-}
-
 
 def unexpected(source: Source, tokens: list[Token], at: int, accepted: Collection[str]) -> Diagnostic:
     """The diagnostic for `tokens[at]`, which the parser refused; `accepted` are the terminal types it would take."""
@@ -129,8 +111,10 @@ def _repair(token: Token, first: Token, tokens: list[Token], at: int, accepted: 
         return (f"did you mean `{near}`?",)
     if word == "=" and at == 1 and first.type == "NAME":
         return (f"bind a name with `let {first} = ...`; it cannot change afterwards",)
-    if word == "=" and "NEWLINE" not in accepted:
+    if word == "=" and str(_statement_start(tokens, at)) in ("if", "elif", "require"):
         return ("compare with `==`",)
+    if word in SIZE_UNITS and at and tokens[at - 1].type == "INT":
+        return (f"did you mean `{tokens[at - 1]}{word}`?",)
     if word in KEYWORDS and "NAME" in accepted:
         return (f"`{word}` is a word of the language; choose another name",)
     if token.type == "INDENT":
@@ -165,7 +149,7 @@ def _expected(accepted: Collection[str]) -> str:
     plain = [t for t in accepted if t not in ("SUM_OP", "STAR", "PRODUCT_OP")]
     if "SUM_OP" in accepted:
         # After a complete expression: name what ends or follows it, not every operator.
-        plain = [t for t in plain if t in ("NEWLINE", "COMMA", "COLON", "ON", "OVER", "INTO", "AS", "WITH", "RPAR", "RSQB", "RBRACE", "ELSE", "EQUAL", "AT", "IN", "__ANON_0")]
+        plain = [t for t in plain if t in ("NEWLINE", "COMMA", "COLON", "ON", "OVER", "INTO", "AS", "WITH", "RPAR", "RSQB", "RBRACE", "ELSE", "EQUAL", "AT")]
     words = sorted({spelling.get(t, t) for t in plain})
     if not words:
         return "an operator"

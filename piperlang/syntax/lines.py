@@ -84,6 +84,7 @@ class _Layer:
         self.count += 1
         if self.count > MAX_TOKENS:
             self.full = True
+            self.chunk.tokens.append(token)
             self._complain("P0108", "the script is too long", token, f"more than {MAX_TOKENS:,} words and signs", help="split it in files and `import` them")
             return
         text = str(token)
@@ -122,6 +123,9 @@ class _Layer:
 
     def _unclosed(self) -> None:
         opened = self.brackets[-1]
+        string = next((t for t in self.chunk.tokens if t.type == "BAD_STRING" and start(t) > start(opened)), None)
+        if string is not None:  # the quote that is open swallowed the bracket that would close
+            self._complain("P0106", "string is not closed", string, "no closing quote on this line", help=f"add `{string[0]}`")
         self._complain("P0105", f"`{opened}` is never closed", opened, f"no `{OPEN[str(opened)]}` follows", help=f"add `{OPEN[str(opened)]}`")
         self.brackets.clear()
         self._reread_after(opened)

@@ -32,6 +32,8 @@ def read(path: Path, name: str | None = None, *, library: bool = False) -> Sourc
 
 
 def decode(data: bytes, name: str, *, library: bool = False) -> Source:
+    if len(data) > MAX_BYTES:
+        raise error("P0108", "the file is too long", Source(name, "", library).span(0, 0), f"more than {MAX_BYTES:,} bytes", help="split it in files and `import` them")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -41,10 +43,7 @@ def decode(data: bytes, name: str, *, library: bool = False) -> Source:
             "P0101", "the file is not UTF-8 text", source.span(len(source.text) - 1, len(source.text)),
             f"byte 0x{data[problem.start]:02x}", help="save the script as UTF-8",
         ) from None  # fmt: skip
-    source = Source(name, _newlines(text), library)
-    if len(data) > MAX_BYTES:
-        raise error("P0108", "the file is too long", source.span(0, 0), f"more than {MAX_BYTES:,} bytes", help="split it in files and `import` them")
-    return source
+    return Source(name, _newlines(text), library)
 
 
 def _newlines(text: str) -> str:

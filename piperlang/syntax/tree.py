@@ -6,7 +6,7 @@ Chains of one precedence level (`a + b - c`) are one flat node, so that a long l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias, dataclass_transform
+from typing import Any, ClassVar, Self, TypeAlias, dataclass_transform
 
 from piperlang.source import Source, Span
 
@@ -55,6 +55,10 @@ class Record:
 
 class Node(Record):
     span: Span = field(kw_only=True)
+
+    def over(self, span: Span) -> Self:
+        """The same node with another span: that of the parentheses around it."""
+        return type(self)(*(self.__dict__[name] for name in self._fields), span=span)
 
 
 class Ident(Node):

@@ -7,10 +7,11 @@ this list against grammar/piper.lark.
 from __future__ import annotations
 
 DIRECTIVES = ("tag", "place", "replicate", "shard", "split", "stream", "order", "recompute", "offload")
-DECLARATIONS = ("from", "import", "param", "let", "mesh", "def")
+IMPORTS = ("from", "import")
+DECLARATIONS = (*IMPORTS, "param", "let", "mesh", "def")
 CONTROL = ("for", "repeat", "if", "elif", "else", "return", "require", "print")
-CONNECTIVES = ("as", "at", "batch", "in", "into", "on", "over", "with")
-OPERATORS = ("and", "or", "not")
+CONNECTIVES = ("as", "at", "batch", "into", "on", "over", "with")
+OPERATORS = ("and", "or", "not", "in")
 CONSTANTS = ("True", "False", "next", "update")
 
 KEYWORDS = DIRECTIVES + DECLARATIONS + CONTROL + CONNECTIVES + OPERATORS + CONSTANTS
@@ -31,6 +32,29 @@ COMMUNICATIONS = (
 )  # fmt: skip
 SELECTOR_WORDS = {"pass": PASSES, "comm": COMMUNICATIONS}
 """Keys whose values are words of the language, not names of the script."""
+RESERVED_KEYS = ("pass", "comm", "update")
+"""What every node carries: no tag and no split can be called so."""
+
+PYTHON_HABITS = {
+    "while": "loops are bounded: use `for x in ...:` or `repeat n:`",
+    "lambda": "use `def name(x): expression`",
+    "class": "there are no classes; use functions",
+    "try": "there are no exceptions; use `require condition, \"message\"`",
+    "assert": "use `require condition, \"message\"`",
+    "with": "`with` only follows a directive: `replicate ... with grads=sharded`",
+    "elif": "`elif` follows an `if` block at the same indentation",
+    "else": "`else` follows an `if` block at the same indentation",
+    "global": "names are immutable; pass values as arguments",
+    "del": "names are immutable",
+    "pass": "an empty block has no meaning; leave the statement out",
+    "break": "loops run to their end; use `if` inside, or a shorter range",
+    "continue": "use `if` around the rest of the block",
+    "yield": "use `return`, or name the steps inside an `order` block",
+    "None": "there is no None; leave the value out",
+    "true": "did you mean `True`?",
+    "false": "did you mean `False`?",
+}
+"""What a Python reader might write, and what to write instead."""
 
 OPTION_WORDS = {
     "grads": ("sharded", "replicated"),
