@@ -1,3 +1,18 @@
 """piperlang: a language for distributed training schedules."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piperlang.capture.annotate import annotate
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "annotate"]
+
+
+def __getattr__(name: str) -> Any:
+    """`piperlang.annotate` needs torch, which the rest of the front end must not import."""
+    if name == "annotate":
+        from piperlang.capture.annotate import annotate
+
+        return annotate
+    raise AttributeError(f"module 'piperlang' has no attribute {name!r}")

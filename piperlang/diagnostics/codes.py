@@ -1,7 +1,7 @@
 """The one table of codes. A code is never reused; each has a page in pages/ with a failing and a repaired script.
 
 The first two digits follow the pipeline: 01 syntax, 02 names and values, 03 selectors, 04 passes, 05 plan, 06 run,
-07 checkpoint, 09 command line.
+07 checkpoint, 08 the model, 09 command line.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ CODES = {
     "P0410": "split too late",
     "P0501": "devices wait for each other",
     "P0502": "nothing is ordered",
+    "P0801": "model file cannot be used",
+    "P0802": "model cannot be traced",
+    "P0803": "model changes a buffer",
+    "P0804": "random operator depends on the schedule",
     "P0901": "file cannot be read",
     "P0902": "command line not understood",
     "P0903": "parameter does not fit",

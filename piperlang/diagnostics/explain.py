@@ -9,6 +9,8 @@ A page is Markdown. Its fenced blocks say in the info string what they are: ```p
 - `times=100_000`: the text is written that many times over, for files too long to print.
 - The command line without `piperc`: `orders`, `-p ranks=2`, `check other.piper`. The first word is the command unless
   it is an option (then `check`); the script's name is added where no `.piper` file is named.
+
+The pages of P08 are about models: their blocks are ```python failing``` and ```python repaired```, each a model.py.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BLOCK = re.compile(r"^```piper +(\w+)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+_MODEL = re.compile(r"^```python +(\w+)\n((?:.*\n)*?)```$", re.MULTILINE)
 _FIELDS = ("file", "encoding", "times")
 
 
@@ -47,6 +50,10 @@ class Page:
     def title(self) -> str:
         """The first line, `P0302: selector matches no nodes`."""
         return self.text.partition("\n")[0].removeprefix("# ")
+
+    def models(self) -> list[tuple[str, str]]:
+        """The model.py files of the page: role and text."""
+        return _MODEL.findall(self.text)
 
     def examples(self) -> list[Example]:
         found: list[Example] = []

@@ -1,0 +1,151 @@
+"""Cutting the traced graph into chunks: maximal runs of equal tags, in the order of the program.
+
+The chunks form a true DAG: a value used three stages later has its own edge, several tensors may cross an edge, and integers
+and masks cross it forward only.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from piperlang.capture.annotate import tags_of
+from piperlang.capture.random import PLACE
+from piperlang.capture.trace import Traced
+from piperlang.elaborate.directive import ModulePath, Tag
+
+Tags = tuple[tuple[str, int | str], ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor between chunks, by the name of the node that makes it."""
+
+    name: str
+    fake: torch.Tensor
+    differentiable: bool
+    """Whether a gradient comes back along it."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the model that runs as one: F from `weights`, `batch` and `inputs` to `outputs`."""
+
+    number: int
+    tags: Tags
+    nodes: tuple[fx.Node, ...]
+    weights: tuple[str, ...]
+    """Placeholders of the weights it reads."""
+    batch: tuple[str, ...]
+    """Placeholders of the batch's tensors it reads."""
+    random: bool
+    """Whether it reads `rng`."""
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    """What others read; the last chunk's is the loss."""
+
+
+def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Chunk]:
+    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
+    tags = _tags(nodes, list(directives))
+    groups: list[list[fx.Node]] = []
+    for node in nodes:
+        if groups and tags[node] == tags[groups[-1][-1]]:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    differentiable = _differentiable(traced, nodes)
+    owner = {node: i for i, group in enumerate(groups) for node in group}
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    result = set(output.all_input_nodes)
+    return [_chunk(i, tags[group[0]], group, traced, owner, differentiable, result) for i, group in enumerate(groups)]
+
+
+def _chunk(
+    number: int, tags: Tags, group: list[fx.Node], traced: Traced, owner: dict[fx.Node, int], differentiable: set[fx.Node], result: set[fx.Node]
+) -> Chunk:
+    read = list(dict.fromkeys(source for node in group for source in node.all_input_nodes if owner.get(source) != number))
+    places = [node.name for node in read if node.op == "placeholder"]
+    outputs = [node for node in group if node in result or any(owner.get(user, number) != number for user in node.users)]
+
+    def value(node: fx.Node) -> Value:
+        return Value(node.name, traced.value(node), node in differentiable)
+
+    return Chunk(
+        number, tags, tuple(group), tuple(p for p in places if p in traced.weights), tuple(p for p in places if p in traced.batch),
+        PLACE in places, tuple(value(node) for node in read if node.op != "placeholder"), tuple(value(node) for node in outputs),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- tags
+
+
+def _tags(nodes: list[fx.Node], directives: list[Tag]) -> dict[fx.Node, Tags]:
+    own = {node: _own_tags(node, directives) for node in nodes}
+    # A part of a tuple stays with the operator that made the tuple.
+    for node in nodes:
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            own[node] = own[node.args[0]]
+    # An untagged operator joins the latest tagged one that it reads, so that only what it makes crosses an edge;
+    for node in nodes:
+        if not own[node]:
+            producers = [own[source] for source in node.all_input_nodes if own.get(source)]
+            own[node] = producers[-1] if producers else {}
+    # one that reads none (a mask, positions) joins the first that reads it.
+    for node in reversed(nodes):
+        if not own[node]:
+            users = [own[user] for user in node.users if own.get(user)]
+            own[node] = users[0] if users else {}
+    return {node: tuple(sorted(tags.items())) for node, tags in own.items()}
+
+
+def _own_tags(node: fx.Node, directives: list[Tag]) -> dict[str, int | str]:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = [path for path, _ in stack.values()][-1] if stack else ""
+    parts = [part for part in path.removeprefix("model").strip(".").split(".") if part]
+    found: dict[str, int | str] = {}
+    depth: dict[str, int] = {}
+    for directive in directives:
+        for module in directive.paths:
+            length = matches(module, parts)
+            for key, value in directive.tags if length else ():
+                if length >= depth.get(key, 0):  # the deepest path holds, and of equal ones the last
+                    found[key], depth[key] = value, length
+    return found | tags_of(node.meta.get("custom"))
+
+
+def matches(module: ModulePath, parts: list[str]) -> int:
+    """How many parts of a module's path `module` names, if it names the module or one around it; else 0."""
+    if len(module.parts) > len(parts):
+        return 0
+    for wanted, part in zip(module.parts, parts, strict=False):
+        if isinstance(wanted, str):
+            fits = wanted == part
+        elif not part.isdigit():
+            fits = False
+        elif isinstance(wanted, tuple):
+            low, high = wanted
+            fits = (low is None or int(part) >= low) and (high is None or int(part) < high)
+        else:
+            fits = wanted is None or wanted == int(part)
+        if not fits:
+            return 0
+    return len(module.parts)
+
+
+# ---------------------------------------------------------------------------------------------------- gradients
+
+
+def _differentiable(traced: Traced, nodes: list[fx.Node]) -> set[fx.Node]:
+    """Values that a gradient flows through: floating, and made from a trained weight or from another such value."""
+    found = {node for node in traced.graph.nodes if node.op == "placeholder" and node.name in traced.weights and traced.weights[node.name].trained}
+    for node in nodes:
+        value = traced.value(node)
+        floating = isinstance(value, tuple | list) or (isinstance(value, torch.Tensor) and value.is_floating_point())
+        if floating and node.target is not torch.ops.aten.detach.default and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found

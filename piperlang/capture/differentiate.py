@@ -1,0 +1,239 @@
+"""Backward at compile time: explicit graphs for F, B, and the halves I and W of a chunk, none recomputing what another did.
+
+The joint graph of a chunk (torch's ahead-of-time autograd) is divided by dependency alone: F is what the outputs need; of the
+rest, I is what the gradients of the inputs need, and W is what remains. B is I and W in one.
+
+Pieces know their values by slot (the third weight, the first input), not by name, so that equal chunks share them: sixteen
+equal layers are differentiated, and later compiled, once.
+
+Private API, kept in this file: `torch._functorch.aot_autograd.aot_export_joint_simple` (tried on torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+
+from piperlang.capture.cost import Cost, bytes_of, cost
+from piperlang.capture.cut import Chunk
+from piperlang.capture.random import PLACE
+from piperlang.capture.trace import Traced
+
+Slot: TypeAlias = tuple[str, int]
+"""What a piece takes or gives: (weight | batch | rng | input | output | saved | kept | grad_weight | grad_input | grad_output, index)."""
+
+_VIEWS = {
+    torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.view.default,
+    torch.ops.aten.detach.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.expand.default,
+    torch.ops.aten.alias.default, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int,
+}  # fmt: skip
+"""Of a weight or of the batch they are no activation, and are made again rather than kept."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One runnable graph, from slots to slots."""
+
+    module: fx.GraphModule
+    takes: tuple[Slot, ...]
+    gives: tuple[Slot, ...]
+    cost: Cost
+
+    def run(self, values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        return dict(zip(self.gives, self.module(*(values[slot] for slot in self.takes)), strict=True))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """All graphs of a chunk. I is missing where no input wants a gradient, W where no weight learns, B where neither does."""
+
+    F: Piece
+    B: Piece | None
+    I: Piece | None
+    W: Piece | None
+    saved_bytes: int
+    """Activations that F keeps for the backward: no weight, no view of one, nothing of the batch."""
+    kept_bytes: int
+    """What I keeps for W when the two run apart."""
+
+
+def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
+    """The pieces of every chunk; equal chunks get the same object."""
+    known: dict[object, Pieces] = {}
+    found: list[Pieces] = []
+    for chunk in chunks:
+        key = signature(traced, chunk)
+        if key not in known:
+            known[key] = _Division(traced, chunk).divide()
+        found.append(known[key])
+    return found
+
+
+def _sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
+    """What a chunk reads: slot, node of the traced graph, and whether it learns."""
+    nodes = {node.name: node for node in traced.graph.nodes}
+    found: list[tuple[Slot, fx.Node, bool]] = [(("weight", i), nodes[p], traced.weights[p].trained) for i, p in enumerate(chunk.weights)]
+    found += [(("batch", i), nodes[p], False) for i, p in enumerate(chunk.batch)]
+    found += [(("rng", 0), nodes[PLACE], False)] if chunk.random else []
+    return found + [(("input", i), nodes[v.name], v.differentiable) for i, v in enumerate(chunk.inputs)]
+
+
+def signature(traced: Traced, chunk: Chunk) -> object:
+    """Equal for chunks that compute the same: operators, constants, shapes, and who reads whom."""
+    numbers: dict[fx.Node, int] = {}
+    parts: list[object] = []
+    for slot, node, learns in _sources(traced, chunk):
+        numbers[node] = len(numbers)
+        value = traced.value(node)
+        parts.append((slot, tuple(value.shape), value.dtype, value.stride(), learns))
+    for node in chunk.nodes:
+        numbers[node] = len(numbers)
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+        parts.append((node.op, str(node.target), repr(arguments)))
+    names = {node.name: node for node in chunk.nodes}
+    parts.append(tuple((numbers[names[v.name]], v.differentiable) for v in chunk.outputs))
+    return tuple(parts)
+
+
+def value_name(chunk: Chunk, slot: Slot) -> str:
+    """The name, unique in the whole graph, of what stands in a slot of a chunk. Gradients are `grad:` and what they are of."""
+    kind, i = slot
+    if kind.startswith("grad_"):
+        return f"grad:{value_name(chunk, (kind.removeprefix('grad_'), i))}"
+    if kind in ("saved", "kept"):
+        return f"{kind}:{chunk.number}:{i}"
+    if kind == "rng":
+        return PLACE
+    values = {"weight": chunk.weights, "batch": chunk.batch}
+    if kind in values:
+        return values[kind][i]
+    return (chunk.inputs if kind == "input" else chunk.outputs)[i].name
+
+
+def _stand_in(slot: Slot, value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor for tracing. What crosses between chunks, forward and backward, is contiguous: both sides count on it."""
+    return torch.empty_like(value, memory_format=torch.contiguous_format if slot[0] == "input" else torch.preserve_format)
+
+
+def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    return graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+
+
+class _Division:
+    def __init__(self, traced: Traced, chunk: Chunk) -> None:
+        self.traced, self.chunk = traced, chunk
+        self.sources = _sources(traced, chunk)
+        self.joint = self._joint()
+        places = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
+        incoming = [("grad_output", i) for i, v in enumerate(chunk.outputs) if v.differentiable] if self.learns else []
+        self.slots: dict[fx.Node, Slot] = dict(zip(places, [slot for slot, _, _ in self.sources] + incoming, strict=True))
+        (output,) = (node for node in self.joint.graph.nodes if node.op == "output")
+        results: Sequence[Any] = output.args[0]
+        self.outputs: list[tuple[Slot, fx.Node]] = [(("output", i), node) for i, node in enumerate(results[: len(chunk.outputs)])]
+        back = results[len(chunk.outputs) :] if self.learns else []
+        self.grads: list[tuple[Slot, fx.Node]] = [
+            ((f"grad_{slot[0]}", slot[1]), node) for (slot, _, _), node in zip(self.sources, back, strict=False) if isinstance(node, fx.Node)
+        ]
+        self.nodes = [node for node in self.joint.graph.nodes if node.op not in ("placeholder", "output")]
+
+    @property
+    def learns(self) -> bool:
+        return any(learns for _, _, learns in self.sources)
+
+    def _joint(self) -> fx.GraphModule:
+        with self.traced.mode:
+            fakes = [_stand_in(slot, self.traced.value(node)).requires_grad_(learns) for slot, node, learns in self.sources]
+            try:
+                joint = aot_export_joint_simple(self._runnable(copies=False), tuple(fakes), trace_joint=self.learns)
+            except RuntimeError as problem:
+                if "alias" not in str(problem):
+                    raise
+                # An output is a view. What crosses to another chunk has to be a tensor of its own anyway.
+                joint = aot_export_joint_simple(self._runnable(copies=True), tuple(fakes), trace_joint=self.learns)
+        assert isinstance(joint, fx.GraphModule)
+        return joint
+
+    def _runnable(self, copies: bool) -> fx.GraphModule:
+        """The chunk's operators as a module of their own."""
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for _, node, _ in self.sources}
+        for node in self.chunk.nodes:
+            copied[node] = graph.node_copy(node, lambda n: copied[n])
+        names = {node.name: node for node in self.chunk.nodes}
+        results = [copied[names[value.name]] for value in self.chunk.outputs]
+        odd = [copies or not value.fake.is_contiguous() for value in self.chunk.outputs]
+        graph.output(tuple(_contiguous(graph, node) if copy else node for node, copy in zip(results, odd, strict=True)))
+        return fx.GraphModule(self.traced.root, graph)
+
+    # ------------------------------------------------------------------------------------------------ division
+
+    def divide(self) -> Pieces:
+        forward = self._needed(node for _, node in self.outputs)
+        f_made = {node for node in forward if not self._is_view_of_given(node)}
+        back = self._needed((node for _, node in self.grads), f_made)
+        input_grads = [(slot, node) for slot, node in self.grads if slot[0] == "grad_input"]
+        weight_grads = [(slot, node) for slot, node in self.grads if slot[0] == "grad_weight"]
+        half = self._needed((node for _, node in input_grads), f_made)
+        rest = [node for node in back if node not in set(half)]
+        views = [node for node in half if self._is_view_of_given(node)]
+
+        saved = self._read(back, self.grads, f_made)
+        kept = self._read(rest, weight_grads, set(half) - set(views))
+        name_saved: list[tuple[Slot, fx.Node]] = [(("saved", i), node) for i, node in enumerate(saved)]
+        name_kept: list[tuple[Slot, fx.Node]] = [(("kept", i), node) for i, node in enumerate(kept)]
+        given = {node: slot for slot, node in name_saved}
+        f = self._piece(forward, [*self.outputs, *name_saved], {})
+        if not self.grads:
+            return Pieces(f, None, None, None, 0, 0)
+        b = self._piece(back, self.grads, given)
+        i = self._piece(half, [*input_grads, *name_kept], given) if input_grads else None
+        w = self._piece([*views, *rest], weight_grads, given | {node: slot for slot, node in name_kept}) if weight_grads else None
+        return Pieces(f, b, i, w, bytes_of(saved), bytes_of(kept) if i and w else 0)
+
+    def _needed(self, targets: Iterable[fx.Node], stop: set[fx.Node] | None = None) -> list[fx.Node]:
+        """The operators that `targets` need, in order, not going behind `stop`."""
+        found: set[fx.Node] = set()
+        todo = list(targets)
+        while todo:
+            node = todo.pop()
+            if node in found or node.op == "placeholder" or (stop and node in stop):
+                continue
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+        return [node for node in self.nodes if node in found]
+
+    def _read(self, users: Iterable[fx.Node], results: list[tuple[Slot, fx.Node]], made: set[fx.Node]) -> list[fx.Node]:
+        """Of `made`, what `users` read or `results` are."""
+        read = {source for node in users for source in node.all_input_nodes if source in made}
+        read |= {node for _, node in results if node in made}
+        return [node for node in self.nodes if node in read]
+
+    def _is_view_of_given(self, node: fx.Node) -> bool:
+        """A view of a weight or of the batch, however long the chain."""
+        while node.target in _VIEWS:
+            node = node.all_input_nodes[0]
+            if node.op == "placeholder":
+                return self.slots[node][0] in ("weight", "batch")
+        return False
+
+    # -------------------------------------------------------------------------------------------------- graphs
+
+    def _piece(self, nodes: list[fx.Node], results: list[tuple[Slot, fx.Node]], given: dict[fx.Node, Slot]) -> Piece:
+        graph = fx.Graph()
+        inside = set(nodes)
+        wanted = {source for node in nodes for source in node.all_input_nodes} | {node for _, node in results}
+        outer = [node for node in self.joint.graph.nodes if node in wanted and node not in inside]
+        slots = [self.slots[node] if node in self.slots else given[node] for node in outer]
+        copied = {node: graph.placeholder("_".join(map(str, slot))) for node, slot in zip(outer, slots, strict=True)}
+        for node in self.joint.graph.nodes:
+            if node in inside:
+                copied[node] = graph.node_copy(node, lambda n: copied[n])
+        odd = [slot[0] == "grad_input" and not node.meta["val"].is_contiguous() for slot, node in results]
+        graph.output(tuple(_contiguous(graph, copied[node]) if copy else copied[node] for (_, node), copy in zip(results, odd, strict=True)))
+        module = fx.GraphModule(self.joint, graph)
+        return Piece(module, tuple(slots), tuple(slot for slot, _ in results), cost(module, [node.meta["val"] for node in outer], self.traced.mode))

@@ -1,0 +1,90 @@
+"""Random operators that do not depend on the schedule.
+
+A mask is a hash of (seed and step, operator, global position of the element), not of a generator's state: however the batch is
+divided and in whatever order the pieces run, every sample meets the same mask. The graph gets one more input, `rng`: an int64
+tensor of [seed and step mixed, number of the first sample here].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from piperlang.diagnostics import error
+
+PLACE = "rng"
+DROPOUT = torch.ops.aten.dropout.default
+_REFUSED = ("rand", "bernoulli", "normal", "uniform", "multinomial", "native_dropout", "alpha_dropout", "exponential", "poisson")
+_BITS = 24
+
+
+def counter_uniform(rng: torch.Tensor, operator: int, like: torch.Tensor, samples: int) -> torch.Tensor:
+    """Uniform numbers in [0, 1) of the shape of `like`, whose first dimension goes through the samples."""
+    per_sample = like.numel() // samples
+    at = torch.arange(like.numel(), dtype=torch.int64, device=like.device) + rng[1] * per_sample
+    x = at * -7046029254386353131 + (rng[0] + _signed(operator * 6364136223846793005))
+    for multiplier in (-4658895280553007687, -7723592293110705685, 2862933555777941757):
+        x = (x ^ (x >> 31)) * multiplier
+    uniform: torch.Tensor = (((x >> (64 - _BITS)) & (2**_BITS - 1)).to(torch.float32) * 2.0**-_BITS).view(like.shape)
+    return uniform
+
+
+def counter_dropout(x: torch.Tensor, rng: torch.Tensor, operator: int, p: float, samples: int) -> torch.Tensor:
+    keep = counter_uniform(rng, operator, x, samples) >= p
+    return x * keep.to(x.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
+def mix(seed: int, step: int) -> int:
+    """Seed and step as one int64."""
+    x = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return _signed(x ^ (x >> 31))
+
+
+def _signed(x: int) -> int:
+    """As an int64 that has wrapped round."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
+    """Replace every dropout by one that counts; refuse what cannot be. True if the graph now reads `rng`."""
+    active = [node for node in graph.nodes if node.target is DROPOUT and node.args[1] > 0.0 and node.args[2]]
+    for node in graph.nodes:
+        _refuse(node)
+    if not active:
+        return False
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        place = graph.placeholder(PLACE)
+        place.meta["val"] = rng
+    for number, node in enumerate(active):
+        x, p, _ = node.args
+        if x.meta["val"].shape[0] % samples:
+            raise error("P0804", "a dropout whose first dimension is not the batch", notes=[_where(node)], help="apply it before the batch is moved to another dimension")
+        with graph.inserting_before(node):
+            counted = graph.call_function(counter_dropout, (x, place, number, p, samples))
+        counted.meta = dict(node.meta)
+        node.replace_all_uses_with(counted)
+        graph.erase_node(node)
+    return True
+
+
+def _refuse(node: fx.Node) -> None:
+    if node.op != "call_function" or node.target is DROPOUT:
+        return
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    attention = "scaled_dot_product" in name and _attention_dropout(node) > 0.0
+    if attention or any(name.removeprefix("aten::").startswith(word) for word in _REFUSED):
+        what = "attention with dropout inside" if attention else name.removeprefix("aten::")
+        raise error("P0804", f"the masks of {what} would depend on the schedule", notes=[_where(node)], help="use nn.Dropout, whose masks we count, or set it to 0")
+
+
+def _attention_dropout(node: fx.Node) -> float:
+    value = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _where(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = [path for path, _ in stack.values()][-1] if stack else ""
+    return f"in module {path.removeprefix('model').strip('.') or '(the model itself)'}"

@@ -1,0 +1,152 @@
+"""Models that exercise capture: each a (model, loss, batch) as a model.py would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as f
+from torch import nn
+
+from piperlang.capture.annotate import annotate
+
+WIDTH, WORDS, LENGTH = 16, 40, 6
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], torch.Tensor]
+    batch: Callable[[int], tuple[Any, Any]]
+    stages: int
+
+
+def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return f.mse_loss(output, target)
+
+
+def words(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return f.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def vectors(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, WIDTH), torch.randn(samples, WIDTH)
+
+
+def tokens(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(WORDS, (samples, LENGTH)), torch.randint(WORDS, (samples, LENGTH))
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            with annotate("stage", i):
+                x = self.dropout(torch.tanh(layer(x)))
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        samples, length, _ = x.shape
+        q, k, v = (t.view(samples, length, 2, -1).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
+        attended = f.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(attended.transpose(1, 2).reshape(samples, length, -1))
+        return x + self.down(f.gelu(self.up(self.second(x))))
+
+
+class Gpt(nn.Module):
+    """Tied embeddings; a mask that every stage reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0):
+            mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+            x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for i, block in enumerate(self.blocks):
+            with annotate("stage", i):
+                x = block(x, mask)
+        with annotate("stage", 3):
+            return self.head(x)
+
+
+class Unet(nn.Module):
+    """Skip connections across stages, several tensors on an edge, a layer used twice, a frozen layer, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(2))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0):
+            a = torch.relu(self.down[0](x)) * self.scale
+        with annotate("stage", 1):
+            b = torch.relu(self.down[1](self.down[1](a)))
+        with annotate("stage", 2):
+            c = torch.tanh(self.up[0](torch.cat([self.frozen(b), a], -1)))
+        with annotate("stage", 3):
+            return self.up[1](torch.cat([c, b + a], -1))
+
+
+class Moe(nn.Module):
+    """Mixture of experts with a capacity: tokens past it are dropped, so routing is by batch position within a sample."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 2 * WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 2 * WIDTH, WIDTH) / 4)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0):
+            x = self.embed(ids)
+            gates = torch.softmax(self.gate(x), -1)
+            weight, chosen = gates.max(-1)
+            routed = f.one_hot(chosen, gates.shape[-1])
+            slot = (routed.cumsum(1) - 1) * routed
+            capacity = ids.shape[1] // 2
+            kept = routed * (slot < capacity)
+            dispatch = kept.unsqueeze(-1) * f.one_hot(slot.clamp(max=capacity - 1), capacity)
+            packed = torch.einsum("stec,std->secd", dispatch.to(x.dtype), x)
+        with annotate("stage", 1), annotate("expert", 0):
+            hidden = torch.relu(torch.einsum("secd,edh->sech", packed, self.up))
+            done = torch.einsum("sech,ehd->secd", hidden, self.down)
+        with annotate("stage", 1):
+            y = torch.einsum("stec,secd->std", dispatch.to(x.dtype) * weight[..., None, None], done)
+            return self.head(x + y)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("mlp", Mlp, square, vectors, 4),
+        Case("gpt", Gpt, words, tokens, 4),
+        Case("unet", Unet, square, vectors, 4),
+        Case("moe", Moe, words, tokens, 2),
+        Case("dropout", lambda: Mlp(0.25), square, vectors, 4),
+    )
+}
