@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 
-from piperlang.cli.report import add_parameters, open_script, parameters, report
+from piperlang.cli.report import add_parameters, open_script, parameters, report, say
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
 from piperlang.diagnostics.render import as_json
 from piperlang.session import Outlined, outline
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(name: str, overrides: dict[str, str]) -> Outlined:
     source, path = open_script(name)
-    return outline(source, path, overrides, say=lambda text: print(text, file=sys.stderr))
+    return outline(source, path, overrides, say=say)
 
 
 def _says(found: Outlined) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import io
 import os
 import re
 import sys
@@ -65,11 +68,16 @@ def parser(wanted: str | None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a narrow terminal is no reason to fail
     format = _wanted_format(words)
     try:
         wanted = next((word for word in words if word in COMMANDS), None)
         options = parser(wanted).parse_args(words)
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except PiperError as problem:
         report(problem.diagnostics, format)
         usage = all(d.code.startswith("P09") for d in problem.diagnostics)
@@ -82,6 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output has gone: say nothing more, and keep Python from trying at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            print(f"piperc: cannot write: {problem.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DIAGNOSTICS
     except Exception:
         traceback.print_exc()
         print("\nThis is a bug in piperc, not in your script. Please report it with the lines above.", file=sys.stderr)

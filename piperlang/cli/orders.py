@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from piperlang.cli.report import add_parameters, open_script, paint, parameters
+from piperlang.cli.report import add_parameters, open_script, paint, parameters, say
 from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Order
 from piperlang.elaborate.lanes import Lane
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     source, path = open_script(options.script)
-    found = outline(source, path, parameters(options), say=lambda text: print(text, file=sys.stderr))
+    found = outline(source, path, parameters(options), say=say)
     if found.problems:
         raise PiperError(*found.problems)
     lanes = found.outline.orders()

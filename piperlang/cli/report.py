@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from piperlang.diagnostics import Diagnostic, error
-from piperlang.diagnostics.render import Paint, render
+from piperlang.diagnostics import LIMIT, Diagnostic, error
+from piperlang.diagnostics.render import Paint, printable, render
 from piperlang.source import Source
 from piperlang.syntax.parse import MAX_BYTES, decode, read
 
@@ -27,8 +27,13 @@ def report(diagnostics: Iterable[Diagnostic], format: str, stream: TextIO | None
         return
     print(render(every, format, paint(stream)), file=stream)
     if format == "full":
-        plural = "error" if len(every) == 1 else "errors"
-        print(f"\n{len(every)} {plural}; `piperc explain {every[0].code}` tells more", file=stream)
+        count = "1 error" if len(every) == 1 else f"{len(every)} errors" if len(every) <= LIMIT else f"more than {LIMIT} errors"
+        print(f"\n{count}; `piperc explain {every[0].code}` tells more", file=stream)
+
+
+def say(text: str) -> None:
+    """What a script prints: to stderr, and without characters that would steer the terminal."""
+    print(printable(text), file=sys.stderr)
 
 
 def open_script(name: str) -> tuple[Source, Path | None]:

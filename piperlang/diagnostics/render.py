@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from piperlang.diagnostics.diagnostic import LIMIT, Diagnostic, Label
 from piperlang.source import Source, Span
 
 FORMATS = ("full", "concise", "json")
+MOST = 2_000
+"""Characters of one message."""
 WIDTH = 140
 """Characters of a source line that are quoted at most."""
 
@@ -39,15 +41,29 @@ class Paint:
 
 
 def render(diagnostics: Iterable[Diagnostic], format: str = "full", paint: Paint | None = None) -> str:
-    every = [diagnostic.seen_by_user() for diagnostic in diagnostics]
+    every = [_printable(diagnostic.seen_by_user()) for diagnostic in diagnostics]
     shown = every[:LIMIT]
     if format == "json":
         return json.dumps({"diagnostics": [as_json(d) for d in shown]}, indent=2)
     one = concise if format == "concise" else full
     parts = [one(d, paint or Paint()) for d in shown]
     if len(every) > LIMIT:
-        parts.append(f"... and {len(every) - LIMIT} more")
+        parts.append("... and more")
     return ("\n" if format == "concise" else "\n\n").join(parts)
+
+
+def _printable(d: Diagnostic) -> Diagnostic:
+    """Without characters that would steer a terminal: messages quote what scripts say."""
+    return replace(
+        d, message=printable(d.message), label=printable(d.label), also=tuple(Label(x.span, printable(x.text)) for x in d.also),
+        notes=tuple(map(printable, d.notes)), helps=tuple(map(printable, d.helps)),
+    )  # fmt: skip
+
+
+def printable(text: str) -> str:
+    if len(text) > MOST:
+        text = text[:MOST] + " ..."
+    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}" for char in text)
 
 
 def concise(d: Diagnostic, paint: Paint) -> str:

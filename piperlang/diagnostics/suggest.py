@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LONGEST = 60
+"""Characters of a word that may have been misspelt; comparing longer ones takes time and helps nobody."""
+
 
 def nearest(word: str, legal: Iterable[str]) -> str | None:
     """The closest of `legal` to `word`, or None when nothing is close enough to be worth a question."""
-    options = sorted({option for option in legal if option and not option.startswith("_")})
+    if len(word) > LONGEST:
+        return None
+    options = sorted({option for option in legal if option and len(option) <= LONGEST and not option.startswith("_")})
     for option in options:
         if option.lower() == word.lower():
             return option

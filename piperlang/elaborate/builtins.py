@@ -58,7 +58,7 @@ def _len(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
     if isinstance(value, Mesh | Axis):
         return value.size
     if isinstance(value, Slice):
-        return sum(1 for _ in value.devices())
+        return value.size()
     if isinstance(value, tuple | range | str):
         return len(value)
     raise error("P0204", f"{kind(value)} has no length", call.arguments[0].span)

@@ -16,7 +16,7 @@ from piperlang.syntax.words import OPTION_WORDS, OPTIONS
 if TYPE_CHECKING:
     from piperlang.elaborate.evaluate import Evaluator
 
-MAX_DEVICES = 1_000_000
+MAX_DEVICES = 65_536
 
 
 def parameter(node: tree.Param, default: Value, overrides: Mapping[str, str]) -> Value:

@@ -18,6 +18,9 @@ from piperlang.syntax.words import BUILTINS
 BUDGET = 1_000_000
 """Steps a script may take: every expression and statement evaluated is one. Far above any schedule, far below patience."""
 
+MAX_CONDITIONS = 2_000
+"""In one selector, all alternatives together."""
+
 _BUILTINS = {name: Builtin(name) for name in BUILTINS}
 
 
@@ -46,8 +49,10 @@ class Evaluator:
         elif isinstance(value, tuple):
             self.charge(len(value), span)
             for item in value:
-                if isinstance(item, tuple | range | str):
+                if isinstance(item, tuple | range | str | Selector):
                     self.weigh(item, span)
+        elif isinstance(value, Selector):
+            self.charge(value.size(), span)
 
     def evaluate(self, node: Any) -> Value:
         self.spent += 1
@@ -194,10 +199,10 @@ class Evaluator:
         result = self.selector(node.operands[0])
         for operand in node.operands[1:]:
             other = self.selector(operand)
-            self.charge(len(result.alternatives) * len(other.alternatives), node.span)
+            self.charge(result.size() * len(other.alternatives) + other.size() * len(result.alternatives), node.span)
             result = result.union(other, node.span) if node.operator == "|" else result.meet(other, node.span)
-            if len(result.alternatives) > 10_000:
-                raise error("P0208", "this selector is too large", node.span, f"{len(result.alternatives):,} alternatives")
+            if result.size() > MAX_CONDITIONS:
+                raise error("P0208", "this selector is too large", node.span, f"{result.size():,} conditions; at most {MAX_CONDITIONS:,}")
         return result
 
     # ------------------------------------------------------------------------------- values of a wanted kind

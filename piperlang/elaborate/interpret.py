@@ -64,6 +64,9 @@ class Interpreter(Evaluator):
             except PiperError as problem:
                 problems.extend(problem.diagnostics)
                 self.module.failed |= bound_by(statement)
+            except RecursionError:  # expressions, calls and values, each within its limit, can still pile up
+                problems.append(Diagnostic("P0107", "this statement leads too deep", statement.span, "calls, expressions or lists within each other", helps=("name the inner parts with `let`",)))
+                break
             if len(problems) >= LIMIT or self.spent > self.budget:
                 break
         unknown = sorted(self.overrides.keys() - self.params.keys() - self.module.failed)
@@ -200,10 +203,11 @@ class Interpreter(Evaluator):
 
     def where(self, node: tree.Expr) -> Slice:
         value = self.evaluate(node)
-        if isinstance(value, Slice):
-            return value
         if isinstance(value, Mesh):
-            return Slice(value)
+            value = Slice(value)
+        if isinstance(value, Slice):
+            self.charge(value.size() // 4, node.span)  # every device is looked at
+            return value
         raise error("P0204", f"devices are a mesh or a part of one, not {kind(value)}", node.span, kind(value), help="`gpu` or `gpu[pp=0]`")
 
     def axis(self, node: tree.Expr) -> Axis:

@@ -22,7 +22,7 @@ from piperlang.elaborate.values import Slice
 Item: TypeAlias = dict[str, TagValue]
 """One piece of work: its tags, `pass` (or `comm`), and its microbatch."""
 
-MAX_ORDERED = 300_000
+MAX_ORDERED = 150_000
 
 Point: TypeAlias = tuple[int, ...]
 """A position in each split that divides a chunk."""

@@ -35,7 +35,10 @@ def load(path: Path, shown: str, *, library: bool = False) -> Module:
 
 def from_source(source: Source, path: Path | None = None) -> Module:
     script, problems = parse.parse(source)
-    problems = problems + Names(script.broken).check(script.statements)
+    try:
+        problems = problems + Names(script.broken).check(script.statements)
+    except RecursionError:
+        raise error("P0107", "this script is nested too deeply", source.span(0, 0), help="name inner parts with `let`, and move inner blocks to functions") from None
     if problems:
         raise PiperError(*sorted(problems, key=lambda d: d.span.start if d.span else 0))
     stem = Path(source.name).stem

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from piperlang.diagnostics import Diagnostic, Label, did_you_mean, listed
+from piperlang.diagnostics import LIMIT, Diagnostic, Label, did_you_mean, listed
 from piperlang.elaborate.library import exporting
 from piperlang.source import Span
 from piperlang.syntax import tree
@@ -46,10 +46,17 @@ class Names:
         body = tuple(statements)
         self.later = self.later | frozenset(_bound_anywhere(body))
         for statement in body:
+            if self.enough:
+                break
             self.statement(statement)
         return self.problems
 
     # ---------------------------------------------------------------------------------------------- reporting
+
+    @property
+    def enough(self) -> bool:
+        """Nobody reads more, and looking for what may have been meant costs time."""
+        return len(self.problems) > LIMIT
 
     def complain(self, code: str, message: str, span: Span, label: str = "", *, help: str | None = None, also: tuple[Label, ...] = ()) -> None:
         self.problems.append(Diagnostic(code, message, span, label, also, helps=(help,) if help else ()))
@@ -91,7 +98,7 @@ class Names:
         return self.inside_function and name in self.later
 
     def use(self, name: str, span: Span) -> None:
-        if self.known(name):
+        if self.known(name) or self.enough:
             return
         visible = {n for scope in self.scopes for n in scope.names} | set(BUILTINS)
         if self.inside_function:

@@ -14,12 +14,12 @@ from math import prod
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.lanes import Lane, Lanes
-from piperlang.elaborate.placement import Placement, Placements, shown, spread
+from piperlang.elaborate.placement import MAX_CHUNKS, Placement, Placements, shown, spread
 from piperlang.elaborate.selector import Selector, TagValue
 from piperlang.elaborate.values import Axis, Mesh
 
 PASSES = ("F", "B")
-MAX_COUNTED = 300_000
+MAX_COUNTED = 200_000
 
 
 class Outline:
@@ -90,6 +90,8 @@ class Outline:
             for chunk, box in named or ():
                 if any(not these for _, these in box):
                     raise error("P0302", "selector matches no nodes", directive.selector.span, f"no microbatch of {self._sizes()} is in it")
+                if len(self.tagged) > MAX_CHUNKS:
+                    raise error("P0208", f"more than {MAX_CHUNKS:,} chunks are placed", directive.span, help="check the ranges")
                 self.placements.add(Placement(chunk, box, directive.where, devices, directive))
                 self.tagged.setdefault(chunk, directive)
         self.lanes.forget()

@@ -67,6 +67,10 @@ class Selector:
         """The dimensions in which `next` chooses: one at most makes sense."""
         return tuple(dict.fromkeys(c.key for conjunction in self.alternatives for c in conjunction if c.test in ("next", "next?")))
 
+    def size(self) -> int:
+        """Conditions and values in it: what walking it costs."""
+        return sum(1 + len(c.values) for conjunction in self.alternatives for c in conjunction)
+
     def union(self, other: Selector, span: Span) -> Selector:
         return Selector(tuple(dict.fromkeys(self.alternatives + other.alternatives)), span)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 from piperlang.elaborate.selector import Selector
@@ -29,10 +30,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        total = 1
-        for _, length in self.axes:
-            total *= length
-        return total
+        return prod(length for _, length in self.axes)
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{axis}: {length}' for axis, length in self.axes)})"
@@ -44,6 +42,10 @@ class Slice:
 
     mesh: Mesh
     picks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def size(self) -> int:
+        chosen = dict(self.picks)
+        return prod(len(chosen[axis]) if axis in chosen else length for axis, length in self.mesh.axes)
 
     def devices(self) -> Iterator[int]:
         chosen = dict(self.picks)

@@ -22,7 +22,7 @@ from piperlang.syntax.words import KEYWORDS, NEVER_IN_BRACKETS
 
 MAX_DEPTH = 60
 """Brackets within brackets, and blocks within blocks: more is a mistake, and every later walk may recurse."""
-MAX_TOKENS = 250_000
+MAX_TOKENS = 100_000
 
 OPEN = {"(": ")", "[": "]", "{": "}"}
 CLOSE = {")", "]", "}"}
@@ -69,6 +69,10 @@ class _Layer:
 
     def take(self, token: Token) -> None:
         kind = token.type
+        self.count += 1
+        if self.count > MAX_TOKENS:
+            self._too_long(token)
+            return
         if kind == "LINE_END":
             self.line_start, self.fresh = token, True
             return
@@ -80,13 +84,14 @@ class _Layer:
             self._begin_line(token)
         self._add(token)
 
+    def _too_long(self, token: Token) -> None:
+        """Told in place of whatever else is wrong with the statement that the limit falls in."""
+        self.full = True
+        self.chunk.tokens.append(token)
+        self.chunk.problem = None
+        self._complain("P0108", "the script is too long", token, f"more than {MAX_TOKENS:,} words, signs, comments and line ends", help="split it in files and `import` them")
+
     def _add(self, token: Token) -> None:
-        self.count += 1
-        if self.count > MAX_TOKENS:
-            self.full = True
-            self.chunk.tokens.append(token)
-            self._complain("P0108", "the script is too long", token, f"more than {MAX_TOKENS:,} words and signs", help="split it in files and `import` them")
-            return
         text = str(token)
         if text in OPEN:
             self._open(token)
@@ -123,6 +128,9 @@ class _Layer:
 
     def _unclosed(self) -> None:
         opened = self.brackets[-1]
+        if self.chunk.problem is not None or self.rereads > LIMIT:
+            self.brackets.clear()
+            return
         string = next((t for t in self.chunk.tokens if t.type == "BAD_STRING" and start(t) > start(opened)), None)
         if string is not None:  # the quote that is open swallowed the bracket that would close
             self._complain("P0106", "string is not closed", string, "no closing quote on this line", help=f"add `{string[0]}`")
@@ -135,7 +143,7 @@ class _Layer:
         swallowed = self.chunk.tokens
         back = next((i for i, t in enumerate(swallowed) if start(t) > start(opened) and self._column_one(t)), None)
         self.rereads += 1
-        if back is None or self.rereads > LIMIT:
+        if back is None:
             return
         tail = swallowed[back:]
         del swallowed[back:]
@@ -157,7 +165,7 @@ class _Layer:
             if str(token) not in NEVER_IN_BRACKETS:
                 return
             self._unclosed()
-        blank = str(self.line_start)[1:] if self.line_start is not None else self.source.text[: start(token)]
+        blank = self.line_start.rpartition("\n")[2] if self.line_start is not None else self.source.text[: start(token)]
         at = start(token) - len(blank)
         if "\t" in blank:
             tab = at + blank.index("\t")
@@ -213,7 +221,7 @@ class _Layer:
         self.brackets.clear()
 
     def finish(self) -> None:
-        if self.brackets and self.chunk.tokens:
+        if self.brackets and self.chunk.tokens and not self.full:
             self._unclosed()
         if self.chunk.tokens:
             self._newline()

@@ -7,14 +7,14 @@ from typing import Any
 
 from lark.exceptions import UnexpectedToken
 
-from piperlang.diagnostics import Diagnostic, PiperError, error
+from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
 from piperlang.source import Source
 from piperlang.syntax import grammar, tree
 from piperlang.syntax.build import documentation
 from piperlang.syntax.lines import MAX_DEPTH, Chunk, Layout, lay_out
 from piperlang.syntax.tokens import made, span, start
 
-MAX_BYTES = 4_000_000
+MAX_BYTES = 1_000_000
 MAX_LINE = 20_000
 MAX_HEIGHT = 100
 
@@ -22,6 +22,9 @@ MAX_HEIGHT = 100
 def read(path: Path, name: str | None = None, *, library: bool = False) -> Source:
     """The file's text, or a located diagnostic for whatever is not text."""
     shown = name or str(path)
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "not a plain file"
+        raise error("P0901", f"cannot read {shown}", notes=[f"it is {what}"], help="give a .piper file, or pipe the script in: `piperc check -`")
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -60,6 +63,8 @@ def parse(source: Source) -> tuple[tree.Script, list[Diagnostic]]:
             statements.append(_statement(source, chunk))
         except PiperError as problem:
             problems.extend(problem.diagnostics)
+            if len(problems) > LIMIT:
+                break  # nobody reads more, and each costs time
             broken.update(str(token) for token in chunk.tokens if token.type == "NAME")
     doc = documentation(statements[0]) if statements else None
     body = tuple(statements[1:] if doc is not None else statements)
