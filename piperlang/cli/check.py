@@ -11,7 +11,7 @@ from collections import Counter
 
 from piperlang.cli.report import add_parameters, open_script, parameters, report, say
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
-from piperlang.diagnostics.render import as_json
+from piperlang.diagnostics.render import as_json, printable
 from piperlang.session import Outlined, outline
 
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
             continue
         problems.extend(found.problems or found.outline.finish())
         if not problems and options.format == "full":
-            print(f"{name}: fine ({_says(found)})")
+            print(f"{printable(name)}: fine ({_says(found)})")
     if options.format == "json":
         print(json.dumps({"diagnostics": [as_json(d.seen_by_user()) for d in problems[:LIMIT]]}, indent=2))
     else:

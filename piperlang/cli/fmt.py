@@ -9,6 +9,7 @@ from pathlib import Path
 
 from piperlang.cli.report import open_script, report
 from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.diagnostics.render import printable
 from piperlang.syntax.format import format_source
 
 
@@ -43,13 +44,13 @@ def _format(name: str, options: argparse.Namespace) -> bool:
         sys.stdout.writelines(lines)
     elif options.check:
         if not same:
-            print(f"{name} would change")
+            print(f"{printable(name)} would change")
     elif path is None:
         sys.stdout.write(text)
         return False
     elif not same:
         _replace(path, text)
-        print(f"{name} formatted")
+        print(f"{printable(name)} formatted")
     return not same
 
 

@@ -33,7 +33,7 @@ def report(diagnostics: Iterable[Diagnostic], format: str, stream: TextIO | None
 
 def say(text: str) -> None:
     """What a script prints: to stderr, and without characters that would steer the terminal."""
-    print(printable(text), file=sys.stderr)
+    print(printable(text, keep="\n\t"), file=sys.stderr)
 
 
 def open_script(name: str) -> tuple[Source, Path | None]:

@@ -60,14 +60,17 @@ def _printable(d: Diagnostic) -> Diagnostic:
     )  # fmt: skip
 
 
-def printable(text: str) -> str:
-    if len(text) > MOST:
+def printable(text: str, keep: str = "") -> str:
+    """The text with everything that is not printable, but for `keep`, written as an escape."""
+    if len(text) > MOST and not keep:
         text = text[:MOST] + " ..."
-    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}" for char in text)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in keep else f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}" for char in text)
 
 
 def concise(d: Diagnostic, paint: Paint) -> str:
-    where = f"{d.span}: " if d.span else ""
+    where = f"{printable(str(d.span))}: " if d.span else ""
     more = f" ({'; '.join(x for x in (d.label, *d.notes) if x)})" if d.label or d.notes else ""
     helps = "".join(f" help: {text}" for text in d.helps)
     return f"{where}{paint.error(d.code)} {d.message}{more}{helps}"
@@ -120,7 +123,7 @@ def _snippet(source: Source, labels: list[Label], primary: Span, gutter: int, pa
     at = labels[0].span.first
     arrow = "-->" if first else ":::"
     pad = " " * gutter
-    lines = [f"{pad}{paint.frame(arrow)} {source.name}:{at.line}:{at.column}", f"{pad} {paint.frame('|')}"]
+    lines = [f"{pad}{paint.frame(arrow)} {printable(source.name)}:{at.line}:{at.column}", f"{pad} {paint.frame('|')}"]
     marks = sorted((_mark(label, label.span is primary) for label in labels), key=lambda m: (m.line, m.start))
     previous = 0
     for number in dict.fromkeys(mark.line for mark in marks):

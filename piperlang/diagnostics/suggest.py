@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+MANY = 500
 LONGEST = 60
 """Characters of a word that may have been misspelt; comparing longer ones takes time and helps nobody."""
 
@@ -20,6 +21,8 @@ def nearest(word: str, legal: Iterable[str]) -> str | None:
         if len(option) > 1 and len(word) > 1 and (word.startswith(option) or option.startswith(word)):
             return option
     allowed = max(1, len(word) // 3)
+    if len(options) > MANY:  # only those that begin alike
+        options = [option for option in options if option[0] == word[0]][:MANY]
     scored = [(distance(word, option, allowed), option) for option in options if abs(len(option) - len(word)) <= allowed]
     best = min(scored, default=(allowed + 1, ""))
     if best[0] > allowed or best[0] >= len(word):

@@ -144,7 +144,9 @@ def _tags(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
     _arity("tags", arguments, 1, 1, call)
     if not isinstance(arguments[0], str):
         raise error("P0204", f"`tags` needs the name of a tag in quotes, not {kind(arguments[0])}", call.span, help='tags("stage")')
-    return tuple(sorted(self.graph.tags(arguments[0]), key=lambda v: (isinstance(v, str), v)))
+    found = tuple(sorted(self.graph.tags(arguments[0]), key=lambda v: (isinstance(v, str), v)))
+    self.charge(len(found), call.span)
+    return found
 
 
 BUILTINS: dict[str, Callable[[Evaluator, Arguments, CallOf], Value]] = {

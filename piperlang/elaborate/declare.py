@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from piperlang.diagnostics import Label, PiperError, did_you_mean, error, listed
 from piperlang.elaborate.directive import ModulePath, Option
-from piperlang.elaborate.values import Mesh, Value, kind, show
+from piperlang.elaborate.values import Mesh, Value, brief, kind
 from piperlang.source import Source
 from piperlang.syntax import tree
 from piperlang.syntax.parse import parse
@@ -35,7 +35,7 @@ def parameter(node: tree.Param, default: Value, overrides: Mapping[str, str]) ->
     if type(value) is not type(default):
         raise error(
             "P0903", f"`{text}` is not {kind(default)}", node.span, f"`{name}` is {kind(default)}, by its default",
-            help=f"give it like `-p {name}={show(default)}`",
+            help=f"give it like `-p {name}={brief(default)}`",
         )  # fmt: skip
     return value
 
@@ -114,7 +114,7 @@ def _option(self: Evaluator, name: str, setting: tree.Setting) -> Value:
     value = self.evaluate(node)
     if name == "bucket":
         if not isinstance(value, tree.Size) or value.bytes < 1:
-            raise error("P0405", "`bucket` is a size above 0", node.span, show(value), help="bucket=25MB")
+            raise error("P0405", "`bucket` is a size above 0", node.span, brief(value), help="bucket=25MB")
     elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise error("P0405", f"`{name}` is a whole number of 0 or more", node.span, show(value), help=f"{name}=1")
+        raise error("P0405", f"`{name}` is a whole number of 0 or more", node.span, brief(value), help=f"{name}=1")
     return value

@@ -10,12 +10,12 @@ from piperlang.elaborate import arithmetic, picking
 from piperlang.elaborate.directive import Graph
 from piperlang.elaborate.modules import Module
 from piperlang.elaborate.selector import Condition, Selector
-from piperlang.elaborate.values import Axis, Builtin, Mesh, Slice, Value, kind
+from piperlang.elaborate.values import Axis, Builtin, Mesh, Slice, StepsValue, Value, kind
 from piperlang.source import Span
 from piperlang.syntax import tree
 from piperlang.syntax.words import BUILTINS
 
-BUDGET = 1_000_000
+BUDGET = 1_600_000
 """Steps a script may take: every expression and statement evaluated is one. Far above any schedule, far below patience."""
 
 MAX_CONDITIONS = 2_000
@@ -49,10 +49,12 @@ class Evaluator:
         elif isinstance(value, tuple):
             self.charge(len(value), span)
             for item in value:
-                if isinstance(item, tuple | range | str | Selector):
+                if isinstance(item, tuple | range | str | Selector | StepsValue):
                     self.weigh(item, span)
         elif isinstance(value, Selector):
             self.charge(value.size(), span)
+        elif isinstance(value, StepsValue):
+            self.charge(sum(1 + len(group) for group in value.groups), span)
 
     def evaluate(self, node: Any) -> Value:
         self.spent += 1
@@ -98,6 +100,7 @@ class Evaluator:
     def comprehension(self, node: tree.Comprehension) -> Value:
         outer = self.locals
         self.locals = dict(outer) if outer is not None else {}
+        self.charge(len(self.locals) // 20, node.span)
         items: list[Value] = []
         try:
             self._clauses(node, 0, items)

@@ -22,8 +22,8 @@ from piperlang.syntax.words import RESERVED_KEYS
 
 MAX_CALLS = 40
 MAX_SPLIT = 65_536
-PRINTING = 50
-"""Steps that a line of output costs."""
+PRINTING, DIRECTIVE, CALLING = 50, 30, 8
+"""Steps that a line of output, a directive, and a call or a step of an order cost: about as long as they take."""
 
 
 class _Returned(Exception):
@@ -84,6 +84,7 @@ class Interpreter(Evaluator):
             self.execute(statement)
 
     def emit(self, directive: d.Directive) -> None:
+        self.charge(DIRECTIVE, directive.span)
         self.graph.apply(directive)
 
     def written(self, span: Span) -> dict[str, Any]:
@@ -251,6 +252,7 @@ class Interpreter(Evaluator):
             self.collecting.extend(self.step(part))
 
     def step(self, node: tree.Step) -> list[d.Step]:
+        self.charge(CALLING, node.span)
         if isinstance(node, tree.Overlap):
             group = tuple(item for part in node.items for item in self.overlapping(part))
             return [d.Step(group, **self.written(node.span))]
@@ -264,6 +266,7 @@ class Interpreter(Evaluator):
         return groups[0]
 
     def groups(self, value: Value, node: tree.Step) -> list[tuple[Selector, ...]]:
+        self.weigh(value, node.span)
         if isinstance(value, Selector):
             return [(value,)]
         if isinstance(value, StepsValue):
@@ -285,6 +288,7 @@ class Interpreter(Evaluator):
     def invoke(self, node: tree.CallOf, *, steps: bool) -> Value:
         """Call a function. Only a call that is itself a step of an order may add steps to it."""
         function = self.evaluate(node.function)
+        self.charge(CALLING, node.span)
         if isinstance(function, Builtin):
             named = next((a.name for a in node.arguments if a.name is not None), None)
             if named is not None:

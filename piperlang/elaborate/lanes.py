@@ -62,6 +62,7 @@ class Lanes:
     def __post_init__(self) -> None:
         self.resolver = Resolver(self.placements, self.splits)
         self.ordered = 0
+        self._of: dict[int, Lane] = {}
 
     def forget(self) -> None:
         """After a new placement or split, `next` looks from the start again."""
@@ -102,21 +103,22 @@ class Lanes:
 
     def _covering(self, wanted: frozenset[int]) -> list[Lane]:
         """Lanes that together are exactly `wanted`; lanes that reach beyond it are divided."""
-        found: list[Lane] = []
-        rest = wanted
-        for lane in list(self.lanes):
+        found = list({id(lane): lane for device in sorted(wanted) if (lane := self._of.get(device)) is not None}.values())
+        rest = wanted.difference(*(lane.devices for lane in found))
+        for lane in found:
             inside = lane.devices & wanted
-            if not inside:
-                continue
-            rest -= inside
             if inside != lane.devices:
-                self.lanes.append(lane.part(lane.devices - inside))
+                self._open(lane.part(lane.devices - inside))
+                self.ordered += len(lane.steps) // 10  # a division copies what was ordered so far
                 lane.devices = inside
-            found.append(lane)
         if rest:
-            found.append(Lane(rest))
-            self.lanes.append(found[-1])
+            found.append(self._open(Lane(rest)))
         return found
+
+    def _open(self, lane: Lane) -> Lane:
+        self.lanes.append(lane)
+        self._of.update(dict.fromkeys(lane.devices, lane))
+        return lane
 
     # ------------------------------------------------------------------------------------------------ one selector
 

@@ -12,6 +12,7 @@ from piperlang.elaborate.names import Names
 from piperlang.elaborate.values import Value
 from piperlang.source import Source, Span
 from piperlang.syntax import parse, tree
+from piperlang.syntax.parse import is_file
 
 
 @dataclass(eq=False)
@@ -68,8 +69,8 @@ class Importer:
         if importing.path is None:
             raise error("P0209", "this script is not a file, so nothing lies beside it", module.span)
         path = importing.path.parent / module.path
-        if not path.is_file():
-            near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.piper")]) if path.parent.is_dir() else None
+        if not is_file(path):
+            near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.piper")]) if is_file(path.parent, folder=True) else None
             raise error("P0209", f"there is no file {module.path}", module.span, "relative to this script", help=near)
         shown = os.path.normpath(os.path.join(os.path.dirname(importing.script.source.name), module.path))
         return path.resolve(), shown, False

@@ -175,16 +175,18 @@ class Names:
             self.block(node.body)
 
     def branch(self, node: tree.If) -> None:
-        before = dict(self.scopes[-1].names)
+        names = self.scopes[-1].names
         bound: dict[str, Span] = {}
         bodies = [body for _, body in node.branches] + ([node.otherwise] if node.otherwise else [])
         for test, _ in node.branches:
             self.expression(test)
         for body in bodies:  # the branches exclude each other, so each may bind the same name
-            self.scopes[-1].names = dict(before)
+            known = len(names)
             self.block(body)
-            bound |= self.scopes[-1].names
-        self.scopes[-1].names = before | bound
+            while len(names) > known:  # dicts keep their order: the last ones are the branch's
+                name, span = names.popitem()
+                bound[name] = span
+        names |= bound
 
     def order(self, node: tree.OrderBlock) -> None:
         self.expression(node.where)

@@ -32,6 +32,8 @@ class Outline:
         self.placements = Placements()
         self.lanes = Lanes(self.placements, self.splits)
         self.chains: list[d.Order] = []
+        self._values: dict[str, set[TagValue]] = {}
+        self._counted = 0
 
     # --------------------------------------------------------------------------------------- what the graph is asked
 
@@ -67,7 +69,13 @@ class Outline:
         return sum(1 for node in self._nodes() if selector.matches(node))
 
     def tags(self, name: str) -> Iterable[TagValue]:
-        return {value for tags in self.tagged for key, value in tags if key == name}
+        if len(self.tagged) > self._counted:
+            self._counted = len(self.tagged)
+            self._values = {}
+            for tags in self.tagged:
+                for key, value in tags:
+                    self._values.setdefault(key, set()).add(value)
+        return self._values.get(name, set())
 
     def _nodes(self) -> Iterator[dict[str, TagValue]]:
         sizes = [[(name, at) for at in range(split.count)] for name, split in self.splits.items()]

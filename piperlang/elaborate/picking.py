@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from piperlang.elaborate.evaluate import Evaluator
 
 P2P = ("send", "recv")
+MAX_VALUES = 10_000
 
 
 def condition(self: Evaluator, node: tree.Condition) -> Condition:
@@ -68,8 +69,12 @@ def _values(self: Evaluator, key: str, value: Any) -> list[TagValue]:
     result = self.evaluate(value)
     if isinstance(result, int | str):
         return [result]
-    if isinstance(result, tuple | range) and all(isinstance(item, int | str) for item in result) and result:
-        return [item for item in result if isinstance(item, int | str)]
+    if isinstance(result, tuple | range) and result:
+        self.charge(len(result), value.span)
+        if len(result) > MAX_VALUES:
+            raise error("P0208", f"{len(result):,} values in one condition", value.span, f"at most {MAX_VALUES:,}", help="use a range: `0:n`")
+        if all(isinstance(item, int | str) for item in result):
+            return [item for item in result if isinstance(item, int | str)]
     raise error("P0204", f"a tag is an integer or a string, not {kind(result)}", value.span, kind(result))
 
 
@@ -107,6 +112,7 @@ def part_of_mesh(self: Evaluator, node: tree.Pick) -> Slice:
 def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int, ...]:
     size = mesh.shape[node.key.text]
     value = node.value
+    self.charge(size // 3 if isinstance(value, tree.Range | tree.Everything) else 1, node.span)
     if node.test != "=" or isinstance(value, tree.Next):
         raise error("P0305", "pick coordinates with `=`", node.span, help=f"`{mesh.name}[{node.key.text}=0]`, `0:2` or `{{0, 3}}`")
     if isinstance(value, tree.Everything):

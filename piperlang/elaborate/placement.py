@@ -20,6 +20,7 @@ Box: TypeAlias = tuple[tuple[str, frozenset[int]], ...]
 
 
 MAX_CHUNKS = 20_000
+MAX_PARTS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +39,26 @@ def shown(chunk: Chunk) -> str:
 @dataclass
 class Placements:
     by_chunk: dict[Chunk, list[Placement]] = field(default_factory=dict)
+    by_tag: dict[tuple[str, TagValue], list[Chunk]] = field(default_factory=dict)
+    """The chunks with a tag, so that finding them costs what they are."""
     open: list[d.Place] = field(default_factory=list)
     """Placements of chunks that only a model can list."""
 
     def add(self, new: Placement) -> None:
-        for old in self.by_chunk.setdefault(new.chunk, []):
+        known = self.by_chunk.setdefault(new.chunk, [])
+        if len(known) >= MAX_PARTS:
+            raise error("P0208", f"{shown(new.chunk)} is placed in more than {MAX_PARTS:,} parts", new.directive.span)
+        if not known:
+            for pair in new.chunk:
+                self.by_tag.setdefault(pair, []).append(new.chunk)
+        for old in known:
             if _meet(old.box, new.box):
                 raise error(
                     "P0401", f"{shown(new.chunk)} is placed twice", new.directive.span, f"now on {new.where}",
                     also=[Label(old.directive.span, f"placed on {old.where} here")],
                     help="a chunk runs in one place; to run some microbatches elsewhere, name them: `mb=0:4`",
                 )  # fmt: skip
-        self.by_chunk[new.chunk].append(new)
+        known.append(new)
 
     def here(self, chunk: Chunk, device: int) -> list[Placement]:
         return [p for p in self.by_chunk.get(chunk, ()) if device in p.devices]
@@ -70,7 +79,7 @@ def spread(conjunction: Conjunction, splits: Mapping[str, d.Split]) -> list[tupl
     for condition in conjunction:
         key = condition.key
         if key in splits:
-            these = frozenset(at for at in range(splits[key].count) if condition.holds({key: at}))
+            these = frozenset(condition.positions(splits[key].count))
             box[key] = these & box.get(key, these)
         elif key in RESERVED_KEYS:
             continue

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 
 from piperlang.diagnostics import did_you_mean, error
 from piperlang.elaborate import directive as d
-from piperlang.elaborate.placement import Chunk, Placements
+from piperlang.elaborate.placement import MAX_CHUNKS, Chunk, Placements
 from piperlang.elaborate.selector import Condition, Conjunction, Selector, TagValue
 from piperlang.syntax.words import RESERVED_KEYS
 
@@ -56,7 +57,9 @@ class Resolver:
         return tuple(c for c in conjunction if c.key not in self.splits and c.key not in RESERVED_KEYS)
 
     def _listed(self, tags: Conjunction) -> list[Chunk]:
-        return [chunk for chunk in self.placements.by_chunk if all(c.holds(dict(chunk)) for c in tags)]
+        exact = next((c for c in tags if c.test == "in"), None)
+        among = self.placements.by_chunk if exact is None else [chunk for value in exact.values for chunk in self.placements.by_tag.get((exact.key, value), ())]
+        return [chunk for chunk in among if all(c.holds(dict(chunk)) for c in tags)]
 
     def _meant(self, chunk: Chunk, conjunction: Conjunction, selector: Selector) -> Meant:
         tags = dict(sorted(chunk, key=str))
@@ -71,8 +74,8 @@ class Resolver:
         return Meant(chunk, tags, _passes(conjunction), names, values, at, any(c.test == "next?" for c in choosing))
 
     def _positions(self, name: str, conjunction: Conjunction) -> tuple[int, ...]:
-        mine = [c for c in conjunction if c.key == name and c.test not in NEXT]
-        return tuple(at for at in range(self.splits[name].count) if all(c.holds({name: at}) for c in mine))
+        first, *others = [c for c in conjunction if c.key == name and c.test not in NEXT] or [Condition(name, "present")]
+        return tuple(at for at in first.positions(self.splits[name].count) if all(c.holds({name: at}) for c in others))
 
     # ------------------------------------------------------------------------------------------------------ chunks
 
@@ -90,6 +93,8 @@ class Resolver:
             yield from found
         elif tags and all(c.test == "in" for c in tags) and not self.placements.by_chunk:
             # Nothing is placed so far: taken at its word, and reported when the script has ended.
+            if prod(len(c.values) for c in tags) > MAX_CHUNKS:
+                raise error("P0208", "this selector names too many chunks", selector.span, f"at most {MAX_CHUNKS:,}")
             for values in product(*(c.values for c in tags)):
                 yield frozenset(zip((c.key for c in tags), values, strict=True))
         else:

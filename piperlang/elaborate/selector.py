@@ -6,7 +6,7 @@ It knows nothing of any graph: `matches` asks one node's attributes, and an inde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeAlias
@@ -38,6 +38,14 @@ class Condition:
             inside = isinstance(value, int) and (self.low is None or value >= self.low) and (self.high is None or value < self.high)
             return inside == (self.test == "range")
         return self.test != "absent"
+
+    def positions(self, count: int) -> Sequence[int]:
+        """Of the positions 0 to count - 1, those for which it holds."""
+        if self.test == "in":
+            return sorted({at for at in self.values if isinstance(at, int) and 0 <= at < count})
+        if self.test == "range":
+            return range(max(0, self.low or 0), min(count, count if self.high is None else self.high))
+        return [at for at in range(count) if self.holds({self.key: at})]
 
     def __str__(self) -> str:
         key = self.key

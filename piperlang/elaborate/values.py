@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -117,15 +117,27 @@ def kind(value: object) -> str:
 
 
 def show(value: Value) -> str:
-    """A value as `print` writes it."""
+    """A value as `print` writes it. Walks all of it: weigh it first."""
+    return "".join(_parts(value))
+
+
+def brief(value: Value) -> str:
+    """A value as a message quotes it, however large it is."""
+    parts = list(islice(_parts(value), 41))
+    return "".join(parts[:40]) + (" ..." if len(parts) > 40 else "")
+
+
+def _parts(value: Value, inside: bool = False) -> Iterator[str]:
     if isinstance(value, tuple | range):
-        return f"[{', '.join(show_quoted(item) for item in value)}]"
-    if isinstance(value, StepsValue):
-        return ", ".join(" & ".join(map(str, group)) for group in value.groups)
-    if isinstance(value, Function | Builtin):
-        return f"function {value.name}"
-    return str(value)
-
-
-def show_quoted(value: Value) -> str:
-    return f'"{value}"' if isinstance(value, str) else show(value)
+        yield "["
+        for i, item in enumerate(value):
+            if i:
+                yield ", "
+            yield from _parts(item, True)
+        yield "]"
+    elif isinstance(value, StepsValue):
+        yield ", ".join(" & ".join(map(str, group)) for group in value.groups)
+    elif isinstance(value, Function | Builtin):
+        yield f"function {value.name}"
+    else:
+        yield f'"{value}"' if inside and isinstance(value, str) else str(value)

@@ -54,14 +54,14 @@ class _Simulation:
         self.cost = cost
         self.at = [0] * len(lanes)
         self.left = [self._open(lane, 0) for lane in range(len(lanes))]
-        self.ordered = {_gives(item) for lane in lanes for work in lane.steps for item in work.items if "pass" in item}
+        self.ordered = {_gives(item) for lane in lanes for work in lane.steps for item in work.items if computes(item)}
         self.done: set[Event] = set()
         self.waiting: defaultdict[Event, set[int]] = defaultdict(set)
         self.ran: list[Ran] = []
 
     def _open(self, lane: int, step: int) -> list[Item]:
         steps = self.lanes[lane].steps
-        return [item for item in steps[step].items if "pass" in item] if step < len(steps) else []
+        return [item for item in steps[step].items if computes(item)] if step < len(steps) else []
 
     def run(self) -> Timeline:
         ending: list[tuple[int, int]] = []
@@ -111,7 +111,7 @@ class _Simulation:
 
     def _stuck(self) -> Diagnostic:
         """Follow who waits for whom until a lane comes twice."""
-        giver = {_gives(item): lane for lane, order in enumerate(self.lanes) for work in order.steps for item in work.items if "pass" in item}
+        giver = {_gives(item): lane for lane, order in enumerate(self.lanes) for work in order.steps for item in work.items if computes(item)}
         lane = next(i for i, left in enumerate(self.left) if left)
         path: list[int] = []
         while lane not in path:
@@ -134,6 +134,11 @@ class _Simulation:
         assert needed is not None
         what, stage, mb = needed
         return f"device {min(self.lanes[lane].devices)} cannot run {describe(item)}: it waits for the {what} of stage {stage}, microbatch {mb}"
+
+
+def computes(item: Item) -> bool:
+    """Whether it is a pass of a chunk; communication and updates take no time here."""
+    return item.get("pass") in _GIVES and "comm" not in item and "update" not in item
 
 
 def describe(item: Item) -> str:

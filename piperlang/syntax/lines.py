@@ -23,6 +23,7 @@ from piperlang.syntax.words import KEYWORDS, NEVER_IN_BRACKETS
 MAX_DEPTH = 60
 """Brackets within brackets, and blocks within blocks: more is a mistake, and every later walk may recurse."""
 MAX_TOKENS = 100_000
+MAX_STATEMENTS = 15_000
 
 OPEN = {"(": ")", "[": "]", "{": "}"}
 CLOSE = {")", "]", "}"}
@@ -89,7 +90,7 @@ class _Layer:
         self.full = True
         self.chunk.tokens.append(token)
         self.chunk.problem = None
-        self._complain("P0108", "the script is too long", token, f"more than {MAX_TOKENS:,} words, signs, comments and line ends", help="split it in files and `import` them")
+        self._complain("P0108", "the script is too long", token, f"at most {MAX_STATEMENTS:,} statements, and {MAX_TOKENS:,} words, signs, comments and line ends", help="split it in files and `import` them")
 
     def _add(self, token: Token) -> None:
         text = str(token)
@@ -216,6 +217,8 @@ class _Layer:
     def _flush(self) -> None:
         if self.chunk.tokens:
             self.chunks.append(self.chunk)
+            if len(self.chunks) == MAX_STATEMENTS and not self.full:
+                self._too_long(self.chunk.tokens[-1])
         self.chunk = Chunk()
         self.indents = [0]
         self.brackets.clear()

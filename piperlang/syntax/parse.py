@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,24 @@ MAX_HEIGHT = 100
 def read(path: Path, name: str | None = None, *, library: bool = False) -> Source:
     """The file's text, or a located diagnostic for whatever is not text."""
     shown = name or str(path)
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not is_file(path):
         what = "a folder" if path.is_dir() else "not a plain file"
         raise error("P0901", f"cannot read {shown}", notes=[f"it is {what}"], help="give a .piper file, or pipe the script in: `piperc check -`")
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or str(problem)
         raise error("P0901", f"cannot read {shown}", notes=[reason[0].lower() + reason[1:]], help="check the path") from None
     return decode(data, shown, library=library)
+
+
+def is_file(path: Path, *, folder: bool = False) -> bool:
+    """Whether it is a plain file (or a folder); names that no system takes are neither."""
+    try:
+        return path.is_dir() if folder else path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def decode(data: bytes, name: str, *, library: bool = False) -> Source:

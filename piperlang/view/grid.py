@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from piperlang.diagnostics.render import Paint
 from piperlang.elaborate.lanes import Item, Lane
-from piperlang.simulate.unit import Ran, Timeline
+from piperlang.simulate.unit import Ran, Timeline, computes
 
 COLOURS = {"F": "34", "B": "32", "I": "36", "W": "33"}
 IDLE = "."
@@ -38,7 +38,7 @@ def summary(lanes: Sequence[Lane], timeline: Timeline) -> str:
 
 
 def _several_stages(lanes: Sequence[Lane]) -> bool:
-    return any(len({item.get("stage") for work in lane.steps for item in work.items if "pass" in item}) > 1 for lane in lanes)
+    return any(len({item.get("stage") for work in lane.steps for item in work.items if computes(item)}) > 1 for lane in lanes)
 
 
 def _label(item: Item, several: bool) -> str:
