@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import traceback
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.inline import drop_unread, inline_regions
 from piperlang.capture.random import make_counted
 from piperlang.diagnostics import error
 
@@ -118,7 +119,9 @@ def _traced(program: torch.export.ExportedProgram, training: _Training, mode: Fa
         weights[place] = made[id(tensor)]
     with mode:
         rng = torch.empty(2, dtype=torch.int64)
+    inline_regions(program.graph_module)
     graph = program.graph_module.graph
+    drop_unread(graph)
     random = make_counted(graph, samples, rng)
     return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random)
 
