@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from piperlang.diagnostics import LIMIT, Call, Diagnostic, PiperError, did_you_mean, error, listed
@@ -51,7 +50,6 @@ class Interpreter(Evaluator):
         self.active: list[tree.Define] = []
         self.collecting: list[d.Step] | None = None
         """The steps of the order being read; None outside of one."""
-        self.top = True
 
     # --------------------------------------------------------------------------------------------- whole scripts
 
@@ -380,11 +378,6 @@ def _unknown_parameter(name: str, params: Mapping[str, Value]) -> Diagnostic:
     known = f"the script has {listed(sorted(params), 'and')}" if params else "the script has no parameters"
     near = did_you_mean(name, params)
     return Diagnostic("P0903", f"unknown parameter `{name}`", notes=(known,), helps=(near,) if near else ())
-
-
-def located(problem: Diagnostic, written: d.Written) -> Diagnostic:
-    """A diagnostic of a pass, given the call trail of the directive that it is about."""
-    return replace(problem, trail=written.trail) if not problem.trail else problem
 
 
 _EXECUTE: dict[type, Callable[[Any, Any], None]] = {

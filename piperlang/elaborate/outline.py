@@ -174,13 +174,15 @@ class Outline:
     def _unused(self) -> Iterator[Diagnostic]:
         for mesh, declared in self.meshes.items():
             for axis, size in mesh.axes:
-                same = any(other.size == mesh.size and (other, axis) in self.used for other in self.meshes)
-                if size > 1 and not same and not self._covered(mesh, axis):
+                if size > 1 and not self._in_use(mesh, axis):
                     yield Diagnostic(
                         "P0404", f"axis `{axis}` of mesh `{mesh.name}` has no use", mesh.span, f"{size} devices along it would do the same work",
                         helps=(f"`place` along it, `replicate` or `shard` over {mesh.name}.{axis}, or leave the axis out",), trail=declared.trail,
                     )  # fmt: skip
 
-    def _covered(self, mesh: Mesh, axis: str) -> bool:
-        """Several meshes over the same devices are views: an axis is in use if another view divides the same devices."""
-        return any(other != mesh and other.size >= mesh.size and all((other, name) in self.used for name, n in other.axes if n > 1) for other in self.meshes)
+    def _in_use(self, mesh: Mesh, axis: str) -> bool:
+        """Several meshes over the same devices are views: an axis is in use where a view uses it, or uses all of its own."""
+        views = [other for other in self.meshes if other == mesh or other.size == mesh.size]
+        return any((view, axis) in self.used for view in views) or any(
+            all((view, name) in self.used for name, size in view.axes if size > 1) for view in views if view != mesh
+        )
