@@ -163,7 +163,7 @@ class _Layer:
 
     def _begin_line(self, token: Token) -> None:
         if self.brackets:
-            if str(token) not in NEVER_IN_BRACKETS:
+            if str(token) not in NEVER_IN_BRACKETS or self._is_key(token):
                 return
             self._unclosed()
         blank = self.line_start.rpartition("\n")[2] if self.line_start is not None else self.source.text[: start(token)]
@@ -176,6 +176,11 @@ class _Layer:
             self._begin_statement(token)
         else:
             self._indent(token, width)
+
+    def _is_key(self, token: Token) -> bool:
+        """Inside a selector even a keyword can be a key: `[order=1]`. No statement has `=` behind its first word."""
+        behind = self.source.text[end(token) : end(token) + 40].lstrip()
+        return behind.startswith(("=", "!="))
 
     def _begin_statement(self, token: Token) -> None:
         if self.chunk.tokens:

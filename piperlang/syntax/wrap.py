@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,15 @@ def wrap(source: Source, tokens: Sequence[Token], comments: Sequence[Token], dep
     text = join(tokens, tokens)
     if not comments and ("\n" in text or len(INDENT * depth) + len(text) <= WIDTH):
         return [INDENT * depth + text]
-    return _break(source, tokens, tokens, comments, depth)
+    lines = _break(source, tokens, tokens, comments, depth)
+    # A comment that no item of a broken bracket took (two brackets in a row, empty brackets) goes above the line.
+    return [*(INDENT * depth + text for text in _missing(comments, lines)), *lines]
+
+
+def _missing(comments: Sequence[Token], lines: list[str]) -> list[str]:
+    written = "\n".join(lines)
+    texts = [comment_text(comment) for comment in comments]
+    return [text for text, count in Counter(texts).items() for _ in range(count - written.count(text))]
 
 
 def without_last_comma(tokens: Sequence[Token]) -> list[Token]:
