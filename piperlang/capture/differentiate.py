@@ -6,7 +6,7 @@ rest, I is what the gradients of the inputs need, and W is what remains. B is I 
 Pieces know their values by slot (the third weight, the first input), not by name, so that equal chunks share them: sixteen
 equal layers are differentiated, and later compiled, once.
 
-Private API, kept in this file: `torch._functorch.aot_autograd.aot_export_joint_simple` (tried on torch 2.13).
+Private API, kept in this file: `torch._functorch.aot_autograd.aot_export_joint_simple` (tried on torch 2.11 and 2.13).
 """
 
 from __future__ import annotations

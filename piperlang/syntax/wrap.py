@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from lark import Token
 
 from piperlang.source import Source
+from piperlang.syntax import grammar
 from piperlang.syntax.spacing import CLOSERS, OPENERS, join
 from piperlang.syntax.tokens import end, start
 
@@ -37,9 +38,9 @@ def wrap(source: Source, tokens: Sequence[Token], comments: Sequence[Token], dep
 
 
 def _missing(comments: Sequence[Token], lines: list[str]) -> list[str]:
-    written = "\n".join(lines)
-    texts = [comment_text(comment) for comment in comments]
-    return [text for text, count in Counter(texts).items() for _ in range(count - written.count(text))]
+    wanted = Counter(comment_text(comment) for comment in comments)
+    wanted.subtract(str(token) for token in grammar.tokens("\n".join(lines)) if token.type == "COMMENT")
+    return list(wanted.elements())
 
 
 def without_last_comma(tokens: Sequence[Token]) -> list[Token]:
@@ -97,6 +98,7 @@ def _widest(tokens: Sequence[Token], comments: Sequence[Token]) -> tuple[int, in
 def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) -> tuple[list[_Item], list[Token]]:
     """The items of a bracket, each with its comments; and the comments that no nested bracket holds."""
     items = [_Item()]
+    comprehension = _has_for(group[1:-1])  # the commas of `for a, b in` separate nothing here
     level = 0
     nested: list[tuple[int, int]] = []
     opened = 0
@@ -109,7 +111,7 @@ def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) ->
             level -= 1
             if level == 0:
                 nested.append((opened, start(token)))
-        if token == "," and level == 0:
+        if token == "," and level == 0 and not comprehension:
             ends.append(end(token))
             items.append(_Item())
         else:
@@ -119,6 +121,15 @@ def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) ->
     for comment in loose:
         _attach(source, comment, items, ends)
     return items, loose
+
+
+def _has_for(tokens: Sequence[Token]) -> bool:
+    level = 0
+    for token in tokens:
+        level += (token in OPENERS) - (token in CLOSERS)
+        if level == 0 and token == "for":
+            return True
+    return False
 
 
 def _attach(source: Source, comment: Token, items: list[_Item], ends: list[int]) -> None:
@@ -147,7 +158,7 @@ def _takes_last_comma(tokens: Sequence[Token], opening: int, closing: int, items
     if len(items) > 1:
         return True
     inside = items[0].tokens
-    if any(token == "for" for token in inside):
+    if _has_for(inside):
         return False
     called = opening > 0 and tokens[opening - 1].type in ("NAME", "RPAR", "RSQB")
     if tokens[opening] == "(":
