@@ -329,7 +329,7 @@ def test_programs_parse(text: str) -> None:
     assert failure == ([], None), text
 
 
-@some(200)
+@some(120)
 @given(programs())
 def test_programs_format(text: str) -> None:
     holds(text, examine_layout)
@@ -341,7 +341,7 @@ def test_layout_is_clean(text: str) -> None:
     holds(text, clean_layout)
 
 
-@some(200)
+@some(150)
 @given(programs())
 def test_programs_end(text: str) -> None:
     holds(text, examine_meaning)
