@@ -205,7 +205,7 @@ class Interpreter(Evaluator):
         if isinstance(value, Mesh):
             value = Slice(value)
         if isinstance(value, Slice):
-            self.charge(value.size() // 4, node.span)  # every device is looked at
+            self.charge(value.size(), node.span)  # every device is looked at
             return value
         raise error("P0204", f"devices are a mesh or a part of one, not {kind(value)}", node.span, kind(value), help="`gpu` or `gpu[pp=0]`")
 

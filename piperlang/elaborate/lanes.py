@@ -166,7 +166,7 @@ class Lanes:
         taken = lane.taken.setdefault((meant.chunk, TAKES[phase][0]), {})
         before, after = meant.values[: meant.chooses], meant.values[meant.chooses + 1 :]
         for rest in product(*before, *after):
-            key = (meant.chunk, TAKES[phase][0], meant.values, rest)
+            key = (id(meant), TAKES[phase][0], rest)
             choices = meant.values[meant.chooses]
             at = lane.lowest.get(key, 0)
             while at < len(choices):

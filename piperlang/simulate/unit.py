@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from piperlang.diagnostics import Diagnostic, Label, PiperError
+from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate.lanes import Item, Lane
 
 Event: TypeAlias = tuple[str, object, object]
 """What others wait for: a forward, a gradient (of B or I) or a weight gradient, of (stage, microbatch)."""
+
+MAX_WIDE = 2_000
+"""Pieces of work in one step: each is looked at whenever one of them ends."""
 
 UNIT: Mapping[str, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 _GIVES = {"F": "forward", "B": "gradient", "I": "gradient", "W": "weights"}
@@ -54,6 +57,9 @@ class _Simulation:
         self.cost = cost
         self.at = [0] * len(lanes)
         self.left = [self._open(lane, 0) for lane in range(len(lanes))]
+        wide = next((work for lane in lanes for work in lane.steps if len(work.items) > MAX_WIDE), None)
+        if wide is not None:
+            raise error("P0208", f"{len(wide.items):,} pieces of work in one step", wide.step.span, f"at most {MAX_WIDE:,}", help="order them, or name fewer in a step")
         self.ordered = {_gives(item) for lane in lanes for work in lane.steps for item in work.items if computes(item)}
         self.done: set[Event] = set()
         self.waiting: defaultdict[Event, set[int]] = defaultdict(set)

@@ -10,16 +10,17 @@ from piperlang.simulate.unit import Ran, Timeline, computes
 
 COLOURS = {"F": "34", "B": "32", "I": "36", "W": "33"}
 IDLE = "."
+MOST_ROWS = 64
 
 
 def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint) -> str:
     """The timeline as text no wider than `width`, in as many panels as that takes."""
     several = _several_stages(lanes)
     cell = max((len(_label(run.item, several)) for run in timeline.ran), default=1)
-    names = [_devices(lane) for lane in lanes]
+    names = [_devices(lane) for lane in lanes[:MOST_ROWS]]
     margin = max(len(name) for name in names) + 1
     per_panel = max(4, (width - margin - 1) // (cell + 1))
-    rows = [_row(i, timeline, several) for i in range(len(lanes))]
+    rows = _rows(len(names), timeline, several)
     panels = range(0, timeline.length, per_panel)
     lines: list[str] = []
     for start in panels:
@@ -27,7 +28,9 @@ def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint) ->
         lines.append(f"{'':{margin}}|{_ruler(start, end, cell)}")
         lines += [f"{name:>{margin - 1}} |{_cells(row, start, end, cell, paint)}" for name, row in zip(names, rows, strict=True)]
         lines.append("")
-    return "\n".join(lines[:-1])
+    if len(lanes) > MOST_ROWS:
+        lines[-1] = f"... and {len(lanes) - MOST_ROWS:,} more rows; --json and --csv have them all\n"
+    return "\n".join(lines[:-1] if len(lanes) <= MOST_ROWS else lines)
 
 
 def summary(lanes: Sequence[Lane], timeline: Timeline) -> str:
@@ -57,15 +60,15 @@ def _devices(lane: Lane) -> str:
     return f"devices {','.join(map(str, numbers[:4]))}{more}"
 
 
-def _row(lane: int, timeline: Timeline, several: bool) -> list[tuple[Ran | None, str]]:
-    """Per unit of time: what runs, and the text that starts there."""
-    row: list[tuple[Ran | None, str]] = [(None, IDLE)] * timeline.length
+def _rows(count: int, timeline: Timeline, several: bool) -> list[list[tuple[Ran | None, str]]]:
+    """For each lane, per unit of time: what runs, and the text that starts there."""
+    rows: list[list[tuple[Ran | None, str]]] = [[(None, IDLE)] * timeline.length for _ in range(count)]
     for run in timeline.ran:
-        if run.lane == lane:
-            row[run.start] = (run, _label(run.item, several))
+        if run.lane < count:
+            rows[run.lane][run.start] = (run, _label(run.item, several))
             for at in range(run.start + 1, run.end):
-                row[at] = (run, "")
-    return row
+                rows[run.lane][at] = (run, "")
+    return rows
 
 
 def _cells(row: list[tuple[Ran | None, str]], start: int, end: int, cell: int, paint: Paint) -> str:
