@@ -49,7 +49,7 @@ class Slice:
 
     def devices(self) -> Iterator[int]:
         chosen = dict(self.picks)
-        coordinates = [chosen.get(axis, tuple(range(length))) for axis, length in self.mesh.axes]
+        coordinates = [chosen[axis] if axis in chosen else range(length) for axis, length in self.mesh.axes]
         for point in product(*coordinates):
             number = 0
             for (_, length), at in zip(self.mesh.axes, point, strict=True):
