@@ -15,7 +15,7 @@ from piperlang.source import Span
 from piperlang.syntax import tree
 from piperlang.syntax.words import BUILTINS
 
-BUDGET = 1_600_000
+BUDGET = 1_300_000
 """Steps a script may take: every expression and statement evaluated is one. Far above any schedule, far below patience."""
 
 MAX_CONDITIONS = 2_000
