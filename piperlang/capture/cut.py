@@ -104,9 +104,7 @@ def _tags(nodes: list[fx.Node], directives: list[Tag]) -> dict[fx.Node, Tags]:
 
 
 def _own_tags(node: fx.Node, directives: list[Tag]) -> dict[str, int | str]:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = [path for path, _ in stack.values()][-1] if stack else ""
-    parts = [part for part in path.removeprefix("model").strip(".").split(".") if part]
+    parts = module_path(node)
     found: dict[str, int | str] = {}
     depth: dict[str, int] = {}
     for directive in directives:
@@ -116,6 +114,13 @@ def _own_tags(node: fx.Node, directives: list[Tag]) -> dict[str, int | str]:
                 if length >= depth.get(key, 0):  # the deepest path holds, and of equal ones the last
                     found[key], depth[key] = value, length
     return found | tags_of(node.meta.get("custom"))
+
+
+def module_path(node: fx.Node) -> list[str]:
+    """The parts of the path of the innermost module that an operator is in; none for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = [path for path, _ in stack.values()][-1] if stack else ""
+    return [part for part in path.removeprefix("model").strip(".").split(".") if part]
 
 
 def matches(module: ModulePath, parts: list[str]) -> int:

@@ -11,7 +11,7 @@ Private API, kept in this file: `torch._functorch.aot_autograd.aot_export_joint_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,10 +22,12 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from piperlang.capture.cost import Cost, bytes_of, cost
 from piperlang.capture.cut import Chunk
 from piperlang.capture.random import PLACE
+from piperlang.capture.sizes import Sizes
 from piperlang.capture.trace import Traced
+from piperlang.ir.model import Slot
 
-Slot: TypeAlias = tuple[str, int]
-"""What a piece takes or gives: (weight | batch | rng | input | output | saved | kept | grad_weight | grad_input | grad_output, index)."""
+Localize: TypeAlias = Callable[[fx.GraphModule, Sequence[Slot], Sequence[Slot | None]], fx.GraphModule]
+"""Turns a joint graph, with what it takes and gives, into the one that each device runs."""
 
 _VIEWS = {
     torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.view.default,
@@ -74,6 +76,11 @@ def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
     return found
 
 
+def pieces_at(sizes: Sizes, chunk: Chunk, samples: int, local: Localize | None = None) -> Pieces:
+    """The pieces of a chunk for a batch of `samples`, and, with `local`, for one device of those that divide its weights."""
+    return _Division(sizes.small, chunk, sizes, samples, local).divide()
+
+
 def _sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
     """What a chunk reads: slot, node of the traced graph, and whether it learns."""
     nodes = {node.name: node for node in traced.graph.nodes}
@@ -83,8 +90,8 @@ def _sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
     return found + [(("input", i), nodes[v.name], v.differentiable) for i, v in enumerate(chunk.inputs)]
 
 
-def signature(traced: Traced, chunk: Chunk) -> object:
-    """Equal for chunks that compute the same: operators, constants, shapes, and who reads whom."""
+def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> object:
+    """Equal for chunks that compute the same: operators, constants, shapes, and who reads whom; with `sizes`, at any size."""
     numbers: dict[fx.Node, int] = {}
     parts: list[object] = []
     for slot, node, learns in _sources(traced, chunk):
@@ -95,6 +102,8 @@ def signature(traced: Traced, chunk: Chunk) -> object:
         numbers[node] = len(numbers)
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
         parts.append((node.op, str(node.target), repr(arguments)))
+        if sizes is not None:
+            parts.append(repr(sizes.arguments(node, sizes.large.samples, lambda _: None)))
     names = {node.name: node for node in chunk.nodes}
     parts.append(tuple((numbers[names[v.name]], v.differentiable) for v in chunk.outputs))
     return tuple(parts)
@@ -125,13 +134,17 @@ def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 class _Division:
-    def __init__(self, traced: Traced, chunk: Chunk) -> None:
-        self.traced, self.chunk = traced, chunk
+    def __init__(self, traced: Traced, chunk: Chunk, sizes: Sizes | None = None, samples: int = 0, local: Localize | None = None) -> None:
+        self.traced, self.chunk, self.sizes = traced, chunk, sizes
+        self.samples = samples or traced.samples
         self.sources = _sources(traced, chunk)
-        self.joint = self._joint()
-        places = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
         incoming = [("grad_output", i) for i, v in enumerate(chunk.outputs) if v.differentiable] if self.learns else []
-        self.slots: dict[fx.Node, Slot] = dict(zip(places, [slot for slot, _, _ in self.sources] + incoming, strict=True))
+        takes = [slot for slot, _, _ in self.sources] + incoming
+        self.joint = self._joint()
+        if local is not None:
+            self.joint = local(self.joint, takes, self._gives())
+        places = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
+        self.slots: dict[fx.Node, Slot] = dict(zip(places, takes, strict=True))
         (output,) = (node for node in self.joint.graph.nodes if node.op == "output")
         results: Sequence[Any] = output.args[0]
         self.outputs: list[tuple[Slot, fx.Node]] = [(("output", i), node) for i, node in enumerate(results[: len(chunk.outputs)])]
@@ -145,9 +158,22 @@ class _Division:
     def learns(self) -> bool:
         return any(learns for _, _, learns in self.sources)
 
+    def _gives(self) -> list[Slot | None]:
+        """What the joint graph gives, in order; None where there is no gradient."""
+        (output,) = (node for node in self.joint.graph.nodes if node.op == "output")
+        slots = [("output", i) for i in range(len(self.chunk.outputs))] + [(f"grad_{slot[0]}", slot[1]) for slot, _, _ in self.sources]
+        return [slot if isinstance(node, fx.Node) else None for slot, node in zip(slots, output.args[0], strict=False)]
+
+    def _value(self, slot: Slot, node: fx.Node) -> torch.Tensor:
+        """A value of the traced graph as it is at our number of samples."""
+        value: torch.Tensor = self.traced.value(node)
+        if self.sizes is None or self.samples == self.traced.samples or slot[0] in ("weight", "rng"):
+            return value
+        return torch.empty(self.sizes.shape(node, self.samples), dtype=value.dtype, device=value.device)
+
     def _joint(self) -> fx.GraphModule:
-        with self.traced.mode:
-            fakes = [_stand_in(slot, self.traced.value(node)).requires_grad_(learns) for slot, node, learns in self.sources]
+        with self.traced.mode, torch.enable_grad():
+            fakes = [_stand_in(slot, self._value(slot, node)).requires_grad_(learns) for slot, node, learns in self.sources]
             try:
                 joint = aot_export_joint_simple(self._runnable(copies=False), tuple(fakes), trace_joint=self.learns)
             except RuntimeError as problem:
@@ -164,6 +190,8 @@ class _Division:
         copied: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for _, node, _ in self.sources}
         for node in self.chunk.nodes:
             copied[node] = graph.node_copy(node, lambda n: copied[n])
+            if self.sizes is not None:
+                copied[node].args, copied[node].kwargs = self.sizes.arguments(node, self.samples, lambda n: copied[n])
         names = {node.name: node for node in self.chunk.nodes}
         results = [copied[names[value.name]] for value in self.chunk.outputs]
         odd = [copies or not value.fake.is_contiguous() for value in self.chunk.outputs]

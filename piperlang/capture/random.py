@@ -60,7 +60,7 @@ def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
     for number, node in enumerate(active):
         x, p, _ = node.args
         if x.meta["val"].shape[0] % samples:
-            raise error("P0804", "a dropout whose first dimension is not the batch", notes=[_where(node)], help="apply it before the batch is moved to another dimension")
+            raise error("P0804", "a dropout whose first dimension is not the batch", notes=[module_of(node)], help="apply it before the batch is moved to another dimension")
         with graph.inserting_before(node):
             counted = graph.call_function(counter_dropout, (x, place, number, p, samples))
         counted.meta = dict(node.meta)
@@ -76,7 +76,7 @@ def _refuse(node: fx.Node) -> None:
     attention = "scaled_dot_product" in name and _attention_dropout(node) > 0.0
     if attention or any(name.removeprefix("aten::").startswith(word) for word in _REFUSED):
         what = "attention with dropout inside" if attention else name.removeprefix("aten::")
-        raise error("P0804", f"the masks of {what} would depend on the schedule", notes=[_where(node)], help="use nn.Dropout, whose masks we count, or set it to 0")
+        raise error("P0804", f"the masks of {what} would depend on the schedule", notes=[module_of(node)], help="use nn.Dropout, whose masks we count, or set it to 0")
 
 
 def _attention_dropout(node: fx.Node) -> float:
@@ -84,7 +84,7 @@ def _attention_dropout(node: fx.Node) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _where(node: fx.Node) -> str:
+def module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = [path for path, _ in stack.values()][-1] if stack else ""
     return f"in module {path.removeprefix('model').strip('.') or '(the model itself)'}"

@@ -14,7 +14,7 @@ from math import prod
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.lanes import Lane, Lanes
-from piperlang.elaborate.placement import MAX_CHUNKS, Placement, Placements, shown, spread
+from piperlang.elaborate.placement import MAX_CHUNKS, Chunk, Placement, Placements, shown, spread
 from piperlang.elaborate.selector import Selector, TagValue
 from piperlang.elaborate.values import Axis, Mesh
 
@@ -23,13 +23,14 @@ MAX_COUNTED = 200_000
 
 
 class Outline:
-    def __init__(self) -> None:
+    def __init__(self, model: tuple[Chunk, ...] | None = None) -> None:
+        """`model`: the tags of every chunk, where there is a model."""
         self.meshes: dict[Mesh, d.UseMesh] = {}
         self.used: set[tuple[Mesh, str]] = set()
         self.splits: dict[str, d.Split] = {}
         self.tagged: dict[frozenset[tuple[str, TagValue]], d.Directive] = {}
         """Every chunk the script has named, by its tags."""
-        self.placements = Placements()
+        self.placements = Placements(model=model)
         self.lanes = Lanes(self.placements, self.splits)
         self.chains: list[d.Order] = []
         self._values: dict[str, set[TagValue]] = {}
@@ -90,9 +91,11 @@ class Outline:
             self.used.add((directive.where.mesh, mesh_axis))
         devices = frozenset(directive.where.devices())
         for conjunction in directive.selector.alternatives:
-            named = spread(conjunction, self.splits)
+            named = spread(conjunction, self.splits, self.placements)
             if named is None:
                 self.placements.open.append(directive)
+            elif not named and self.placements.model is not None:
+                raise self.lanes.resolver.nothing(self.lanes.resolver.tags(conjunction), directive.selector)
             elif not named:
                 raise error("P0302", "selector matches no nodes", directive.selector.span, "a range in it is empty: its end is not in it")
             for chunk, box in named or ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -33,7 +33,7 @@ class Placement:
 
 
 def shown(chunk: Chunk) -> str:
-    return ", ".join(f"{key}={value}" for key, value in sorted(chunk, key=str))
+    return ", ".join(f"{key}={value}" for key, value in sorted(chunk, key=str)) or "what has no tag"
 
 
 @dataclass
@@ -43,14 +43,32 @@ class Placements:
     """The chunks with a tag, so that finding them costs what they are."""
     open: list[d.Place] = field(default_factory=list)
     """Placements of chunks that only a model can list."""
+    model: tuple[Chunk, ...] | None = None
+    """All chunks of the model, once there is one: then nothing is taken at its word."""
+
+    def __post_init__(self) -> None:
+        for chunk in self.model or ():
+            self._index(chunk)
+
+    def _index(self, chunk: Chunk) -> None:
+        for pair in chunk:
+            self.by_tag.setdefault(pair, []).append(chunk)
+
+    def chunks(self) -> Iterable[Chunk]:
+        return self.by_chunk if self.model is None else self.model
+
+    def listed(self, tags: Conjunction) -> list[Chunk]:
+        """The chunks known so far that fit conditions on tags."""
+        exact = next((c for c in tags if c.test == "in"), None)
+        among = self.chunks() if exact is None else [chunk for value in exact.values for chunk in self.by_tag.get((exact.key, value), ())]
+        return [chunk for chunk in among if all(c.holds(dict(chunk)) for c in tags)]
 
     def add(self, new: Placement) -> None:
         known = self.by_chunk.setdefault(new.chunk, [])
         if len(known) >= MAX_PARTS:
             raise error("P0208", f"{shown(new.chunk)} is placed in more than {MAX_PARTS:,} parts", new.directive.span)
-        if not known:
-            for pair in new.chunk:
-                self.by_tag.setdefault(pair, []).append(new.chunk)
+        if not known and self.model is None:
+            self._index(new.chunk)
         for old in known:
             if _meet(old.box, new.box):
                 raise error(
@@ -69,13 +87,20 @@ def _meet(a: Box, b: Box) -> bool:
     return all(not mine.get(name, these).isdisjoint(these) for name, these in b)
 
 
-def spread(conjunction: Conjunction, splits: Mapping[str, d.Split]) -> list[tuple[Chunk, Box]] | None:
-    """The chunks a conjunction names outright, each with the microbatches it is limited to.
+def spread(conjunction: Conjunction, splits: Mapping[str, d.Split], known: Placements) -> list[tuple[Chunk, Box]] | None:
+    """The chunks a conjunction names, each with the microbatches it is limited to.
 
-    None where only a model can tell: tags given by presence or absence, and more chunks than anyone would list.
+    Without a model those it names outright; None where only a model can tell: tags given by presence or absence, and more chunks
+    than anyone would list.
     """
     tags: dict[str, tuple[TagValue, ...]] = {}
     box: dict[str, frozenset[int]] = {}
+    if known.model is not None:
+        for c in conjunction:
+            if c.key in splits:
+                box[c.key] = frozenset(c.positions(splits[c.key].count)) & box.get(c.key, frozenset(range(splits[c.key].count)))
+        found = known.listed(tuple(c for c in conjunction if c.key not in splits and c.key not in RESERVED_KEYS))
+        return [(chunk, tuple(box.items())) for chunk in found]
     for condition in conjunction:
         key = condition.key
         if key in splits:

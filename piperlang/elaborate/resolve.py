@@ -45,21 +45,16 @@ class Resolver:
 
     def meant(self, conjunction: Conjunction, selector: Selector) -> tuple[Meant, ...]:
         if conjunction not in self._known:
-            self._known[conjunction] = tuple(self._meant(chunk, conjunction, selector) for chunk in self._chunks(self._tags(conjunction), selector))
+            self._known[conjunction] = tuple(self._meant(chunk, conjunction, selector) for chunk in self._chunks(self.tags(conjunction), selector))
         return self._known[conjunction]
 
     def unknowable(self, conjunction: Conjunction) -> bool:
         """Whether only a model can tell: some placements list no chunks, and none that is listed fits."""
-        tags = self._tags(conjunction)
-        return bool(self.placements.open) and not self._listed(tags) and not any(c.test in NEXT for c in tags)
+        tags = self.tags(conjunction)
+        return bool(self.placements.open) and not self.placements.listed(tags) and not any(c.test in NEXT for c in tags)
 
-    def _tags(self, conjunction: Conjunction) -> Conjunction:
+    def tags(self, conjunction: Conjunction) -> Conjunction:
         return tuple(c for c in conjunction if c.key not in self.splits and c.key not in RESERVED_KEYS)
-
-    def _listed(self, tags: Conjunction) -> list[Chunk]:
-        exact = next((c for c in tags if c.test == "in"), None)
-        among = self.placements.by_chunk if exact is None else [chunk for value in exact.values for chunk in self.placements.by_tag.get((exact.key, value), ())]
-        return [chunk for chunk in among if all(c.holds(dict(chunk)) for c in tags)]
 
     def _meant(self, chunk: Chunk, conjunction: Conjunction, selector: Selector) -> Meant:
         tags = dict(sorted(chunk, key=str))
@@ -88,34 +83,37 @@ class Resolver:
                 f"the splits so far are {names}" if names else "nothing is split so far",
                 help=did_you_mean(unknown.key, self.splits) or f"add `split batch into N as {unknown.key}` before",
             )  # fmt: skip
-        found = self._listed(tags)
+        found = self.placements.listed(tags)
         if found:
             yield from found
-        elif tags and all(c.test == "in" for c in tags) and not self.placements.by_chunk:
+        elif tags and all(c.test == "in" for c in tags) and not self.placements.chunks():
             # Nothing is placed so far: taken at its word, and reported when the script has ended.
             if prod(len(c.values) for c in tags) > MAX_CHUNKS:
                 raise error("P0208", "this selector names too many chunks", selector.span, f"at most {MAX_CHUNKS:,}")
             for values in product(*(c.values for c in tags)):
                 yield frozenset(zip((c.key for c in tags), values, strict=True))
         else:
-            raise self._nothing(tags, selector)
+            raise self.nothing(tags, selector)
 
     def _names(self, key: str) -> list[TagValue]:
-        values = {value for chunk in self.placements.by_chunk for name, value in chunk if name == key}
+        values = {value for chunk in self.placements.chunks() for name, value in chunk if name == key}
         return sorted(values, key=lambda value: (isinstance(value, str), value))
 
-    def _nothing(self, tags: tuple[Condition, ...], selector: Selector) -> Exception:
+    def nothing(self, tags: tuple[Condition, ...], selector: Selector) -> Exception:
+        """Why nothing fits, and what there is instead."""
+        whose = "the script places" if self.placements.model is None else "the model has"
         for condition in tags:
             values = self._names(condition.key)
             if not values:
-                keys = {name for chunk in self.placements.by_chunk for name, _ in chunk}
+                keys = {name for chunk in self.placements.chunks() for name, _ in chunk}
                 help = did_you_mean(condition.key, keys | set(self.splits))
-                return error("P0302", "selector matches no nodes", selector.span, f"nothing placed so far has a tag `{condition.key}`, and no split is called so", help=help)
+                what = "nothing placed so far has a tag" if self.placements.model is None else "nothing in the model has a tag"
+                return error("P0302", "selector matches no nodes", selector.span, f"{what} `{condition.key}`, and no split is called so", help=help)
             if condition.test == "in" and not set(values) & set(condition.values):
                 some = _some(condition.key, values)
                 near = _closest(condition.values[0], values)
-                return error("P0302", "selector matches no nodes", selector.span, f"the script places {some}", help=f"did you mean `{condition.key}={near}`?")
-        return error("P0302", "selector matches no nodes", selector.span, "nothing placed so far fits all of it")
+                return error("P0302", "selector matches no nodes", selector.span, f"{whose} {some}", help=f"did you mean `{condition.key}={near}`?")
+        return error("P0302", "selector matches no nodes", selector.span, f"nothing {'placed so far' if self.placements.model is None else 'in the model'} fits all of it")
 
 
 def _passes(conjunction: Conjunction) -> tuple[str, ...]:

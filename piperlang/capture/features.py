@@ -1,0 +1,171 @@
+"""What a style divides: the features of weights, found from the operators that read them, and the places of all values, in the order to try them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from piperlang.capture.cut import Chunk
+from piperlang.capture.trace import Traced
+from piperlang.ir.model import WHOLE, Divide, Place, Slot
+
+Features: TypeAlias = tuple[int | None, int | None]
+"""The dimension of output features and that of input features; None where there is none."""
+
+PerAxis: TypeAlias = tuple[Place, ...]
+"""A place for each axis."""
+
+aten = torch.ops.aten
+_ATTEMPTS = 16
+_KINDS = {"weight": "a weight", "batch": "a tensor of the batch", "rng": "the random state", "input": "an input"}
+_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten._to_copy.default, aten.to.dtype}
+_PRODUCTS = {aten.mm.default, aten.matmul.default, aten.bmm.default}
+
+
+class Unfit(Exception):
+    """A choice of places that does not work, and which operator or value is to blame."""
+
+    def __init__(self, reason: str, at: fx.Node | Slot | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.at = reason, at
+
+
+# ---------------------------------------------------------------------------------------------------------- features
+
+
+def features_of(traced: Traced, chunk: Chunk) -> dict[Slot, Features]:
+    """Of every weight of a chunk. Where operators disagree about a weight, the first one holds."""
+    found: dict[str, Features] = {}
+    for node in chunk.nodes:
+        for argument, features in _read(node):
+            source, order = _weight(argument)
+            if source is not None and source.name in traced.weights:
+                out, into = (None if dim is None else order[dim] for dim in features)
+                found.setdefault(source.name, (out, into))
+    return {("weight", i): found.get(name, (None, None)) for i, name in enumerate(chunk.weights)}
+
+
+def _read(node: fx.Node) -> list[tuple[Any, Features]]:
+    """What an operator reads as a weight, and the dimensions of features as it sees them."""
+    arguments: list[Any] = [*node.args, None, None, None]
+    if node.target is aten.linear.default:
+        return [(arguments[1], (0, 1)), (node.kwargs.get("bias", arguments[2]), (0, None))]
+    if node.target is aten.addmm.default:
+        return [(arguments[2], (1, 0)), (arguments[0], (-1, None))]
+    if node.target in _PRODUCTS and arguments[1].meta["val"].dim() > 1:
+        return [(arguments[1], (-1, -2))]
+    if node.target is aten.add.Tensor and isinstance(arguments[0], fx.Node) and arguments[0].target in _PRODUCTS | {aten.einsum.default}:
+        return [(arguments[1], (-1, None))]  # a bias that is no argument of the product
+    if node.target is aten.embedding.default:
+        return [(arguments[0], (1, None))]
+    if node.target is aten.einsum.default and len(arguments[1]) == 2:
+        return _einsum(arguments[0].replace(" ", ""), arguments[1])
+    return []
+
+
+def _einsum(equation: str, operands: list[Any]) -> list[tuple[Any, Features]]:
+    """Output features are letters that the result has from this operand alone; input features are summed over."""
+    read, _, result = equation.partition("->")
+    if "." in read or not result:
+        return []
+    first, second = read.split(",")
+    found: list[tuple[Any, Features]] = []
+    for operand, own, other in zip(operands, (first, second), (second, first), strict=True):
+        out = [dim for dim, letter in enumerate(own) if letter in result and letter not in other]
+        into = [dim for dim, letter in enumerate(own) if letter not in result]
+        found.append((operand, (out[-1] if out else None, into[-1] if into else None)))
+    return found
+
+
+def _weight(node: Any) -> tuple[fx.Node | None, list[int]]:
+    """The placeholder that a node is a view of, and its dimension for each dimension of the view."""
+    turns: list[tuple[int, int]] = []
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        if node.target in (aten.t.default, aten.numpy_T.default):
+            turns.append((0, 1))
+        elif node.target is aten.transpose.int:
+            turns.append((node.args[1], node.args[2]))  # type: ignore[arg-type]
+        elif node.target not in _SAME:
+            return None, []
+        node = node.args[0]
+    if not isinstance(node, fx.Node):
+        return None, []
+    order: list[int] = list(range(node.meta["val"].dim()))
+    for a, b in reversed(turns):
+        if len(order) > 1:
+            order[a], order[b] = order[b], order[a]
+    return node, order
+
+
+# ------------------------------------------------------------------------------------------------------------ places
+
+
+def candidates(
+    values: Mapping[Slot, torch.Tensor], features: Mapping[Slot, Features], divides: Sequence[Divide], arriving: Mapping[Slot, PerAxis]
+) -> tuple[list[dict[Slot, PerAxis]], int]:
+    """What to try, in order, and the number of the one that the styles ask for, whose failure is the one to report."""
+    experts = [_experts(values) if divide.style == "experts" else 0 for divide in divides]
+    choices: dict[Slot, list[PerAxis]] = {}
+    asked: dict[Slot, PerAxis] = {}
+    for slot, value in values.items():
+        if slot[0] == "grad_output":
+            continue  # follows the output
+        per_axis = [_choices(slot, value, divide, features.get(slot, (None, None)), e) for divide, e in zip(divides, experts, strict=True)]
+        options = list(itertools.product(*per_axis))
+        asked[slot] = options[0]
+        choices[slot] = list(dict.fromkeys([arriving[slot], *options] if slot in arriving else options))
+    combinations = (dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values()))
+    first, *others = itertools.islice(combinations, _ATTEMPTS)
+    found = [first, *([asked] if asked != first else []), *(other for other in others if other != asked)]
+    return found, found.index(asked)
+
+
+def _experts(values: Mapping[Slot, torch.Tensor]) -> int:
+    found = {value.shape[0] for (kind, _), value in values.items() if kind == "weight" and value.dim() >= 3}
+    if len(found) != 1:
+        what = f"its weights of three or more dimensions have {sorted(found)}" if found else "no weight of it has three or more dimensions"
+        raise Unfit(f"the number of experts is the first dimension of such weights, but {what}")
+    return found.pop()
+
+
+def _choices(slot: Slot, value: torch.Tensor, divide: Divide, features: Features, experts: int) -> list[Place]:
+    """PerAxis of a value along one axis, the best first."""
+    kind, last = slot[0], value.dim() - 1
+    if kind == "weight":
+        dim = {"columns": features[0], "rows": features[1], "experts": 0 if value.dim() and value.shape[0] == experts else None}.get(divide.style)
+        return [WHOLE if dim is None else dim]
+    wanted: list[int] = []
+    if divide.style == "experts" and kind == "input":
+        wanted = [dim for dim, size in enumerate(value.shape) if size == experts]
+    elif divide.style == "rows" and value.is_floating_point():
+        wanted = [last]
+    elif divide.style == "sequence" and last >= 1 and (kind == "batch" or value.is_floating_point()):
+        wanted = [1]
+    return [*(dim for dim in wanted if dim >= 0 and value.shape[dim] % divide.size == 0), WHOLE]
+
+
+def check(places: Mapping[Slot, PerAxis], values: Mapping[Slot, torch.Tensor], divides: Sequence[Divide]) -> None:
+    """Refuse places that cannot be before anything is traced."""
+    for slot, chosen in places.items():
+        shape = list(values[slot].shape)
+        for dim in {place for place in chosen if isinstance(place, int)}:
+            times = math.prod(divide.size for place, divide in zip(chosen, divides, strict=True) if place == dim)
+            if shape[dim] % times:
+                raise Unfit(f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is no multiple of {times}", slot)
+    for axis, divide in enumerate(divides):
+        if divide.style == "sequence" and all(chosen[axis] == WHOLE for chosen in places.values()):
+            raise Unfit(f"nothing that it reads has a second dimension that is a multiple of {divide.size}")
+
+
+def part_shape(shape: Sequence[int], places: PerAxis, divides: Sequence[Divide]) -> list[int]:
+    """The shape of one device's part."""
+    sizes = list(shape)
+    for place, divide in zip(places, divides, strict=True):
+        if isinstance(place, int):
+            sizes[place] //= divide.size
+    return sizes

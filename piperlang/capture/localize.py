@@ -1,0 +1,325 @@
+"""A chunk's joint graph as one device of a divided chunk runs it: expert and tensor parallelism.
+
+The joint graph is traced again on DTensors, whose rules know how each operator follows its inputs' division; what comes out is a
+plain graph at local shapes. A division that needs communication inside the chunk is refused: communication is between chunks, where
+a schedule sees it. So is one in which devices would run different graphs, because a device cuts its part out of a whole value:
+the graph is traced for the first device and for the last one, and both must be equal.
+
+Private API, kept in this file: `torch.testing._internal.distributed.fake_pg.FakeStore` and `torch.fx.experimental.proxy_tensor.make_fx`
+(tried on torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.placement_types import Placement
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from piperlang.capture.features import Features, PerAxis, Unfit, candidates, check, part_shape
+from piperlang.capture.keep import keep
+from piperlang.diagnostics import error
+from piperlang.ir.model import SUM, WHOLE, Divide, Place, Slot
+
+_COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor")
+_COORDINATES = 2
+"""Where the device's coordinates begin in `rng`."""
+aten = torch.ops.aten
+_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
+"""Operators that DTensor has no rule for and that treat samples (dim 0) and heads (dim 1) each alone."""
+_COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
+"""Copies of parts are parts of copies. DTensor would rather add up the parts of a sum before it copies them."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """What every device runs, and what it has of each value."""
+
+    joint: fx.GraphModule
+    places: dict[Slot, PerAxis]
+
+
+def localize(
+    joint: fx.GraphModule,
+    takes: Sequence[Slot],
+    gives: Sequence[Slot | None],
+    features: Mapping[Slot, Features],
+    divides: Sequence[Divide],
+    arriving: Mapping[Slot, PerAxis],
+) -> Local:
+    """Divide a joint graph with the first places that need no communication: as the inputs arrive if that works, else as the styles ask."""
+    nodes = dict(zip(takes, (node for node in joint.graph.nodes if node.op == "placeholder"), strict=True))
+    values = {slot: node.meta["val"] for slot, node in nodes.items()}
+    try:
+        choices, asked = candidates(values, features, divides, arriving)
+        problems: list[Unfit] = []
+        with _fake_group(divides):
+            localization = _Localization(joint, values, gives, divides)
+            for choice in choices:
+                try:
+                    return localization.local(choice)
+                except Unfit as problem:
+                    problems.append(problem)
+        raise problems[asked]
+    except Unfit as problem:
+        how = " and ".join(f"over {divide.axis} with style={divide.style}" for divide in divides)
+        raise error(
+            "P0411", f"a chunk cannot be divided {how}", notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
+            help="give this part a tag of its own, so that it is a chunk that is divided in another way or not at all",
+        ) from problem  # fmt: skip
+
+
+def _blamed(problem: Unfit, nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule) -> fx.Node | None:
+    """The operator to blame: of a value its first reader, and of the whole chunk its first one."""
+    if isinstance(problem.at, fx.Node):
+        return problem.at
+    readers = nodes[problem.at].users if problem.at is not None else [node for node in joint.graph.nodes if node.op == "call_function"]
+    return next(iter(readers), None)
+
+
+def _where(node: fx.Node | None) -> list[str]:
+    """The module of an operator; of one that has none, such as a sum of gradients, of the nearest one that it reads."""
+    while node is not None:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack:
+            path = [path for path, _ in stack.values()][-1]
+            return [f"in module {path.removeprefix('model').strip('.') or '(the model itself)'}"]
+        node = next(iter(reversed(node.all_input_nodes)), None)
+    return []
+
+
+# ----------------------------------------------------------------------------------------------------------- tracing
+
+
+@contextmanager
+def _fake_group(divides: Sequence[Divide]) -> Iterator[None]:
+    """DTensor asks for a process group even where nothing is sent. Making one changes how Python shows exceptions; we change it back."""
+    hook = sys.excepthook
+    dist.init_process_group("fake", rank=0, world_size=math.prod(divide.size for divide in divides), store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+class _Localization:
+    """A joint graph, to be tried with several choices of places."""
+
+    def __init__(self, joint: fx.GraphModule, values: Mapping[Slot, torch.Tensor], gives: Sequence[Slot | None], divides: Sequence[Divide]) -> None:
+        self.joint, self.values, self.gives, self.divides = joint, values, gives, divides
+        (output,) = (node for node in joint.graph.nodes if node.op == "output")
+        self.results: Sequence[fx.Node | None] = output.args[0]
+        self.nodes = {node.name: node for node in joint.graph.nodes}
+        ranks = torch.arange(math.prod(divide.size for divide in divides), device="cpu")
+        device = next(iter(values.values())).device.type
+        # We are rank 0. In the second mesh that is the last device.
+        self.meshes = [self._mesh(device, order) for order in (ranks, ranks.flip(0))]
+
+    def _mesh(self, device: str, ranks: torch.Tensor) -> DeviceMesh:
+        return DeviceMesh(device, ranks.view([divide.size for divide in self.divides]), mesh_dim_names=tuple(divide.axis for divide in self.divides))
+
+    def local(self, places: dict[Slot, PerAxis]) -> Local:
+        check(places, {slot: self.values[slot] for slot in places}, self.divides)
+        # A gradient of an output is divided as the output is: find that first.
+        outputs = [slot if slot is not None and slot[0] == "output" else None for slot in self.gives]
+        whole: PerAxis = (WHOLE,) * len(self.divides)
+        incoming = [slot for slot in self.values if slot[0] == "grad_output"]
+        _, found = self._everywhere(places | dict.fromkeys(incoming, whole), outputs)
+        places |= {slot: tuple(WHOLE if place == SUM else place for place in found["output", slot[1]]) for slot in incoming}
+        graph, found = self._everywhere(places, self.gives)
+        for (kind, i), chosen in found.items():
+            source = (kind.removeprefix("grad_"), i)
+            if kind != "output" and not all(map(_fits, places[source], chosen)):
+                raise Unfit(f"the {source[0]} is {places[source]}, but its gradient is {chosen}", self.results[list(self.gives).index((kind, i))])
+        return Local(graph, places | found)
+
+    def _everywhere(self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None]) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
+        """The graph of every device, if they have one in common and it does not communicate."""
+        graph, found = self._trace(places, gives, self.meshes[0])
+        for node in graph.graph.nodes:
+            if getattr(node.target, "namespace", "") in _COMMUNICATION:
+                origin = self._origin(node)
+                raise Unfit(f"{_name(origin)} needs communication between the devices: {_name(node)}", origin)
+        other, _ = self._trace(places, gives, self.meshes[1])
+        for ours, theirs in itertools.zip_longest(graph.graph.nodes, other.graph.nodes):
+            if ours is None or theirs is None or _written(ours) != _written(theirs):
+                origin = self._origin(ours or theirs)
+                raise Unfit(f"{_name(origin)} needs a part of a value that every device has whole", origin)
+        return graph, found
+
+    def _origin(self, node: fx.Node) -> fx.Node | None:
+        """The operator of the joint graph that a local one comes from."""
+        origins = node.meta.get("from_node") or []
+        return self.nodes.get(origins[-1].name) if origins else None
+
+    def _trace(self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None], mesh: DeviceMesh) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
+        wanted = [node if slot is not None else None for slot, node in zip(gives, self.results, strict=True)]
+        runner = _Runner(self.joint, _needed(wanted), mesh)
+        found: dict[Slot, PerAxis] = {}
+
+        def run(*parts: torch.Tensor) -> list[torch.Tensor | None]:
+            values = [_divided(part, mesh, list(map(_placement, places[slot])), whole) for part, (slot, whole) in zip(parts, self.values.items(), strict=True)]
+            results: list[torch.Tensor | None] = []
+            for slot, node, value in zip(gives, wanted, runner.run(*values, enable_io_processing=False), strict=True):
+                if slot is None or node is None:
+                    results.append(None)
+                else:
+                    part, found[slot] = self._part(value, node)
+                    results.append(part)
+            return results
+
+        mode = next(iter(self.values.values())).fake_mode  # type: ignore[attr-defined]
+        with mode, torch.no_grad(), implicit_replication(), traceback.preserve_node_meta():
+            graph = make_fx(run)(*(self._fake(slot, places[slot]) for slot in self.values))
+        _drop_views(graph.graph)
+        graph.recompile()
+        return graph, found
+
+    def _fake(self, slot: Slot, places: PerAxis) -> torch.Tensor:
+        value = self.values[slot]
+        return torch.empty_like(value[tuple(slice(size) for size in part_shape(value.shape, places, self.divides))])
+
+    def _part(self, value: torch.Tensor, node: fx.Node) -> tuple[torch.Tensor, PerAxis]:
+        """What a device has of a result, and its places."""
+        if not isinstance(value, DTensor):
+            return value, (WHOLE,) * len(self.divides)  # made from constants alone
+        part, whole = value.to_local(), node.meta["val"]
+        for placement, divide in zip(value.placements, self.divides, strict=True):
+            if isinstance(placement, Partial) and placement.reduce_op == "avg":
+                part = part / divide.size
+        places = tuple(place for place in map(_place, value.placements) if place is not None)
+        if len(places) < len(self.divides) or list(part.shape) != part_shape(whole.shape, places, self.divides):
+            raise Unfit(f"the result of {_name(node)} is divided in a way that cannot leave a chunk: {value.placements}", node)
+        return part.contiguous() if whole.is_contiguous() else part, places
+
+
+class _Runner(fx.Interpreter):
+    """Runs a joint graph on DTensors."""
+
+    def __init__(self, joint: fx.GraphModule, needed: set[fx.Node], mesh: DeviceMesh) -> None:
+        super().__init__(joint, garbage_collect_values=False)
+        self.needed, self.mesh = needed, mesh
+        self.whole: Any = None
+        """What the operator that runs now gives when nothing is divided."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n not in self.needed and n.op == "call_function":
+            return None
+        self.whole = n.meta.get("val")
+        try:
+            return super().run_node(n)
+        except Exception as problem:
+            reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            raise Unfit(f"{_name(n)} cannot be divided so: {reason}", n) from problem
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.piper.keep.default:
+            return self._keep(*args)
+        if target in _COPIES and isinstance(args[0], DTensor):
+            return _divided(target(args[0].to_local(), **kwargs), self.mesh, args[0].placements, self.whole)
+        if target in _ATTENTION:
+            return self._attention(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def _keep(self, like: DTensor, rng: DTensor, *constants: Any) -> DTensor:
+        """A mask is divided as what it masks is, and has to know how, to be the part of the undivided mask."""
+        placements = [Replicate() if _place(placement) == SUM else placement for placement in like.placements]
+        dims = [_place(placement) for placement in placements]
+        if None in dims:
+            raise ValueError("what it masks is not divided in even slices")
+        divided = [number for axis, dim in enumerate(dims) if isinstance(dim, int) for number in (dim, _COORDINATES + axis, self.mesh.size(axis))]
+        return _divided(keep(like.to_local(), rng.to_local(), *constants[:3], divided), self.mesh, placements, self.whole)
+
+    def _attention(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Samples and heads are each attended alone. Our own rule, because DTensor leaves keyword arguments, such as the mask, as they are."""
+        tensors = [value for value in args if isinstance(value, DTensor)]
+        mask = kwargs.get("attn_mask")
+        placements = tensors[0].placements
+        alone = all(placement in (Replicate(), Shard(0), Shard(1)) for placement in placements)
+        if not alone or any(tensor.placements != placements for tensor in tensors) or not _masks(mask, placements, tensors[0].dim()):
+            raise ValueError("its inputs are not all divided by samples or all by heads")
+        results = target(*(_local(value) for value in args), **{key: _local(value) for key, value in kwargs.items()})
+        return tuple(_divided(part, self.mesh, placements, whole) for part, whole in zip(results, self.whole, strict=True))
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _masks(mask: Any, placements: Sequence[Placement], dims: int) -> bool:
+    """Whether a mask is divided as what it masks is: a dimension that it has none of, or one of, is whole."""
+    if mask is None:
+        return True
+    wanted: list[Placement] = []
+    for placement in placements:
+        dim = placement.dim - dims + mask.dim() if isinstance(placement, Shard) else -1
+        wanted.append(Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate())
+    return list(mask.placements if isinstance(mask, DTensor) else [Replicate()] * len(placements)) == wanted
+
+
+def _divided(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: torch.Tensor) -> DTensor:
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _placement(place: Place) -> Placement:
+    return Shard(place) if isinstance(place, int) else Partial() if place == SUM else Replicate()
+
+
+def _place(placement: Placement) -> Place | None:
+    """None for what is divided otherwise than in even slices, as flattened dimensions can be."""
+    if type(placement) is Shard:  # not a subclass, whose parts are no slices
+        return placement.dim
+    if isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg"):
+        return SUM
+    return WHOLE if isinstance(placement, Replicate) else None
+
+
+def _fits(place: Place, gradient: Place) -> bool:
+    """What a gradient may be: of a whole value it is a sum, unless all devices do the same with it."""
+    return gradient == place or (place == WHOLE and gradient == SUM) or (place == SUM and gradient == WHOLE)
+
+
+def _needed(targets: Iterable[fx.Node | None]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node for node in targets if node is not None]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def _drop_views(graph: fx.Graph) -> None:
+    """`from_local` begins with a view of each input, which would hide that it is one; and what nobody reads goes."""
+    for node in graph.find_nodes(op="placeholder"):
+        for view in [user for user in node.users if user.target is aten.view.default and user.args[1] == list(node.meta["val"].shape)]:
+            view.replace_all_uses_with(node)
+            graph.erase_node(view)
+    graph.eliminate_dead_code()
+
+
+def _written(node: fx.Node) -> tuple[str, str, str]:
+    """An operator with its constants."""
+    constant = repr(getattr(node.graph.owning_module, str(node.target))) if node.op == "get_attr" else ""
+    return str(node.target), repr((node.args, node.kwargs)), constant
+
+
+def _name(node: fx.Node | None) -> str:
+    schema = getattr(getattr(node, "target", None), "_schema", None)
+    return str(schema.name).removeprefix("aten::") if schema is not None else str(getattr(node, "target", "an operator"))

@@ -1,0 +1,116 @@
+"""A model captured for scheduling: the description that passes read, and the pieces that devices run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from piperlang.capture.cut import Chunk, cut, matches, module_path
+from piperlang.capture.differentiate import Piece, Pieces, pieces_at, signature
+from piperlang.capture.sizes import Sizes, trace_sizes
+from piperlang.diagnostics import did_you_mean, error
+from piperlang.elaborate.directive import ModulePath, Tag
+from piperlang.ir import model as ir
+
+
+@dataclass
+class Program:
+    """The traced model and loss. Cutting it by tags gives a Captured; each distinct piece is differentiated once."""
+
+    sizes: Sizes
+    _known: dict[object, int] = field(default_factory=dict)
+    _pieces: dict[tuple[int, int], Pieces] = field(default_factory=dict)
+
+    def cut(self, tags: Iterable[Tag] = ()) -> Captured:
+        return Captured(self, cut(self.sizes.small, tags))
+
+    def check_tag(self, directive: Tag) -> None:
+        for path in directive.paths:
+            self._check_path(path)
+
+    def key(self, chunk: Chunk) -> int:
+        """The same number for chunks that compute the same."""
+        return self._known.setdefault(signature(self.sizes.small, chunk, self.sizes), len(self._known))
+
+    def pieces(self, chunk: Chunk, key: int, samples: int) -> Pieces:
+        if (key, samples) not in self._pieces:
+            self._pieces[key, samples] = pieces_at(self.sizes, chunk, samples)
+        return self._pieces[key, samples]
+
+    def modules(self) -> set[tuple[str, ...]]:
+        return {tuple(module_path(node)) for node in self.sizes.small.graph.nodes}
+
+    def _check_path(self, path: ModulePath) -> None:
+        known = self.modules()
+        if any(matches(path, list(parts)) for parts in known):
+            return
+        around = {".".join(parts[:depth]) for parts in known for depth in range(1, len(parts) + 1)}
+        raise error("P0306", f"no operator of the model is in `{path}`", path.span, "no such module, or it computes nothing", help=did_you_mean(str(path), around) or _some(around))
+
+
+def capture(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> Program:
+    return Program(trace_sizes(make_model, loss, batch))
+
+
+class Captured:
+    """The program cut into chunks."""
+
+    def __init__(self, program: Program, chunks: list[Chunk]) -> None:
+        self.program, self.chunks = program, chunks
+        self.keys = [program.key(chunk) for chunk in chunks]
+        self.model = self._describe()
+
+    @property
+    def batch_names(self) -> Sequence[str]:
+        return self.program.sizes.small.batch
+
+    def pieces(self, chunk: int, samples: int, divides: tuple[ir.Divide, ...] = ()) -> Pieces:
+        return self.program.pieces(self.chunks[chunk], self.keys[chunk], samples)
+
+    # ------------------------------------------------------------------------------------------------ description
+
+    def _describe(self) -> ir.Model:
+        sizes = self.program.sizes
+        traced = sizes.small
+        nodes = {node.name: node for node in traced.graph.nodes}
+        differentiable = {v.name for chunk in self.chunks for v in (*chunk.inputs, *chunk.outputs) if v.differentiable}
+        crossing = {v.name for chunk in self.chunks for v in (*chunk.inputs, *chunk.outputs)} | set(traced.batch)
+        tensors = {name: self._tensor(nodes[name], name in differentiable) for name in nodes if name in crossing}
+        chunks = [self._chunk(chunk) for chunk in self.chunks]
+        weights = {w.name: ir.Weight(w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.trained) for w in traced.weights.values()}
+        return ir.Model(chunks, tensors, weights, traced.samples, self.chunks[-1].outputs[0].name, "mean")
+
+    def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
+        sizes = self.program.sizes
+        value = sizes.small.value(node)
+        dims = sizes.dims(node)
+        batch = [i for i, (a, _) in enumerate(dims) if a]
+        return ir.Tensor(node.name, dims, _dtype(value), value.element_size(), batch[0] if batch else None, False, differentiable)
+
+    def _chunk(self, chunk: Chunk) -> ir.Chunk:
+        traced = self.program.sizes.small
+        pieces = self.pieces(chunk.number, traced.samples)
+        passes = {name: _pass(piece) for name in "FBIW" if (piece := getattr(pieces, name)) is not None}
+        paths = dict.fromkeys(".".join(module_path(node)) for node in chunk.nodes)
+        return ir.Chunk(
+            chunk.number, dict(chunk.tags), tuple(traced.weights[place].name for place in chunk.weights), chunk.batch,
+            tuple(v.name for v in chunk.inputs), tuple(v.name for v in chunk.outputs), passes, chunk.random,
+            tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number],
+        )  # fmt: skip
+
+
+def _pass(piece: Piece) -> ir.Pass:
+    return ir.Pass(piece.takes, piece.gives, piece.cost.flops, piece.cost.read_bytes + piece.cost.written_bytes)
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _some(paths: set[str]) -> str | None:
+    top = sorted(path for path in paths if "." not in path)
+    return f"the model has {', '.join(top[:6])}{', ...' if len(top) > 6 else ''}" if top else None

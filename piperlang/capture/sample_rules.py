@@ -1,0 +1,411 @@
+"""How operators treat the samples of a batch: a rule per family of operators, which says what the result holds of them or raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, Rule, State, growing
+
+# ------------------------------------------------------------------------------------------- element by element
+
+
+def pointwise(call: Call) -> State:
+    operands = call.plain()
+    if call.changed:
+        raise call.sized()
+    return call.aligned(operands)
+
+
+def kept(call: Call) -> State:
+    """Linear, element by element, without a second operand; or data that is only repeated, which adds to `outer`."""
+    (operand, *_) = call.operands
+    state = operand.state
+    if operand.small.is_floating_point() and not call.results[0][0].is_floating_point():  # rounded
+        call.plain()
+    return call.aligned([operand], state.degree) if isinstance(state, Along) else state
+
+
+def copied(call: Call) -> State:
+    """What is written over does not matter."""
+    state = call.operands[1].state
+    return call.aligned(call.operands[1:], state.degree) if isinstance(state, Along) else state
+
+
+def _summed(call: Call, operands: list[Operand], constant: bool) -> State:
+    """Values added, or put side by side: alike in kind and degree. A constant fits where it is the same in every part."""
+    data = [o.state for o in operands if not isinstance(o.state, Free)]
+    free = [o.state for o in operands if isinstance(o.state, Free) and not o.state.zero]
+    mixed = [state for state in data if isinstance(state, Mixed)]
+    if mixed and len(mixed) < len(data):
+        raise Mixing(f"{call.shown} combines a {mixed[0]} over the samples with single samples", Repair.BALANCE)
+    if len({state.degree for state in data if isinstance(state, Mixed | Along)}) > 1 or any(state.degree != 0 for state in free):
+        raise Mixing(f"{call.shown} combines values that follow the size of the batch differently", Repair.THROUGHOUT)
+    degree = mixed[0].degree if mixed else next(state.degree for state in data if isinstance(state, Along))
+    if (free or constant) and degree != (-1 if mixed else 0):
+        raise Mixing(f"{call.shown} adds a constant to a {mixed[0]} over the samples", Repair.MEAN) if mixed else call.sized()
+    return Mixed(degree) if mixed else call.aligned(operands, degree)
+
+
+def added(call: Call) -> State:
+    numbers = [value for name, value in call.small.items() if name in ("self", "other") and isinstance(value, int | float)]
+    if call.changed:
+        raise call.sized()
+    return _summed(call, call.operands, any(numbers))
+
+
+def scaled(call: Call) -> State:
+    """Products and quotients: degrees add."""
+    divides = call.name == "div"
+    if divides and call.small.get("rounding_mode") is not None:
+        return pointwise(call)
+    data, (first, *second) = call.data, call.operands
+    mixed = [operand.state for operand in data if isinstance(operand.state, Mixed)]
+    if mixed and len(data) > 1:
+        raise Mixing(f"{call.shown} {'divides by' if divides else 'multiplies'} a {mixed[0]} over the samples", Repair.RATIO if divides else Repair.BALANCE)
+    if divides and second and second[0] in data and (mixed or _degree(second[0])):
+        raise call.nonlinear(second[0].state)
+    own, other = _degree(first), _degree(second[0]) if second else call.degree("other")
+    if own is None or other is None:
+        raise call.sized()
+    degree = own - other if divides else own + other
+    return Mixed(degree) if mixed else call.aligned(data, degree)
+
+
+def _degree(operand: Operand) -> int | None:
+    assert not isinstance(operand.state, Mixing)
+    return operand.state.degree
+
+
+# -------------------------------------------------------------------------------------------- along a dimension
+
+
+def _dims(call: Call, rank: int) -> set[int]:
+    """The dimensions that an operator names; all where it names none."""
+    given = call.small.get("dim", call.small.get("dims"))
+    dims = [given] if isinstance(given, int) else list(given or range(rank))
+    return {dim % rank for dim in dims} if rank else set()
+
+
+def _less(state: Along, gone: set[int], keep: bool) -> Along:
+    return state if keep else Along(state.dim - sum(dim < state.dim for dim in gone), state.inner, state.degree)
+
+
+def reduced(call: Call) -> State:
+    (operand, *_) = call.operands
+    state, linear = operand.state, call.name in ("sum", "mean")
+    if "other" in call.small:  # max and min of two tensors
+        return pointwise(call)
+    if not linear:
+        call.plain()
+    if not isinstance(state, Along):
+        return state
+    dims = _dims(call, operand.small.dim())
+    if state.dim not in dims:
+        return _less(state, dims, bool(call.small.get("keepdim")))
+    if not linear:
+        raise Mixing(f"{call.shown} over the samples is neither their sum nor their mean", Repair.NORM if "norm" in call.shown else Repair.PER_SAMPLE)
+    return Mixed(state.degree - (call.name == "mean"))
+
+
+def scanned(call: Call) -> State:
+    """Elements along a dimension meet, and the dimension stays."""
+    (operand, *_) = call.operands
+    if call.name not in ("cumsum", "flip", "roll"):
+        call.plain()
+    if isinstance(operand.state, Along) and operand.state.dim in _dims(call, operand.small.dim()):
+        raise call.through()
+    return operand.state
+
+
+def matrix(call: Call) -> State:
+    """Matrices in the last two dimensions."""
+    (operand, *_) = call.plain()
+    assert isinstance(operand.state, Along)
+    if operand.state.dim >= operand.small.dim() - 2:
+        raise call.through()
+    return operand.state
+
+
+def diagonal(call: Call) -> State:
+    (operand, *_) = call.operands
+    dims = {call.small[name] % operand.small.dim() for name in ("dim1", "dim2")}
+    if not isinstance(operand.state, Along):
+        return operand.state
+    if operand.state.dim in dims:
+        raise call.through()
+    return _less(operand.state, dims, False)
+
+
+# ----------------------------------------------------------------------------------------------- where things go
+
+
+def numbered(call: Call) -> State:
+    """Views of other shapes number the elements as before, row by row: from one sample to the next it is as far as it was."""
+    (operand, *_) = call.operands
+    state, (small, large) = operand.state, call.results[0]
+    if not isinstance(state, Along):
+        return state
+    step = state.inner * math.prod(operand.small.shape[state.dim + 1 :])
+    for dim in growing(small, large):
+        tail = math.prod(small.shape[dim + 1 :])
+        if step % tail == 0 and small.shape[dim] % (step // tail * call.samples) == 0:
+            return Along(dim, step // tail, state.degree)
+    raise Mixing(f"{call.shown} divides the samples between dimensions", Repair.WITHIN)
+
+
+def permuted(call: Call) -> State:
+    """Tried out on a tensor whose sizes are all different."""
+    (operand, *_) = call.operands
+    state = operand.state
+    if not isinstance(state, Along):
+        return state
+    probe = torch.empty([i + 2 for i in range(operand.small.dim())], device="meta")
+    moved = call.target(probe, *list(call.small.values())[1:])
+    return Along(list(moved.shape).index(state.dim + 2), state.inner, state.degree)
+
+
+def sliced(call: Call) -> State:
+    """Some of a dimension. Of the samples' own only whole batches, which a dimension outside them may have merged into it."""
+    (operand, *_) = call.operands
+    state = operand.state
+    if not isinstance(state, Along):
+        return state
+    dim = call.small["dim"] % operand.small.dim()
+    if dim != state.dim:
+        return _less(state, {dim}, call.name not in ("select", "unbind"))
+    batches = []
+    for arguments, value, samples in ((call.small, operand.small, call.samples), (call.large, operand.large, call.samples * call.times)):
+        if call.name == "slice":
+            start, stop, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(value.shape[dim])
+            one = samples * state.inner
+            batches.append((start // one, stop // one) if step == 1 and not start % one and not stop % one else None)
+    if not batches or batches[0] is None or batches[0] != batches[1]:
+        raise Mixing(f"{call.shown} takes some of the samples", Repair.EACH)
+    return state
+
+
+def joined(call: Call) -> State:
+    dim = call.small["dim"] % call.rank
+    shift = [Operand(_shifted(o.state, dim), o.small.unsqueeze(dim), o.large.unsqueeze(dim)) for o in call.operands] if call.name == "stack" else call.operands
+    state = _summed(call, shift, False)
+    if isinstance(state, Along) and state.dim == dim and any(o.small.shape[dim] % (call.samples * state.inner) for o in shift):
+        raise Mixing(f"{call.shown} puts something else among the samples", Repair.EACH)
+    return state
+
+
+def _shifted(state: State, dim: int) -> State:
+    return Along(state.dim + (dim <= state.dim), state.inner, state.degree) if isinstance(state, Along) else state
+
+
+def picked(call: Call) -> tuple[State, ...]:
+    """Elements found by index. An index that is free of data is trusted to stay with the sample; one made of data is not."""
+    source = call.small.get("self", call.small.get("weight"))
+    assert isinstance(source, Operand)
+    through = [source.state.dim] if isinstance(source.state, Along) else growing(source.small, source.large)
+    indices = call.small["indices"] if "indices" in call.small else call.small["index"]
+    if isinstance(indices, Operand):
+        dims = {call.small.get("dim", 0) % max(source.small.dim(), 1)} if isinstance(indices.state, Along) else set()
+    else:
+        dims = {i for i, index in enumerate(indices) if isinstance(index, Operand) and isinstance(index.state, Along)}
+    if dims & set(through):
+        raise Mixing(f"{call.shown} chooses among the samples by what is in them", Repair.WITHIN)
+    if call.name in ("scatter_add", "index_add") and source.state == Free(zero=True) and not growing(*call.results[0]):
+        call.plain()
+        return (Mixed(0),)
+    return trusted(call)
+
+
+def counted(call: Call) -> State:
+    call.plain()
+    return Mixed(0)
+
+
+def trusted(call: Call) -> tuple[State, ...]:
+    """An operator about which nothing is known: the dimension that grows goes through the samples."""
+    operands = call.plain()
+    return tuple(_by_size(call, operands, small, large) for small, large in call.results)
+
+
+def unknown(call: Call) -> tuple[State, ...]:
+    """The same, unless the operator names the samples' dimension."""
+    state, value = call.operands[0].state, call.operands[0].small
+    named = call.small.get("dim", call.small.get("dims"))
+    if isinstance(state, Along) and isinstance(named, int | list) and state.dim in _dims(call, value.dim()):
+        raise call.through()
+    return trusted(call)
+
+
+def _by_size(call: Call, operands: list[Operand], small: torch.Tensor, large: torch.Tensor) -> State:
+    grown = growing(small, large)
+    if not grown:
+        return Mixing(f"{call.shown} makes one value of all samples, neither their sum nor their mean", Repair.PER_SAMPLE)
+    known = (o.state.inner for o in operands if isinstance(o.state, Along) and o.small.shape[o.state.dim] == small.shape[grown[0]])
+    return Along(grown[0], next(known, small.shape[grown[0]] // call.samples))
+
+
+def made(call: Call) -> State:
+    """A constant in the shape of something."""
+    return Free(zero="zeros" in call.name)
+
+
+# ------------------------------------------------------------------------------------------------------ products
+
+_LETTERS = {"mm": "ik kj ij", "bmm": "bik bkj bij", "mv": "ik k i", "dot": "k k ", "addmm": "ik kj ij", "baddbmm": "bik bkj bij", "addmv": "ik k i"}
+
+
+def contracted(call: Call) -> State:
+    """Matrix products. To sum over the samples products of values of the same sample is a sum."""
+    *_, a, b = call.operands
+    *letters, out = _LETTERS[call.name].split(" ")
+    product = Operand(_product(call, a, b, letters, out), *call.results[0])
+    if len(call.operands) == 2:
+        return product.state
+    if call.changed:
+        raise call.sized()
+    return _summed(call, [call.operands[0], product], False) if not isinstance(product.state, Free) else kept(call)
+
+
+def _product(call: Call, a: Operand, b: Operand, letters: list[str], out: str) -> State:
+    factors = [o.state for o in (a, b) if not isinstance(o.state, Free)]
+    mixed = [state for state in factors if isinstance(state, Mixed)]
+    if any(isinstance(o.state, Free) and o.state.degree != 0 for o in (a, b)):
+        raise call.sized()
+    if not factors or (mixed and len(factors) == 1):
+        return mixed[0] if mixed else Free()
+    if mixed:
+        raise Mixing(f"{call.shown} multiplies a {mixed[0]} over the samples", Repair.BALANCE)
+    found = {(names[o.state.dim], o.state.inner) for o, names in zip((a, b), letters, strict=True) if isinstance(o.state, Along)}
+    degree = sum(state.degree for state in factors if isinstance(state, Along))
+    if len(found) > 1:
+        raise call.against()
+    ((letter, inner),) = found
+    return Along(out.index(letter), inner, degree) if letter in out else Mixed(degree)
+
+
+def attended(call: Call) -> State:
+    """Attention: samples in a dimension before the last two, the same one in all operands."""
+    state = call.aligned(call.plain())
+    if state.dim >= call.rank - 2:
+        raise call.through()
+    return state
+
+
+def leading(call: Call) -> State:
+    """Convolutions and poolings: samples first, weights free of data."""
+    (operand, *others) = call.plain()
+    if operand is not call.operands[0] or others or not isinstance(operand.state, Along) or operand.state.dim != 0:
+        raise call.through()
+    return operand.state
+
+
+def recurrent(call: Call) -> tuple[State, ...]:
+    """Recurrent networks: states have the samples second, and so has the sequence unless it says `batch_first`."""
+    operands, first = call.plain(), 0 if call.small.get("batch_first") else 1
+    wanted = [(first if operand is call.operands[0] else 1, operand.state) for operand in operands]
+    inner = next(state.inner for _, state in wanted if isinstance(state, Along))
+    if any(state != Along(dim, inner) for dim, state in wanted):
+        raise call.through()
+    return Along(first, inner), *(Along(1, inner) for _ in call.results[1:])
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+CLASSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
+"""Losses over classes, which are dimension 1 of their input and no dimension of their target."""
+_OTHER_LOSSES = {"ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss", "triplet_margin_loss", "_ctc_loss"}
+
+
+def lost(call: Call) -> State | tuple[State, ...]:
+    """Operators with a reduction: 0 none, 1 mean, 2 sum."""
+    operands, reduction = call.plain(), call.small["reduction"]
+    if call.name in CLASSES:
+        operands = [_without_classes(call, operand) for operand in operands]
+    if call.name not in _OTHER_LOSSES:
+        state = call.aligned(operands, rank=max(operand.small.dim() for operand in operands))
+        if not reduction:
+            return state
+    return Mixed(-1 if reduction == 1 else 0) if reduction else trusted(call)
+
+
+def _without_classes(call: Call, operand: Operand) -> Operand:
+    """A loss's input as if it had no dimension for the classes, like its target."""
+    classes = min(1, operand.small.dim() - 1)
+    scores, target = call.small["self"], call.small["target"]
+    assert isinstance(operand.state, Along)
+    if operand is not scores and target.small.dim() < scores.small.dim():
+        return operand
+    if operand.state.dim == classes:
+        raise call.through()
+    return Operand(_less(operand.state, {classes}, False), operand.small.select(classes, 0), operand.large.select(classes, 0))
+
+
+def dropped(call: Call) -> State:
+    """Our dropout numbers elements by their place in a batch that is the first dimension."""
+    state, value = call.operands[0].state, call.operands[0].small
+    if not isinstance(state, Along) or state.dim != 0 or value.shape[0] != call.samples * state.inner:
+        raise Mixing("the masks of dropout would depend on how the batch is divided", Repair.FIRST)
+    return state
+
+
+# --------------------------------------------------------------------------------------------------------- table
+
+ADDED, SCALED = ("add", "sub", "rsub"), ("mul", "div")
+KEPT = (
+    "neg", "to", "_to_copy", "clone", "detach", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "type_as", "positive", "expand", "expand_as",
+    "broadcast_to", "repeat", "dropout", "_conj", "real",
+)  # fmt: skip
+REDUCED = (
+    "sum", "mean", "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm",
+    "logsumexp", "median", "nanmedian", "mode", "kthvalue", "quantile", "any", "all", "count_nonzero",
+)  # fmt: skip
+SCANNED = (
+    "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "topk", "argsort", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax",
+    "flip", "roll", "_fft_c2c", "_fft_r2c", "_fft_c2r",
+)  # fmt: skip
+NUMBERED = ("view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze", "ravel")
+PERMUTED = ("permute", "transpose", "t", "movedim", "moveaxis", "swapdims", "swapaxes", "mT", "mH", "numpy_T", "matrix_H", "adjoint")
+SLICED = ("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk")
+PICKED = (
+    "index", "_unsafe_index", "index_put", "gather", "index_select", "embedding", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy",
+    "index_fill",
+)  # fmt: skip
+MATRIX = (
+    "tril", "triu", "cholesky", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_qr", "_linalg_det", "_linalg_slogdet", "_linalg_svd", "_linalg_eigh",
+    "_linalg_solve_ex",
+)  # fmt: skip
+MADE = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "rand_like", "randn_like")
+LEADING = ("convolution", "_convolution", "avg_pool", "max_pool", "adaptive_", "_adaptive_", "upsample_", "fractional_max_pool")
+
+_FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
+    (ADDED, added), (SCALED, scaled), (KEPT, kept), (REDUCED, reduced), (SCANNED, scanned), (NUMBERED, numbered), (PERMUTED, permuted), (SLICED, sliced),
+    (("cat", "concat", "concatenate", "stack"), joined), (PICKED, picked), (MADE, made), (_LETTERS, contracted), (("scaled_dot_product_attention",), attended),
+    (MATRIX, matrix), (CLASSES, lost), (("copy",), copied), (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
+)  # fmt: skip
+RULES: dict[str, Rule] = {name: rule for names, rule in _FAMILIES for name in names}
+
+
+def name_of(target: Any) -> str:
+    """`add` for `aten.add_.Tensor`; operators that write are known by the name of those that do not."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return str(getattr(target, "__name__", target))
+    name: str = schema.name.split("::")[-1]
+    return name.removesuffix("_") if schema.is_mutable else name
+
+
+def rule_of(target: Any) -> Rule | None:
+    """None: an operator to be decomposed, or trusted if it cannot be."""
+    schema, name = getattr(target, "_schema", None), name_of(target)
+    if schema is None or not schema.name.startswith("aten::"):
+        return dropped if name == "counter_dropout" else trusted
+    if name in RULES:
+        return RULES[name]
+    if torch.Tag.pointwise in target.tags or name == "masked_fill":
+        return pointwise
+    if any(argument.name == "reduction" for argument in schema.arguments):
+        return lost
+    return leading if name.startswith(LEADING) else None

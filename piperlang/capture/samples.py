@@ -1,0 +1,311 @@
+"""Whether the batch may be divided, and how the losses of its parts make the loss of the whole.
+
+Two traces of one program, at two sizes of the batch, are read side by side: where shapes differ, a dimension goes through the samples. Rules
+per operator (`sample_rules.py`) follow the samples to the loss. An operator without a rule is decomposed, and where that is impossible its shapes are trusted.
+
+Private API, kept in this file: `torch._decomp.decomposition_table` (tried on torch 2.13).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, State, growing
+from piperlang.capture.random import module_of
+from piperlang.capture.sample_rules import CLASSES, KEPT, NUMBERED, PERMUTED, REDUCED, name_of, rule_of, unknown
+from piperlang.capture.trace import Traced
+from piperlang.diagnostics import Diagnostic
+
+States: TypeAlias = State | tuple[State, ...]
+"""Of an operator that gives several tensors: one each."""
+_DEEPEST = 4
+"""Decompositions within decompositions, past which an operator is trusted."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    loss: str
+    """`mean` or `sum`: how the losses of parts of the batch combine into the loss of the whole."""
+    dims: dict[str, tuple[int, int]]
+    """By node: the dimension that goes through the samples, and how many of its elements in a row belong to one sample."""
+    mixing: Diagnostic | None
+    """Why the batch cannot be divided."""
+    weighted: tuple[str, ...]
+    """Means over targets that are not ignored: where parts ignore different numbers of targets, their weights differ."""
+
+
+def samples(small: Traced, large: Traced) -> Samples:
+    """`small` and `large` are one program traced at two sizes of the batch, 2 samples or more."""
+    assert large.samples > small.samples > 1
+    assert large.samples % small.samples == 0
+    if not _same(small.graph, large.graph):
+        return Samples("mean", {}, _two_programs(small, large), ())
+    walk = _Walk((small.mode, large.mode), small.samples, large.samples // small.samples)
+    walk.run(small.graph, large.graph, [_given(small, large, a, b, walk) for a, b in _pairs(small.graph, large.graph) if a.op == "placeholder"])
+    (output,) = (node for node in small.graph.nodes if node.op == "output")
+    state = walk.states[output.all_input_nodes[0]]
+    if isinstance(state, Along):
+        state = Mixing("the loss is not one number", Repair.LAST)
+    if isinstance(state, Mixed) and state.degree not in (0, -1):
+        state = Mixing("the loss is neither a sum nor a mean over the samples", Repair.LAST)
+    loss = "sum" if isinstance(state, Mixed) and state.degree == 0 else "mean"
+    weighted = tuple(node.name for node in small.graph.nodes if _is_weighted(node, walk.states))
+    return Samples(loss, _dims(small, large, walk), _diagnostic(state, walk, output.all_input_nodes[0]) if isinstance(state, Mixing) else None, weighted)
+
+
+def _two_programs(small: Traced, large: Traced) -> Diagnostic:
+    counts = f"with {small.samples} samples it runs {len(small.graph.nodes)} operators, with {large.samples} it runs {len(large.graph.nodes)}"
+    return Diagnostic("P0805", "the program depends on the size of the batch", notes=(counts,), helps=(Repair.ALIKE.value,))
+
+
+def _pairs(small: fx.Graph, large: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    return list(zip(small.nodes, large.nodes, strict=True))
+
+
+def _same(small: fx.Graph, large: fx.Graph) -> bool:
+    """The same operators in the same order, reading the same values."""
+    if len(small.nodes) != len(large.nodes):
+        return False
+    partner = dict(_pairs(small, large))
+    alike = ((a.op, name_of(a.target)) == (b.op, name_of(b.target)) for a, b in partner.items())
+    return all(alike) and all([partner[node] for node in a.all_input_nodes] == b.all_input_nodes for a, b in partner.items())
+
+
+def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) -> State:
+    """A placeholder: tensors of the batch have data, weights none. A constant that is not the same in both traces follows the batch's size unseen."""
+    if a.name in small.weights:
+        one, two = small.weights[a.name].fake, large.weights[b.name].fake
+        return Free(0 if isinstance(one, FakeTensor) or torch.equal(one, two) else None)
+    value = a.meta.get("val")
+    if a.name not in small.batch or not isinstance(value, torch.Tensor):
+        return Free()
+    grown = growing(value, b.meta["val"])
+    return Along(grown[0], value.shape[grown[0]] // walk.samples) if grown else Free()
+
+
+def _dims(small: Traced, large: Traced, walk: _Walk) -> dict[str, tuple[int, int]]:
+    found = {}
+    for a, b in _pairs(small.graph, large.graph):
+        state, value = walk.states.get(a), a.meta.get("val")
+        if isinstance(state, Along):
+            found[a.name] = (state.dim, state.inner)
+        elif isinstance(state, Free) and isinstance(value, torch.Tensor) and len(grown := growing(value, b.meta["val"])) == 1:
+            found[a.name] = (grown[0], value.shape[grown[0]] // small.samples)
+    return found
+
+
+def _is_weighted(node: fx.Node, states: dict[fx.Node, States]) -> bool:
+    if name_of(node.target) not in CLASSES or not isinstance(states[node], Mixed):
+        return False
+    arguments = _arguments(node)
+    return arguments["reduction"] == 1 and not arguments["target"].meta["val"].is_floating_point()
+
+
+def _diagnostic(state: Mixing, walk: _Walk, last: fx.Node) -> Diagnostic:
+    node = walk.causes.get(id(state), last)
+    stack = node.meta.get("nn_module_stack") or {}
+    place = "in the loss" if [path for path, _ in stack.values()][-1:] == [""] else module_of(node)
+    return Diagnostic("P0805", f"the batch cannot be divided: {state.message}", notes=(place,), helps=(state.help,))
+
+
+# ------------------------------------------------------------------------------------------------------------- walk
+
+
+@dataclass
+class _Walk:
+    """One pass over a graph, in both sizes."""
+
+    modes: tuple[FakeTensorMode, FakeTensorMode]
+    samples: int
+    times: int
+    shown: str = ""
+    """The operator that this graph decomposes."""
+    depth: int = 0
+    states: dict[fx.Node, States] = field(default_factory=dict)
+    causes: dict[int, fx.Node] = field(default_factory=dict)
+    """Which node is the reason, by the id of its Mixing."""
+    known: dict[Any, fx.Graph | None] = field(default_factory=dict)
+
+    def run(self, small: fx.Graph, large: fx.Graph, given: Sequence[State]) -> None:
+        places = iter(given)
+        for a, b in _pairs(small, large):
+            if a.op == "placeholder":
+                self.states[a] = next(places)
+            elif a.op == "call_function":
+                self.states[a] = self._after(a, b)
+                self._write(a, b)
+            elif a.op != "output":
+                self.states[a] = Free()
+
+    def _after(self, a: fx.Node, b: fx.Node) -> States:
+        if a.target is operator.getitem:
+            whole = self.states[a.args[0]]  # type: ignore[index]
+            return whole[a.args[1]] if isinstance(whole, tuple) else whole  # type: ignore[index]
+        causes = [state for node in a.all_input_nodes for state in _several(self.states[node]) if isinstance(state, Mixing)]
+        if causes:  # the first of them in the order of the program
+            order = list(self.causes)
+            return min(causes, key=lambda state: order.index(id(state)))
+        try:
+            found = self._ruled(a, b)
+        except Mixing as problem:
+            found = problem
+        for state in _several(found):
+            if isinstance(state, Mixing):
+                self.causes[id(state)] = a
+        return found
+
+    def _ruled(self, a: fx.Node, b: fx.Node) -> States:
+        results = tuple((x, y) for x, y in zip(_tensors(a), _tensors(b), strict=True))
+        name = name_of(a.target)
+        call = Call(name, self.shown or name.strip("_"), a.target, self._operands(a, a, b), self._operands(b, a, b), results, self.samples, self.times)
+        if not call.data and name != "counter_dropout":
+            return _free(call)
+        if not results:
+            raise Mixing(f"{call.shown} reads values of the batch as numbers", Repair.NUMBERS)
+        rule = rule_of(a.target)
+        states = rule(call) if rule else self._decomposed(a, b, call)
+        every = states if isinstance(states, tuple) else (states,) * len(results)
+        checked = tuple(_checked(call, state, *result) for state, result in zip(every, results, strict=True))
+        return checked if isinstance(a.meta["val"], tuple | list) else checked[0]
+
+    def _operands(self, node: fx.Node, a: fx.Node, b: fx.Node) -> dict[str, Any]:
+        """The arguments by name, tensors as operands."""
+        operands = {}
+        for own, one, two in zip(node.all_input_nodes, a.all_input_nodes, b.all_input_nodes, strict=True):
+            state, value = self.states[one], one.meta.get("val")
+            operands[own] = Operand(state, value, two.meta["val"]) if isinstance(value, torch.Tensor) and not isinstance(state, tuple) else None
+        return {name: _replaced(value, operands) for name, value in _arguments(node).items()}
+
+    # ----------------------------------------------------------------------------------------------- decomposition
+
+    def _decomposed(self, a: fx.Node, b: fx.Node, call: Call) -> States:
+        graphs = [self._graph(node, mode) for node, mode in zip((a, b), self.modes, strict=True)]
+        if self.depth == _DEEPEST or graphs[0] is None or graphs[1] is None:
+            return unknown(call)
+        if not _same(graphs[0], graphs[1]):  # a loop over the samples
+            raise call.through()
+        inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
+        inside.run(graphs[0], graphs[1], [operand.state for operand in call.operands])
+        (output,) = (node for node in graphs[0].nodes if node.op == "output")
+        found = pytree.tree_leaves(output.args)
+        return tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
+
+    def _graph(self, node: fx.Node, mode: FakeTensorMode) -> fx.Graph | None:
+        """The operator as a graph of others, or None if there are no others."""
+        flat, layout = pytree.tree_flatten((node.args, node.kwargs))
+        tensors: list[torch.Tensor] = [leaf.meta["val"] for leaf in flat if isinstance(leaf, fx.Node)]
+        key = (node.target, layout, *(repr(leaf) for leaf in flat if not isinstance(leaf, fx.Node)), *((t.shape, t.stride(), t.dtype) for t in tensors))
+        if key in self.known:
+            return self.known[key]
+
+        def call(*given: torch.Tensor) -> Any:
+            rest = iter(given)
+            args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in flat], layout)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        try:
+            with mode, torch.no_grad():
+                graph: fx.Graph | None = make_fx(call, decomposition_table=_table())(*tensors).graph
+        except Exception:  # an operator that cannot be decomposed is one that we know nothing about
+            graph = None
+        if graph is not None and any(inner.target == node.target for inner in graph.nodes):
+            graph = None
+        self.known[key] = graph
+        return graph
+
+    # ------------------------------------------------------------------------------------------------------ writes
+
+    def _write(self, a: fx.Node, b: fx.Node) -> None:
+        """What is written into a view is read from the tensor it views, and from its other views."""
+        schema = getattr(a.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        new, root = self.states[a], _root(a)
+        for node in [node for node in self.states if node is not a and _root(node) is root]:
+            old = self.states[node]
+            if isinstance(new, Mixing) or isinstance(old, Mixing):
+                self.states[node] = new if isinstance(new, Mixing) else old
+            elif isinstance(old, Free) and isinstance(new, Along):
+                other = next(y for x, y in _pairs(a.graph, b.graph) if x is node).meta["val"]
+                grown = growing(node.meta["val"], other)
+                self.states[node] = Along(grown[0], node.meta["val"].shape[grown[0]] // self.samples, new.degree) if grown else Free()
+            elif isinstance(old, Free) and isinstance(new, Mixed) and (old.zero or new.degree == -1):
+                self.states[node] = new
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The tensor that a chain of views and writes starts from."""
+    schema = getattr(node.target, "_schema", None)
+    while schema is not None and schema.arguments and schema.arguments[0].alias_info is not None and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        schema = getattr(node.target, "_schema", None)
+    return node
+
+
+@cache
+def _table() -> dict[Any, Any]:
+    return {target: function for target, function in decomposition_table.items() if rule_of(target) is None}
+
+
+def _several(states: States) -> tuple[State, ...]:
+    return states if isinstance(states, tuple) else (states,)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """By name, those left out by their default."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {str(i): value for i, value in enumerate(node.args)} | node.kwargs
+    found = {}
+    for i, argument in enumerate(schema.arguments):
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        found[argument.name] = given
+    return found
+
+
+def _replaced(value: Any, operands: dict[fx.Node, Operand | None]) -> Any:
+    if isinstance(value, fx.Node):
+        return operands[value]
+    return [_replaced(item, operands) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _free(call: Call) -> Free:
+    """Of values without data. One that lost a dimension through the samples, or that a number was made into, changes with the batch's size."""
+    zero = call.name in ("zeros", "new_zeros", "zeros_like")
+    given = [operand.state.degree for operand in call.operands if isinstance(operand.state, Free)]
+    if given and call.name in (*KEPT, *NUMBERED, *PERMUTED):
+        return Free(given[0], zero)
+    if "fill_value" in call.small and all(degree == 0 for degree in given):
+        return Free(call.degree("fill_value"), zero)
+    grows = any(growing(*result) for result in call.results)
+    lost = call.name in REDUCED and any(growing(operand.small, operand.large) for operand in call.operands)
+    changes = any(degree != 0 for degree in given) or (not grows and (lost or call.changed))
+    return Free(None if changes else 0, zero)
+
+
+def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor) -> State:
+    """The shapes of a result say what its state says."""
+    grown = growing(small, large)
+    if isinstance(state, Mixed) and grown:
+        return Mixing(f"{call.shown} gives a {state} over the samples to every sample", Repair.ALONE)
+    if not isinstance(state, Along):
+        return state
+    if len(grown) > 1:
+        return call.against()
+    fits = grown == [state.dim] and large.shape[state.dim] == small.shape[state.dim] * call.times and small.shape[state.dim] % (call.samples * state.inner) == 0
+    return state if fits else Mixing(f"{call.shown} takes some of the samples", Repair.EACH)

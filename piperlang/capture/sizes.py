@@ -1,0 +1,102 @@
+"""One program for any batch size, from two traces.
+
+The model is traced at two batch sizes. Node by node the two graphs must be the same but for constants and shapes; a number that
+differs is a linear function of the batch size (a dim of a view), or inverse to it (a factor of a mean), and can be
+computed for any other size. So pieces of any size come from two traces, and the dims that go through the samples are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.random import module_of
+from piperlang.capture.trace import Traced, trace
+from piperlang.diagnostics import error
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The program traced at `small.samples`, and its twin at twice as many."""
+
+    small: Traced
+    large: Traced
+    twin: dict[fx.Node, fx.Node]
+
+    def dims(self, node: fx.Node) -> tuple[tuple[int, int], ...]:
+        """Every dim of a node's value as (a, b): its size is a * samples + b."""
+        a, b = self.small.value(node), self.large.value(self.twin[node])
+        return tuple(_line(x, y, self.small.samples, node) for x, y in zip(a.shape, b.shape, strict=True))
+
+    def shape(self, node: fx.Node, samples: int) -> tuple[int, ...]:
+        return tuple(a * samples + b for a, b in self.dims(node))
+
+    def arguments(self, node: fx.Node, samples: int, replace: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a node for a batch of this size, with other nodes replaced."""
+        if samples == self.small.samples:
+            return fx.node.map_arg((node.args, node.kwargs), replace)
+        twin = self.twin[node]
+        mine, layout = pytree.tree_flatten((node.args, node.kwargs))
+        other, _ = pytree.tree_flatten((twin.args, twin.kwargs))
+        flat = [replace(x) if isinstance(x, fx.Node) else self._at(x, y, samples, node) for x, y in zip(mine, other, strict=True)]
+        return pytree.tree_unflatten(flat, layout)  # type: ignore[no-any-return]
+
+    def _at(self, x: Any, y: Any, samples: int, node: fx.Node) -> Any:
+        if x == y or not isinstance(x, int | float):
+            return x
+        if isinstance(x, int):
+            a, b = _line(x, y, self.small.samples, node)
+            return a * samples + b
+        if x * self.small.samples == y * self.large.samples:
+            return x * self.small.samples / samples
+        raise _unclear(node)
+
+
+def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> Sizes:
+    """Trace at the size of `batch` (at least two samples, so that nothing is taken for a broadcast) and at twice as many."""
+    flat, _ = pytree.tree_flatten(batch)
+    samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
+    size = max(2, samples)
+    small = trace(make_model, loss, _resized(batch, samples, size))
+    large = trace(make_model, loss, _resized(batch, samples, 2 * size))
+    return pair(small, large)
+
+
+def pair(small: Traced, large: Traced) -> Sizes:
+    first, second = list(small.graph.nodes), list(large.graph.nodes)
+    for a, b in zip(first, second, strict=False):
+        if (a.op, str(a.target) if a.op == "call_function" else "") != (b.op, str(b.target) if b.op == "call_function" else ""):
+            raise _unclear(a)
+    if len(first) != len(second):
+        raise _unclear(first[-1])
+    return Sizes(small, large, dict(zip(first, second, strict=True)))
+
+
+def _resized(batch: tuple[Any, Any], samples: int, size: int) -> tuple[Any, Any]:
+    def one(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != samples:
+            return t
+        return t[:1].expand(size, *t.shape[1:]) if size != samples else t  # only its shape is read
+
+    resized: tuple[Any, Any] = pytree.tree_map(one, batch)
+    return resized
+
+
+def _line(x: int, y: int, samples: int, node: fx.Node) -> tuple[int, int]:
+    slope = Fraction(y - x, samples)
+    if slope.denominator != 1:
+        raise _unclear(node)
+    return int(slope), x - int(slope) * samples
+
+
+def _unclear(node: fx.Node) -> Exception:
+    return error(
+        "P0806", "the program depends on the size of the batch", notes=[f"operator {node.target} {module_of(node)}"],
+        help="let shapes grow with the batch, and nothing else depend on its size",
+    )  # fmt: skip

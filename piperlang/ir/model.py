@@ -1,0 +1,136 @@
+"""A captured model as the passes see it: chunks, the tensors between them, and weights. Shapes only, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Protocol, TypeAlias
+
+from piperlang.diagnostics import Diagnostic
+from piperlang.elaborate.selector import TagValue
+
+Slot: TypeAlias = tuple[str, int]
+"""What a pass of a chunk takes or gives: (weight | batch | rng | input | output | saved | kept | grad_..., index)."""
+
+Place: TypeAlias = int | str
+"""How a tensor lies along one device axis: a dim divided evenly, or one of the words below."""
+
+WHOLE = "whole"
+"""Every device has all of it."""
+SUM = "sum"
+"""Every device has a part of a sum."""
+MEAN = "mean"
+"""Every device has a part of a mean (only losses)."""
+BATCH = "batch"
+"""The samples are divided along the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor whose shape depends on the number of samples: every dim is a * samples + b."""
+
+    name: str
+    dims: tuple[tuple[int, int], ...]
+    dtype: str
+    itemsize: int
+    batch: int | None = None
+    """The dim that goes through the samples, outermost in it; None if no dim does."""
+    whole_only: bool = False
+    """The samples are inside a dim, not outermost: it can be passed on, but not divided otherwise than it was made."""
+    differentiable: bool = False
+
+    def shape(self, samples: int) -> tuple[int, ...]:
+        return tuple(a * samples + b for a, b in self.dims)
+
+    def bytes(self, samples: int) -> int:
+        return prod(self.shape(samples)) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter or buffer; tied ones are one Weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    trained: bool
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """F, B, I or W of a chunk: what it takes and gives, and what it costs at the size it was captured."""
+
+    takes: tuple[Slot, ...]
+    gives: tuple[Slot, ...]
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the model that runs as one."""
+
+    number: int
+    tags: Mapping[str, TagValue]
+    weights: tuple[str, ...]
+    """Names of weights, by slot."""
+    batch: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    passes: Mapping[str, Pass]
+    """F always; B where anything learns; I where an input wants a gradient, W where a weight does."""
+    random: bool
+    modules: tuple[str, ...]
+    """Paths of the modules in it, for messages."""
+    saved_bytes: int = 0
+    kept_bytes: int = 0
+    key: object = field(default=None, compare=False)
+    """Equal for chunks that compute the same."""
+
+    @property
+    def tagset(self) -> frozenset[tuple[str, TagValue]]:
+        return frozenset(self.tags.items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in sorted(self.tags.items())) or "untagged"
+
+
+@dataclass(frozen=True, slots=True)
+class Divide:
+    """One device axis along which the weights of a chunk are divided."""
+
+    axis: str
+    size: int
+    style: str
+
+
+Places: TypeAlias = Mapping[Slot, tuple[Place, ...]]
+"""For every slot of a chunk, how it lies along each axis that divides the chunk."""
+
+
+class Divider(Protocol):
+    """Who can tell how a chunk's tensors lie when its weights are divided: the captured model, which can trace it."""
+
+    def divided(self, chunk: int, samples: int, divides: tuple[Divide, ...], arriving: Mapping[Slot, tuple[Place, ...]]) -> Places: ...
+
+
+@dataclass(frozen=True)
+class Model:
+    chunks: Sequence[Chunk]
+    tensors: Mapping[str, Tensor]
+    """Everything that crosses between chunks, the batch's tensors, and the loss."""
+    weights: Mapping[str, Weight]
+    samples: int
+    loss: str
+    """The tensor that the last chunk gives."""
+    combine: str
+    """How losses of parts of the batch make the loss of the whole: `mean` or `sum`."""
+    mixing: Diagnostic | None = None
+    """Why the batch cannot be divided, if it cannot."""
+    divider: Divider | None = None

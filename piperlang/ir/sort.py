@@ -1,0 +1,83 @@
+"""An order in which the whole graph can run, or the circle that prevents it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from piperlang.diagnostics import Diagnostic, Label, PiperError
+from piperlang.ir.graph import Graph
+from piperlang.source import Span
+
+
+def topological(graph: Graph) -> list[int]:
+    """All nodes, each after what it reads and what is ordered before it; ties in the order of their numbers."""
+    # A step of an order is a gate: its nodes wait for the gate, the next gate waits for its nodes. So wide steps cost no product.
+    count = len(graph.nodes)
+    gates = [(order, k) for order in graph.orders for k in range(1, len(order.groups))]
+    users: list[list[int]] = [[] for _ in range(count + len(gates))]
+    waits = [0] * len(users)
+
+    def edge(before: int, after: int) -> None:
+        users[before].append(after)
+        waits[after] += 1
+
+    for node in graph.nodes:
+        for maker in set(graph.sources(node)):
+            edge(maker, node.id)
+    for later, earlier in graph.after.items():
+        for one in earlier:
+            edge(one, later)
+    for gate, (order, k) in enumerate(gates, count):
+        for node_id in order.groups[k - 1]:
+            edge(node_id, gate)
+        for node_id in order.groups[k]:
+            edge(gate, node_id)
+    ready = [i for i in range(len(users) - 1, -1, -1) if not waits[i]]
+    done: list[int] = []
+    while ready:
+        now = ready.pop()
+        done.append(now)
+        for user in reversed(users[now]):
+            waits[user] -= 1
+            if not waits[user]:
+                ready.append(user)
+    if len(done) < len(users):
+        raise PiperError(_circle(graph, users, {i for i, left in enumerate(waits) if left}, count))
+    return [i for i in done if i < count]
+
+
+def _circle(graph: Graph, users: Sequence[Sequence[int]], stuck: set[int], count: int) -> Diagnostic:
+    """Walk backwards among what is stuck until a node comes twice, and name the circle node by node."""
+    before: dict[int, int] = {}
+    for node in stuck:
+        for user in users[node]:
+            if user in stuck:
+                before[user] = node
+    now = next(iter(before))
+    path: list[int] = []
+    seen: set[int] = set()
+    while now not in seen:
+        seen.add(now)
+        path.append(now)
+        now = before[now]
+    circle = [i for i in reversed(path[path.index(now) :]) if i < count]
+    names = [str(graph.nodes[i]) for i in circle]
+    labels = list(_labels(graph, set(circle)))
+    lines = [f"{name} before {names[(i + 1) % len(names)]}" for i, name in enumerate(names)]
+    shown = lines if len(lines) <= 12 else [*lines[:11], f"... and {len(lines) - 11} more"]
+    span, text = labels[0] if labels else (None, "")
+    return Diagnostic(
+        "P0501", "these nodes wait for each other", span, text, tuple(Label(s, t) for s, t in labels[1:4]), notes=tuple(shown),
+        helps=("move what is waited for before the step that waits",),
+    )  # fmt: skip
+
+
+def _labels(graph: Graph, circle: set[int]) -> Iterator[tuple[Span, str]]:
+    """The steps of orders that name nodes of the circle."""
+    seen: set[Span] = set()
+    for order in graph.orders:
+        for group, step in zip(order.groups, order.written, strict=True):
+            for node in group:
+                if node in circle and step.span not in seen:
+                    seen.add(step.span)
+                    yield step.span, f"orders {graph.nodes[node]}"

@@ -1,0 +1,193 @@
+"""The graph of a schedule: compute nodes here, what moves between them in flow.py, weights in weights.py, orders in temporal.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from piperlang.elaborate.placement import Chunk as Tagset
+from piperlang.ir.graph import Family, Graph, Key, Value
+from piperlang.ir.model import Slot, Tensor
+from piperlang.passes.flow import Flow
+from piperlang.passes.nodes import Nodes
+from piperlang.passes.reduce import reduce
+from piperlang.passes.schedule import Schedule
+from piperlang.passes.sites import Point, Site, Sites
+from piperlang.passes.temporal import Temporal, halved_by_orders
+from piperlang.passes.weights import Weights
+
+SEED = "seed"
+"""The gradient of the loss: each device's share of the batch."""
+RNG = "rng"
+
+
+def build(schedule: Schedule, sketch: bool = False) -> Graph:
+    """The graph as the directives so far make it. A sketch has one microbatch of everything: enough to see what there is."""
+    return _Build(schedule, sketch).graph()
+
+
+class _Build:
+    def __init__(self, schedule: Schedule, sketch: bool) -> None:
+        self.schedule, self.model = schedule, schedule.model
+        self.sites = Sites(schedule, sketch)
+        self.nodes = Nodes(schedule)
+        self.flow = Flow(self.nodes)
+        self.weights = Weights(self.model, self.sites, self.nodes)
+        self.readers = {name: [(c.number, i) for c in self.model.chunks for i, read in enumerate(c.inputs) if read == name] for name in self.model.tensors}
+        self.by_order, self.whole = halved_by_orders(schedule)
+        self.losses: list[Key] = []
+
+    def graph(self) -> Graph:
+        for chunk in self.model.chunks:
+            for site in self.sites.of[chunk.number]:
+                self._forward(site)
+        for chunk in reversed(self.model.chunks):
+            if "B" in chunk.passes:
+                for site in self.sites.of[chunk.number]:
+                    self._backward(site)
+        updated = reduce(self.model, list(self.weights.homes.values()), self.nodes)
+        temporal = Temporal(self.schedule, self.nodes)
+        orders = temporal.orders()
+        self.weights.prefetch(orders)
+        temporal.chains()
+        n = self.nodes
+        return Graph(self.model, n.nodes, n.families, n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated)
+
+    # ------------------------------------------------------------------------------------------------- forward
+
+    def _forward(self, site: Site) -> None:
+        chunk, number = site.chunk, site.chunk.number
+        takes = chunk.passes["F"].takes
+        keeps = "B" in chunk.passes and site.group not in self.schedule.recomputed
+        family = self._family("F", site, takes, chunk.passes["F"].gives)
+        offloads = site.group in self.schedule.offloaded and "B" in chunk.passes
+        out = self.nodes.family(Family("offload", chunk.tags, site.where, site.dims, number, by=self.schedule.offloaded[site.group])) if offloads else None
+        for point in site.points:
+            at = _text(point)
+            reads = tuple(self._given(site, slot, point, "F") for slot in takes)
+            writes = [f"{name}#{at}" for name in chunk.outputs]
+            for j, name in enumerate(chunk.outputs):
+                self._value(writes[j], self.model.tensors[name], site, ("output", j), point)
+            if self.model.loss in chunk.outputs:
+                self.losses.append(f"{self.model.loss}#{at}")
+            if keeps:
+                writes.append(f"saved:{number}#{at}")
+            node = self.nodes.add(family, point, reads, tuple(writes))
+            self.weights.read_by(site, "F", point, node)
+            if out is not None:
+                self.nodes.add(out, point, ((f"saved:{number}#{at}",),), (f"host:{number}#{at}",))
+
+    def _family(self, op: str, site: Site, slots: tuple[Slot, ...], gives: tuple[Slot, ...] = ()) -> Family:
+        return self.nodes.family(Family(op, site.chunk.tags, site.where, site.dims, site.chunk.number, op if op != "R" else None, slots, gives, site.local_samples, site.divides, site.spread))
+
+    def _value(self, key: Key, tensor: Tensor, site: Site, slot: Slot, point: Point) -> None:
+        self.nodes.values[key] = Value(tensor, site.layouts[slot], site.first(point), site.samples, site.inner(point))
+
+    def _given(self, site: Site, slot: Slot, point: Point, phase: str) -> tuple[Key, ...]:
+        """What a pass reads from outside its chunk: weights, the batch, random numbers, inputs."""
+        kind, i = slot
+        if kind == "weight":
+            return (self.weights.key(site, i, phase, point),)
+        if kind == "input":
+            name = site.chunk.inputs[i]
+            maker, j = self.sites.maker[name]
+            source = self.sites.at(maker, self._piece(maker, site, point))
+            return self.flow.fetch(name, self.model.tensors[name], source, source.layouts["output", j], site, site.layouts[slot], point, "F")
+        if kind == "batch":
+            key = f"{site.chunk.batch[i]}@{site.chunk.number}#{_text(point)}"
+            self._value(key, self.model.tensors[site.chunk.batch[i]], site, slot, point)
+            return (key,)
+        return (RNG,)
+
+    def _piece(self, other: int, site: Site, point: Point) -> Point:
+        """The point of another chunk that tells where its part of this piece of the batch is."""
+        first = self.sites.of[other][0]
+        return point if first.dims == site.dims else point[: site.outer] + (0,) * (len(first.dims) - first.outer)
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def _backward(self, site: Site) -> None:
+        chunk = site.chunk
+        families: dict[str, Family] = {}
+        again = self._family("R", site, chunk.passes["F"].takes) if site.group in self.schedule.recomputed else None
+        offloaded = self.schedule.offloaded.get(site.group)
+        fetch = self.nodes.family(Family("fetch", chunk.tags, site.where, site.dims, chunk.number, by=offloaded)) if offloaded else None
+        ahead = next((o.value for o in offloaded.options if o.name == "prefetch"), 0) if offloaded else 0
+        backwards: list[int] = []
+        for point in site.points:
+            arrived = self._gradients(site, point)
+            saved = f"saved:{chunk.number}#{_text(point)}"
+            makers = [self.nodes.made[key] for keys in arrived.values() for key in keys if key in self.nodes.made]
+            if again is not None:
+                reads = tuple(self._given(site, slot, point, "R") for slot in again.slots)
+                node = self.nodes.add(again, point, reads, (saved,))
+                self.weights.read_by(site, "R", point, node)
+                self._wait(node, makers)
+            if fetch is not None:
+                node = self.nodes.add(fetch, point, ((f"host:{chunk.number}#{_text(point)}",),), (f"{saved}!",))
+                saved = f"{saved}!"
+                if isinstance(ahead, int) and ahead == 0:
+                    self._wait(node, makers)
+                elif isinstance(ahead, int) and len(backwards) >= ahead:
+                    self._wait(node, backwards[-ahead:][:1])
+            for op in self._halves(site.group, point):
+                if op in chunk.passes:
+                    if op not in families:
+                        families[op] = self._family(op, site, _bundled(chunk.passes[op].takes), chunk.passes[op].gives)
+                    node = self._pass(op, families[op], site, point, arrived, saved)
+            backwards.append(node)
+
+    def _wait(self, node: int, makers: list[int]) -> None:
+        for maker in makers:
+            self.nodes.before(node, maker)
+
+    def _halves(self, group: Tagset, point: Point) -> tuple[str, ...]:
+        named = (group, point) in self.by_order or (group in self.schedule.halved and (group, point) not in self.whole)
+        return ("I", "W") if named else ("B",)
+
+    def _gradients(self, site: Site, point: Point) -> dict[int, tuple[Key, ...]]:
+        """For every output that has one, the parts of its gradient: one from each reader."""
+        found: dict[int, tuple[Key, ...]] = {}
+        for j, name in enumerate(site.chunk.outputs):
+            tensor = self.model.tensors[name]
+            if name == self.model.loss:
+                found[j] = (SEED,)
+                continue
+            parts: list[Key] = []
+            for reader, i in self.readers[name] if tensor.differentiable else ():
+                if ("grad_input", i) not in self.model.chunks[reader].passes.get("B", self.model.chunks[reader].passes["F"]).gives:
+                    continue
+                source = self.sites.at(reader, self._piece(reader, site, point))
+                half = self._halves(source.group, self._piece(reader, site, point))[0]
+                have, want = source.layouts["grad_input", i], site.layouts["grad_output", j]
+                parts += self.flow.fetch(f"d:{name}:{reader}.{i}", replace(tensor, name=f"d:{name}"), source, have, site, want, point, half)
+            found[j] = tuple(parts)
+        return found
+
+    def _pass(self, op: str, family: Family, site: Site, point: Point, arrived: dict[int, tuple[Key, ...]], saved: Key) -> int:
+        chunk, at = site.chunk, _text(point)
+        bundles = {"saved": saved, "kept": f"kept:{chunk.number}#{at}"}
+        reads = tuple(
+            (bundles[slot[0]],) if slot[0] in bundles else arrived[slot[1]] if slot[0] == "grad_output" else self._given(site, slot, point, op) for slot in family.slots
+        )
+        writes: list[Key] = []
+        for kind, i in family.gives:
+            if kind == "grad_input":
+                name = chunk.inputs[i]
+                writes.append(f"d:{name}:{chunk.number}.{i}#{at}")
+                self._value(writes[-1], replace(self.model.tensors[name], name=f"d:{name}"), site, (kind, i), point)
+            elif kind == "grad_weight":
+                writes.append(self.weights.gradient(site, i, point))
+        if op == "I" and any(kind == "kept" for kind, _ in family.gives):
+            writes.append(bundles["kept"])
+        node = self.nodes.add(family, point, reads, tuple(writes))
+        self.weights.read_by(site, op, point, node)
+        return node
+
+
+def _bundled(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+    """What F saves, and what I keeps, are each one value of the graph."""
+    return tuple(dict.fromkeys((kind, 0) if kind in ("saved", "kept") else (kind, i) for kind, i in slots))
+
+
+def _text(point: Point) -> str:
+    return ".".join(map(str, point))

@@ -1,0 +1,69 @@
+"""What a script has left out, once it has ended: chunks without a place, device axes without a use, batches that do not come out even."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from piperlang.diagnostics import Diagnostic
+from piperlang.elaborate import directive as d
+from piperlang.elaborate.placement import Chunk as Tagset
+from piperlang.elaborate.placement import shown
+from piperlang.elaborate.values import Slice
+from piperlang.ir.layout import axes_of
+from piperlang.passes.schedule import Schedule
+
+MANY = 6
+
+
+def missing(schedule: Schedule) -> Iterator[Diagnostic]:
+    found = [*_unplaced(schedule), *_unused(schedule), *_uneven(schedule)]
+    yield from found or schedule.outline.finish()
+
+
+def modules(schedule: Schedule, group: Tagset) -> str:
+    """Where in the model a group of chunks is."""
+    paths = list(dict.fromkeys(path for chunk in schedule.groups[group] for path in chunk.modules))
+    return f"in the model: {', '.join(paths[:MANY])}{', ...' if len(paths) > MANY else ''}" if paths else "in the model itself, in none of its modules"
+
+
+def _unplaced(schedule: Schedule) -> Iterator[Diagnostic]:
+    for group in schedule.groups if schedule.meshes else ():
+        span = next(iter(schedule.meshes)).span
+        if not schedule.outline.placements.by_chunk.get(group):
+            what = f"[{shown(group)}]" if group else "[pass=*]"
+            yield Diagnostic("P0402", f"{shown(group)} is not placed", span, "on which of these devices?", notes=(modules(schedule, group),), helps=(f"add `place {what} on ...`",))
+
+
+def _unused(schedule: Schedule) -> Iterator[Diagnostic]:
+    for group in schedule.groups:
+        for where, placement in schedule.places(group):
+            for axis, size in axes_of(where):
+                if schedule.use(group, where, axis) is None and placement is not None:
+                    by = placement.directive
+                    yield Diagnostic(
+                        "P0404", f"axis `{axis}` has no use for {shown(group)}", by.span, f"{size} devices along it would do the same work", notes=(modules(schedule, group),),
+                        helps=(f"`replicate` or `shard` it over {where.mesh.name}.{axis}, or place it on one of them: {where.mesh.name}[{axis}=0]",), trail=by.trail,
+                    )  # fmt: skip
+
+
+def _uneven(schedule: Schedule) -> Iterator[Diagnostic]:
+    samples = schedule.model.samples
+    for group in schedule.groups:
+        splits = schedule.splits(group)
+        pieces = prod(s.count for s in splits)
+        for where, _ in schedule.places(group):
+            degree = schedule.degree(group, where)
+            if samples % (pieces * degree) == 0:
+                continue
+            by: d.Directive = _dividing(schedule, group, where) if degree > 1 else splits[-1]
+            each = f"{samples} samples in {pieces} piece{'s' if pieces > 1 else ''}"
+            yield Diagnostic(
+                "P0412", f"the batch of {shown(group)} does not come out even", by.span, f"{each}, each divided among {degree} devices" if degree > 1 else each,
+                notes=(modules(schedule, group),), helps=("choose numbers whose product divides the batch, or change the batch in the model file",), trail=by.trail,
+            )  # fmt: skip
+            return
+
+
+def _dividing(schedule: Schedule, group: Tagset, where: Slice) -> d.Directive:
+    return next(use.directive for axis, _ in axes_of(where) if (use := schedule.use(group, where, axis)) and use.divides_batch)

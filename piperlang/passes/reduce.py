@@ -1,0 +1,113 @@
+"""What becomes of gradients: added up once a step, in buckets, over every device that has a part of them, and then used to update.
+
+A weight's gradient is the sum over every device that has computed a part of it: the replicas of a chunk, both ends of tied weights,
+both directions of a bidirectional pipeline. One rule covers them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from piperlang.ir.graph import Family, Held, Key
+from piperlang.ir.layout import axes_of
+from piperlang.ir.model import Model, Place
+from piperlang.passes.nodes import Nodes
+from piperlang.passes.weights import Home, two_ways
+
+Bucket = Sequence[Sequence[Home]]
+"""Weights that are reduced together, each with all its homes."""
+
+
+def reduce(model: Model, homes: Iterable[Home], nodes: Nodes) -> dict[Key, Key]:
+    """Add reductions, updates and gathers; gives the new key of every updated weight."""
+    by_weight: dict[str, list[Home]] = {}
+    for home in homes:
+        if home.gradients:
+            by_weight.setdefault(home.weight, []).append(home)
+    updated: dict[Key, Key] = {}
+    for bucket in _buckets(model, by_weight):
+        grads = _sum(bucket, nodes)
+        for place in range(len(bucket[0])):
+            updated |= _update([kept[place] for kept in bucket], [keys[place] for keys in grads], nodes)
+    return updated
+
+
+def _buckets(model: Model, by_weight: Mapping[str, list[Home]]) -> Iterator[Bucket]:
+    """The last layers first, as their gradients are ready first."""
+    groups: dict[object, list[list[Home]]] = {}
+    for weight, homes in reversed(list(by_weight.items())):
+        first = homes[0]
+        if any(_cut(home) != _cut(first) for home in homes):
+            raise two_ways(weight, first.site, homes[-1].site)
+        alike = tuple((home.where, home.summed, tuple(home.levels.items()), home.site.group) for home in homes)
+        groups.setdefault((alike, model.weights[weight].dtype), []).append(homes)
+    for group in groups.values():
+        limit = max((use.bucket for use in group[0][0].site.uses.values() if use.divides_batch), default=0)
+        bucket: list[list[Home]] = []
+        filled = 0
+        for homes in group:
+            size = model.weights[homes[0].weight].bytes
+            if bucket and filled + size > limit:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(homes)
+            filled += size
+        yield bucket
+
+
+def _cut(home: Home) -> list[tuple[Place, int]]:
+    """Which dims of a weight are divided, and in how many parts."""
+    return [(place, size) for (_, size), place in zip(axes_of(home.where), home.places, strict=True) if isinstance(place, int)]
+
+
+def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[Key, ...]]]:
+    """For every weight and home, the keys whose sum is its gradient: one key wherever anything had to be reduced."""
+    keys = [[tuple(home.gradients) for home in homes] for homes in bucket]
+    apart = len(bucket[0]) > 1
+    # Parts of a gradient can be added up across parts of the mesh only if both divide it alike.
+    sizes = {tuple(dict(axes_of(home.where))[axis] for axis in home.flat(2)) for home in bucket[0]}
+    for place, home in enumerate(bucket[0]):
+        scattered = tuple(axis for axis in home.flat(2) if axis in home.summed) if len(sizes) == 1 else ()
+        for op, axes in (("reduce_scatter", scattered), ("all_reduce", tuple(axis for axis in home.summed if axis not in scattered))):
+            if axes:
+                flat = scattered if op == "all_reduce" else axes
+                family = nodes.family(Family(op, home.site.chunk.tags, home.where, axes=axes, phase=None, by=home.site.uses[axes[0]].directive))
+                written = [_key(nodes, homes[place], f"{op[0]}{len(nodes.families)}", flat) for homes in bucket]
+                nodes.add(family, (), tuple(keys[w][place] for w in range(len(bucket))), tuple(written))
+                for w, key in enumerate(written):
+                    keys[w][place] = (key,)
+    if apart:
+        first, *others = bucket[0]
+        family = nodes.family(Family("all_reduce", first.site.chunk.tags, first.where, beyond=tuple(home.where for home in others)))
+        flat = nodes.held[keys[0][0][0]].flat
+        written = [_key(nodes, home, f"t{len(nodes.families)}", flat) for homes in bucket for home in homes]
+        nodes.add(family, (), tuple(parts for per_home in keys for parts in per_home), tuple(written))
+        return [[(written[w * len(homes) + place],) for place in range(len(homes))] for w, homes in enumerate(bucket)]
+    return keys
+
+
+def _key(nodes: Nodes, home: Home, suffix: str, flat: tuple[str, ...]) -> Key:
+    key = f"g:{home.weight}@{home.number}:{suffix}"
+    nodes.held[key] = Held(home.weight, home.where, home.places, flat)
+    return key
+
+
+def _update(homes: Sequence[Home], grads: Sequence[tuple[Key, ...]], nodes: Nodes) -> dict[Key, Key]:
+    first = homes[0]
+    family = nodes.family(Family("update", first.site.chunk.tags, first.where))
+    keys = [f"{home.key}'" for home in homes]
+    for home, key in zip(homes, keys, strict=True):
+        nodes.held[key] = home.held(1)
+    reads = tuple(read for home, parts in zip(homes, grads, strict=True) for read in ((home.key,), parts))
+    node = nodes.add(family, (), reads, tuple(keys))
+    for reader in dict.fromkeys(reader for home in homes for reader in home.readers):
+        nodes.before(node, reader)
+    axes = tuple(axis for axis in first.flat(1) if axis not in first.flat(3))
+    if axes:
+        gather = nodes.family(Family("all_gather", first.site.chunk.tags, first.where, axes=axes, by=first.site.uses[axes[0]].directive))
+        whole = [f"{key}'" for key in keys]
+        for home, key in zip(homes, whole, strict=True):
+            nodes.held[key] = home.held(3)
+        nodes.add(gather, (), tuple((key,) for key in keys), tuple(whole))
+        keys = whole
+    return {home.key: key for home, key in zip(homes, keys, strict=True)}

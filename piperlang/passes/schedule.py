@@ -1,0 +1,133 @@
+"""A model under the directives so far: what each pass changes and the graph is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+from piperlang.elaborate import directive as d
+from piperlang.elaborate.outline import Outline
+from piperlang.elaborate.placement import Chunk as Tagset
+from piperlang.elaborate.placement import Placement
+from piperlang.elaborate.selector import Conjunction, Selector
+from piperlang.elaborate.values import Mesh, Slice
+from piperlang.ir.layout import axes_of
+from piperlang.ir.model import Chunk, Model
+from piperlang.source import Source
+from piperlang.syntax.words import RESERVED_KEYS
+
+ALONE = Slice(Mesh("device", (), Source("", "").span(0, 0)))
+"""Where everything runs when the script names no devices."""
+
+
+class Captured(Protocol):
+    def recut(self) -> None:
+        """New tags cut the model anew, when it is next looked at."""
+        for name in ("captured", "outline", "groups"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def model(self) -> Model: ...
+
+
+class Program(Protocol):
+    """A traced model, which tags cut into chunks."""
+
+    def cut(self, tags: Iterable[d.Tag]) -> Captured: ...
+
+    def check_tag(self, directive: d.Tag) -> None: ...
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a device axis is for, in one chunk: dividing the batch, or dividing the weights."""
+
+    directive: d.Replicate | d.Shard
+    level: int = 0
+    """ZeRO: 1 divides optimizer states, 2 also gradients, 3 also weights."""
+    style: str = ""
+    bucket: int = 25_000_000
+    prefetch: int = 1
+
+    @property
+    def divides_batch(self) -> bool:
+        return isinstance(self.directive, d.Replicate)
+
+
+class Schedule:
+    """What the directives so far have said. Each pass changes its own part of it; the graph is built from all of it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.directives: list[d.Directive] = []
+        self.tag_directives: list[d.Tag] = []
+        self.meshes: dict[Mesh, d.UseMesh] = {}
+        self.uses: dict[Tagset, dict[tuple[Mesh, str], Use]] = {}
+        self.streams: list[d.Stream] = []
+        self.halved: dict[Tagset, d.Directive] = {}
+        """Whose backward is in two halves because a directive other than an order names them."""
+        self.recomputed: dict[Tagset, d.Recompute] = {}
+        self.offloaded: dict[Tagset, d.Offload] = {}
+
+    @cached_property
+    def captured(self) -> Captured:
+        return self.program.cut(self.tag_directives)
+
+    @cached_property
+    def outline(self) -> Outline:
+        """Placements, splits and orders; what it is asked it answers from the model's chunks."""
+        outline = Outline(tuple(self.groups))
+        outline.meshes = self.meshes
+        return outline
+
+    def recut(self) -> None:
+        """New tags cut the model anew, when it is next looked at."""
+        for name in ("captured", "outline", "groups"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def model(self) -> Model:
+        return self.captured.model
+
+    @cached_property
+    def groups(self) -> dict[Tagset, list[Chunk]]:
+        """Chunks by their tags: no selector can tell those of one group apart."""
+        found: dict[Tagset, list[Chunk]] = {}
+        for chunk in self.model.chunks:
+            found.setdefault(chunk.tagset, []).append(chunk)
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ queries
+
+    def meant(self, selector: Selector) -> Iterator[tuple[Tagset, Conjunction]]:
+        """The groups of chunks that a selector names, by their tags alone; it is an error if there are none."""
+        any_found = False
+        for conjunction in selector.alternatives:
+            for group in self.outline.placements.listed(self._on_tags(conjunction)):
+                any_found = True
+                yield group, conjunction
+        if not any_found:
+            raise self.outline.lanes.resolver.nothing(self._on_tags(selector.alternatives[0]), selector)
+
+    def _on_tags(self, conjunction: Conjunction) -> Conjunction:
+        return tuple(c for c in conjunction if c.key not in self.outline.splits and c.key not in RESERVED_KEYS)
+
+    def splits(self, group: Tagset) -> tuple[d.Split, ...]:
+        """The splits that divide a group's samples: those of the batch first."""
+        fitting = [s for s in self.outline.splits.values() if s.selector is None or s.selector.matches(dict(group))]
+        return tuple(sorted(fitting, key=lambda s: s.selector is not None))
+
+    def places(self, group: Tagset) -> Sequence[tuple[Slice, Placement | None]]:
+        if not self.meshes:
+            return ((ALONE, None),)
+        return [(p.where, p) for p in self.outline.placements.by_chunk.get(group, ())]
+
+    def use(self, group: Tagset, where: Slice, axis: str) -> Use | None:
+        return self.uses.get(group, {}).get((where.mesh, axis))
+
+    def degree(self, group: Tagset, where: Slice) -> int:
+        """In how many parts the devices of a part divide its samples."""
+        return prod(size for axis, size in axes_of(where) if (use := self.use(group, where, axis)) and use.divides_batch)

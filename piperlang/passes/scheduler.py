@@ -1,0 +1,46 @@
+"""Applies directives to a model one by one: the graph that an evaluated script speaks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.elaborate import directive as d
+from piperlang.elaborate.selector import Selector, TagValue
+from piperlang.ir.graph import Graph
+from piperlang.passes.build import build
+from piperlang.passes.complete import missing
+from piperlang.passes.registry import PASSES
+from piperlang.passes.schedule import Program, Schedule
+
+
+class Scheduler:
+    """Implements `directive.Graph`. A schedule is the directives applied in order, so applying fewer of them is all that undo takes."""
+
+    def __init__(self, program: Program, limit: int | None = None) -> None:
+        """`limit`: apply only so many directives, and let the others pass."""
+        self.schedule = Schedule(program)
+        self.limit = limit
+
+    def apply(self, directive: d.Directive) -> None:
+        if self.limit is not None and len(self.schedule.directives) >= self.limit:
+            return
+        try:
+            PASSES[type(directive)](self.schedule, directive)
+        except PiperError as problem:
+            raise PiperError(*(x.within(directive.trail) for x in problem.diagnostics)) from None
+        self.schedule.directives.append(directive)
+
+    def count(self, selector: Selector) -> int:
+        return sum(1 for _ in self.graph().select(selector))
+
+    def tags(self, name: str) -> Iterable[TagValue]:
+        return {chunk.tags[name] for chunk in self.schedule.model.chunks if name in chunk.tags}
+
+    def graph(self) -> Graph:
+        """The graph as it is now. What is not placed yet is left where it was, on one device."""
+        return build(self.schedule)
+
+    def finish(self) -> list[Diagnostic]:
+        """What is missing once the script has ended."""
+        return list(missing(self.schedule))

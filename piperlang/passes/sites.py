@@ -1,0 +1,157 @@
+"""Where each chunk runs, in which pieces, and how its tensors lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import TypeAlias
+
+from piperlang.diagnostics import PiperError
+from piperlang.elaborate.placement import Chunk as Tagset
+from piperlang.elaborate.values import Slice
+from piperlang.ir.layout import SHARE, Layout, axes_of
+from piperlang.ir.model import BATCH, SUM, WHOLE, Chunk, Divide, Place, Slot
+from piperlang.passes.schedule import ALONE, Schedule, Use
+
+Point: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A chunk on one part of a mesh."""
+
+    chunk: Chunk
+    group: Tagset
+    where: Slice
+    dims: tuple[str, ...]
+    """Splits of the batch, then those of the chunk alone."""
+    outer: int
+    """How many of them split the batch."""
+    counts: tuple[int, ...]
+    samples: int
+    """In each piece of the batch, on all devices and over all parts of inner splits."""
+    degree: int
+    points: tuple[Point, ...]
+    layouts: Mapping[Slot, Layout]
+    uses: Mapping[str, Use]
+    divides: tuple[Divide, ...]
+    inner_axes: tuple[str, ...]
+
+    def first(self, point: Point) -> int:
+        """The first sample of a piece."""
+        index = 0
+        for at, count in zip(point[: self.outer], self.counts, strict=False):
+            index = index * count + at
+        return index * self.samples
+
+    def inner(self, point: Point) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(point[self.outer :], self.counts[self.outer :], strict=True))
+
+    @property
+    def spread(self) -> Layout:
+        """How samples lie on the devices."""
+        divided = [axis in self.uses and self.uses[axis].divides_batch for axis, _ in axes_of(self.where)]
+        return Layout(self.where, tuple(BATCH if yes else WHOLE for yes in divided), self.inner_axes)
+
+    @property
+    def local_samples(self) -> int:
+        """On one device, in one piece."""
+        return self.samples // self.degree // prod(self.counts[self.outer :])
+
+
+class Sites:
+    """All sites of a schedule, made in the order of the program so that each knows how its inputs arrive."""
+
+    def __init__(self, schedule: Schedule, sketch: bool) -> None:
+        self.schedule, self.model, self.sketch = schedule, schedule.model, sketch
+        self.maker = {name: (chunk.number, j) for chunk in self.model.chunks for j, name in enumerate(chunk.outputs)}
+        self.inner_axes = tuple(sorted({axis for uses in schedule.uses.values() for (_, axis), use in uses.items() if not use.divides_batch}))
+        self.of: list[list[Site]] = []
+        self._at: list[dict[Point, Site]] = []
+        for chunk in self.model.chunks:
+            self._add(chunk)
+
+    def at(self, chunk: int, point: Point) -> Site:
+        sites = self.of[chunk]
+        return sites[0] if len(sites) == 1 else self._at[chunk][point]
+
+    def _add(self, chunk: Chunk) -> None:
+        group = chunk.tagset
+        splits = self.schedule.splits(group)
+        outer = sum(s.selector is None for s in splits)
+        dims, counts = tuple(s.name for s in splits), tuple(s.count for s in splits)
+        samples = self.model.samples // prod(counts[:outer])
+        places = self.schedule.places(group) or ((ALONE, None),)
+        sites, at = [], {}
+        for where, placement in places:
+            box = dict(placement.box) if placement else {}
+            ranges = [sorted(box[name]) if name in box else range(count) for name, count in zip(dims, counts, strict=True)]
+            if self.sketch:
+                ranges = [r[:1] for r in ranges[:outer]] + ranges[outer:]
+            points = tuple(product(*ranges))
+            site = self._site(chunk, group, where, dims, outer, counts, samples, points)
+            sites.append(site)
+            if len(places) > 1:
+                at.update(dict.fromkeys(points, site))
+        self.of.append(sites)
+        self._at.append(at)
+
+    def _site(
+        self, chunk: Chunk, group: Tagset, where: Slice, dims: tuple[str, ...], outer: int, counts: tuple[int, ...], samples: int, points: tuple[Point, ...]
+    ) -> Site:
+        uses = {axis: use for axis, _ in axes_of(where) if (use := self.schedule.use(group, where, axis))}
+        divides = tuple(Divide(axis, size, uses[axis].style) for axis, size in axes_of(where) if axis in uses and not uses[axis].divides_batch)
+        degree = self.schedule.degree(group, where)
+        local: Mapping[Slot, tuple[Place, ...]] = {}
+        if divides and self.model.divider is not None:
+            each = max(1, samples // degree // prod(counts[outer:]))
+            try:
+                local = self.model.divider.divided(chunk.number, each, divides, self._arriving(chunk, where, divides))
+            except PiperError as problem:
+                by = uses[divides[0].axis].directive
+                raise PiperError(*(replace(x, span=by.span).within(by.trail) for x in problem.diagnostics)) from None
+        layouts = {slot: self._layout(chunk, where, slot, uses, divides, local) for slot in _slots(chunk)}
+        return Site(chunk, group, where, dims, outer, counts, samples, degree, points, layouts, uses, divides, self.inner_axes)
+
+    def _arriving(self, chunk: Chunk, where: Slice, divides: tuple[Divide, ...]) -> dict[Slot, tuple[Place, ...]]:
+        """How inputs lie along the axes that divide this chunk, where their producers are on the same devices."""
+        axes = [axis for axis, _ in axes_of(where)]
+        found: dict[Slot, tuple[Place, ...]] = {}
+        for i, name in enumerate(chunk.inputs):
+            number, j = self.maker[name]
+            layout = self.of[number][0].layouts["output", j]
+            if layout.where == where:
+                found["input", i] = tuple(layout.places[axes.index(divide.axis)] for divide in divides)
+        return found
+
+    def _layout(
+        self, chunk: Chunk, where: Slice, slot: Slot, uses: Mapping[str, Use], divides: tuple[Divide, ...], local: Mapping[Slot, tuple[Place, ...]]
+    ) -> Layout:
+        kind, i = slot
+        names = {"input": chunk.inputs, "output": chunk.outputs, "batch": chunk.batch}
+        of = kind.removeprefix("grad_")
+        batched = of in names and self.model.tensors[names[of][i]].batch is not None
+        dividing = [divide.axis for divide in divides]
+        places: list[Place] = []
+        for axis, _ in axes_of(where):
+            use = uses.get(axis)
+            if use is None:
+                places.append(WHOLE)  # not used so far: all devices along it do the same
+            elif not use.divides_batch:
+                places.append(local[slot][dividing.index(axis)] if slot in local else WHOLE)
+            elif kind == "grad_weight":
+                places.append(SUM)
+            elif kind == "weight":
+                places.append(WHOLE)
+            else:
+                places.append(BATCH if batched else SHARE if kind.startswith("grad_") else WHOLE)
+        return Layout(where, tuple(places), self.inner_axes)
+
+
+def _slots(chunk: Chunk) -> list[Slot]:
+    found: list[Slot] = [("batch", i) for i in range(len(chunk.batch))]
+    for kind, names in (("input", chunk.inputs), ("output", chunk.outputs), ("weight", chunk.weights)):
+        found += [(kind, i) for i in range(len(names))] + [(f"grad_{kind}", i) for i in range(len(names))]
+    return found

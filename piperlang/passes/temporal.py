@@ -1,0 +1,117 @@
+"""Orders in the graph: steps on devices, and chains that relate nodes wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from piperlang.diagnostics import Label, PiperError, error
+from piperlang.elaborate.lanes import Item, Lane, Work
+from piperlang.elaborate.placement import Chunk as Tagset
+from piperlang.elaborate.selector import Conjunction, Selector
+from piperlang.ir.graph import COMPUTE, Family, Steps, among, fits
+from piperlang.ir.layout import devices_of
+from piperlang.passes.nodes import Nodes
+from piperlang.passes.schedule import Schedule
+from piperlang.passes.sites import Point
+
+NOT_TAGS = ("pass", "comm", "update")
+
+
+def halved_by_orders(schedule: Schedule) -> tuple[set[tuple[Tagset, Point]], set[tuple[Tagset, Point]]]:
+    """What orders name by halves, and what they name whole."""
+    halves: set[tuple[Tagset, Point]] = set()
+    whole: set[tuple[Tagset, Point]] = set()
+    for lane in schedule.outline.lanes.lanes:
+        for work in lane.steps:
+            for item in work.items:
+                if item.get("pass") in ("B", "I", "W") and "comm" not in item:
+                    (whole if item["pass"] == "B" else halves).add(_which(schedule, item))
+    return halves, whole
+
+
+def _which(schedule: Schedule, item: Item) -> tuple[Tagset, Point]:
+    splits = schedule.outline.splits
+    tagset = frozenset((key, value) for key, value in item.items() if key not in NOT_TAGS and key not in splits)
+    return tagset, tuple(at for split in schedule.splits(tagset) if isinstance(at := item[split.name], int))
+
+
+class Temporal:
+    def __init__(self, schedule: Schedule, nodes: Nodes) -> None:
+        self.schedule, self.nodes = schedule, nodes
+        self._compute: dict[tuple[Tagset, str], list[Family]] = {}
+        for family in nodes.families:
+            if family.op in COMPUTE:
+                self._compute.setdefault((frozenset(family.tags.items()), family.op), []).append(family)
+
+    def orders(self) -> list[Steps]:
+        return [self._steps(lane) for lane in self.schedule.outline.lanes.lanes]
+
+    def _steps(self, lane: Lane) -> Steps:
+        groups: list[list[int]] = []
+        written = []
+        taken: set[int] = set()
+        for work in lane.steps:
+            found = [node for item in work.items for node in self._nodes(lane, work, item, taken)]
+            if found:
+                groups.append(found)
+                written.append(work.step)
+        return Steps(lane.devices, groups, written)
+
+    def _nodes(self, lane: Lane, work: Work, item: Item, taken: set[int]) -> Iterator[int]:
+        if "comm" in item or "update" in item:
+            yield from self._others(lane, work, item, taken)
+            return
+        tagset, point = _which(self.schedule, item)
+        for family in self._compute.get((tagset, str(item["pass"])), ()):
+            # A half that a chunk does not have (no input wants a gradient, no weight learns) is no work.
+            number = family.points.get(point)
+            if number is not None:
+                yield number
+
+    def _others(self, lane: Lane, work: Work, item: Item, taken: set[int]) -> Iterator[int]:
+        """Communication and updates on these devices; `next` is the lowest microbatch of each kind not ordered here yet."""
+        for conjunction in _conjunctions(work, item):
+            choosing = next((c.key for c in conjunction if c.test in ("next", "next?")), None)
+            for family in self.nodes.families:
+                if not fits(family, conjunction) or lane.devices.isdisjoint(devices_of(family.where)):
+                    continue
+                found = sorted(number for number in among(family, conjunction) if number not in taken)
+                for number in found[:1] if choosing else found:
+                    taken.add(number)
+                    yield number
+
+    def chains(self) -> None:
+        """`order A -> B -> C & D`: every node of a step after every node of the step before."""
+        for chain in self.schedule.outline.chains:
+            before: list[int] = []
+            for step in chain.steps:
+                now = [number for selector in step.items for number in self._select(selector)]
+                for node in now:
+                    for earlier in before:
+                        if node == earlier:
+                            raise _itself(str(self.nodes.nodes[node]), step.items[0])
+                        self.nodes.before(node, earlier)
+                before = now
+
+    def _select(self, selector: Selector) -> Iterator[int]:
+        seen: set[int] = set()
+        for conjunction in selector.alternatives:
+            for family in self.nodes.families:
+                if fits(family, conjunction):
+                    for number in among(family, conjunction):
+                        if number not in seen:
+                            seen.add(number)
+                            yield number
+
+
+def _conjunctions(work: Work, item: Item) -> Iterator[Conjunction]:
+    """The selectors behind an item that was kept as written."""
+    for selector in work.step.items:
+        for conjunction in selector.alternatives:
+            keys = {c.key for c in conjunction}
+            if keys == set(item) and ("comm" in keys or "update" in keys):
+                yield conjunction
+
+
+def _itself(what: str, selector: Selector) -> PiperError:
+    return error("P0501", f"{what} would have to run before itself", selector.span, also=[Label(selector.span, "in both steps")], help="name different nodes in the steps of an order")

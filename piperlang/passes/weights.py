@@ -1,0 +1,165 @@
+"""Weights in the graph: where each is kept and in which parts, and gathered before use where it is kept in parts.
+
+What becomes of their gradients is in reduce.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from piperlang.diagnostics import Label, PiperError, error
+from piperlang.elaborate.values import Slice
+from piperlang.ir.graph import Family, Held, Key, Steps
+from piperlang.ir.layout import axes_of
+from piperlang.ir.model import SUM, Model, Place
+from piperlang.passes.nodes import Nodes
+from piperlang.passes.sites import Point, Site, Sites
+
+
+@dataclass(eq=False)
+class Home:
+    """A weight on one part of a mesh: all that chunks there share."""
+
+    weight: str
+    site: Site
+    """The first chunk there that reads it."""
+    places: tuple[Place, ...]
+    summed: tuple[str, ...]
+    """Axes along which gradients have to be added up."""
+    levels: dict[str, int]
+    number: int
+    gradients: list[Key] = field(default_factory=list)
+    readers: list[int] = field(default_factory=list)
+
+    @property
+    def where(self) -> Slice:
+        return self.site.where
+
+    def flat(self, level: int) -> tuple[str, ...]:
+        """Axes that divide what belongs to a level of ZeRO; deeper levels outermost, so that parts of parts are contiguous."""
+        axes = [axis for axis, has in self.levels.items() if has >= level]
+        return tuple(sorted(axes, key=lambda axis: -self.levels[axis]))
+
+    def held(self, level: int) -> Held:
+        return Held(self.weight, self.where, self.places, self.flat(level))
+
+    @property
+    def key(self) -> Key:
+        return f"w:{self.weight}@{self.number}"
+
+
+@dataclass(eq=False)
+class _Gather:
+    node: int
+    site: Site
+    reader: int
+
+
+class Weights:
+    def __init__(self, model: Model, sites: Sites, nodes: Nodes) -> None:
+        self.model, self.sites, self.nodes = model, sites, nodes
+        self.homes: dict[tuple[str, Slice], Home] = {}
+        self._gathers: dict[tuple[int, Slice, str], Family] = {}
+        self._gathered: dict[tuple[int, str, Point], int] = {}
+        self.gathers: list[_Gather] = []
+        for chunk in model.chunks:
+            for site in sites.of[chunk.number]:
+                for i, name in enumerate(chunk.weights):
+                    self._settle(site, i, name)
+
+    def _settle(self, site: Site, i: int, name: str) -> None:
+        places = site.layouts["weight", i].places
+        axes = axes_of(site.where)
+        trained = self.model.weights[name].trained
+        grads = site.layouts["grad_weight", i].places
+        summed = tuple(axis for (axis, _), place in zip(axes, grads, strict=True) if place == SUM and trained)
+        levels = {axis: use.level for axis, use in site.uses.items() if use.level}
+        home = self.homes.get((name, site.where))
+        if home is None:
+            home = self.homes[name, site.where] = Home(name, site, places, summed, levels, len(self.homes))
+            self.nodes.held[home.key] = home.held(3)
+        elif (home.places, home.summed, home.levels) != (places, summed, levels):
+            raise two_ways(name, home.site, site)
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def key(self, site: Site, i: int, phase: str, point: Point) -> Key:
+        """The weight as a pass of a chunk reads it: where it is kept in parts, gathered for that pass."""
+        home = self.homes[site.chunk.weights[i], site.where]
+        if not home.flat(3):
+            return home.key
+        self._gather(site, phase, point)
+        return self._gathered_key(home, site, phase, point)
+
+    def _gathered_key(self, home: Home, site: Site, phase: str, point: Point) -> Key:
+        return f"{home.key}:{site.chunk.number}{phase}#{'.'.join(map(str, point))}"
+
+    def _gather(self, site: Site, phase: str, point: Point) -> None:
+        chunk = site.chunk
+        if (chunk.number, phase, point) in self._gathered:
+            return
+        which = [i for kind, i in chunk.passes["F" if phase == "R" else phase].takes if kind == "weight"]
+        homes = list(dict.fromkeys(self.homes[chunk.weights[i], site.where] for i in which))
+        known = (chunk.number, site.where, phase)
+        if known not in self._gathers:
+            axes = homes[0].flat(3)
+            by = site.uses[axes[0]].directive
+            self._gathers[known] = self.nodes.family(Family("all_gather", chunk.tags, site.where, site.dims, chunk.number, "F" if phase == "R" else phase, axes=axes, by=by))
+        writes = tuple(self._gathered_key(home, site, phase, point) for home in homes)
+        for home, key in zip(homes, writes, strict=True):
+            self.nodes.held[key] = Held(home.weight, home.where, home.places, ())
+        node = self.nodes.add(self._gathers[known], point, tuple((home.key,) for home in homes), writes)
+        self._gathered[chunk.number, phase, point] = node
+
+    def read_by(self, site: Site, phase: str, point: Point, node: int) -> None:
+        """Note who reads which weights: an update comes after all of them."""
+        takes = site.chunk.passes["F" if phase == "R" else phase].takes
+        gather = self._gathered.get((site.chunk.number, phase, point))
+        if gather is not None:
+            self.gathers.append(_Gather(gather, site, node))
+        for kind, i in takes:
+            if kind == "weight":
+                self.homes[site.chunk.weights[i], site.where].readers.append(node if gather is None else gather)
+
+    def gradient(self, site: Site, i: int, point: Point) -> Key:
+        home = self.homes[site.chunk.weights[i], site.where]
+        key = f"dw:{home.weight}@{site.chunk.number}.{i}#{'.'.join(map(str, point))}"
+        home.gradients.append(key)
+        self.nodes.held[key] = Held(home.weight, home.where, home.places, ())
+        return key
+
+    def prefetch(self, orders: Sequence[Steps]) -> None:
+        """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once."""
+        group_of = {node: (order, k) for order in orders for k, group in enumerate(order.groups) for node in group}
+        by_part: dict[tuple[Slice, Point, bool], list[_Gather]] = {}
+        for gather in self.gathers:
+            distance = 1 + max((use.prefetch for use in gather.site.uses.values() if use.level == 3), default=1)
+            known = group_of.get(gather.reader)
+            if known is not None:
+                order, k = known
+                if k >= distance:
+                    for earlier in order.groups[k - distance]:
+                        self.nodes.before(gather.node, earlier)
+                continue
+            family = self.nodes.nodes[gather.reader].family
+            line = by_part.setdefault((gather.site.where, self.nodes.nodes[gather.reader].point, family.phase == "F"), [])
+            if len(line) >= distance:
+                self.nodes.before(gather.node, line[-distance].reader)
+            elif family.op != "F":
+                self._behind_forward(gather)
+            line.append(gather)
+
+    def _behind_forward(self, gather: _Gather) -> None:
+        """The first gathers of a backward wait for the forward of their own chunk."""
+        node = self.nodes.nodes[gather.reader]
+        forward = next(f for f in self.nodes.families if f.op == "F" and f.chunk == node.family.chunk and f.where == node.family.where)
+        self.nodes.before(gather.node, forward.points[node.point])
+
+
+def two_ways(name: str, first: Site, second: Site) -> PiperError:
+    spans = [use.directive.span for site in (first, second) for use in site.uses.values()]
+    return error(
+        "P0414", f"weight {name} would be divided in two ways", spans[-1] if spans else None, f"{second.chunk} reads it too",
+        also=[Label(spans[0], f"here for {first.chunk}")] if len(spans) > 1 else [], help="tied weights on the same devices need the same replicate and shard for both ends",
+    )  # fmt: skip

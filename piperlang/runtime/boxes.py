@@ -1,0 +1,102 @@
+"""Tensors on simulated devices: what each has of a value, and how values move from one layout to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+
+import torch
+
+from piperlang.ir.graph import Held, Value
+from piperlang.ir.layout import Box, Layout, axes_of
+from piperlang.ir.model import MEAN, SUM
+
+
+def boxes(value: Value) -> list[Box]:
+    return list(value.layout.boxes(value.tensor, value.first, value.samples, value.inner))
+
+
+def take(whole: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
+    """A box of a tensor whose own box is `origin` (from zero if it is left out)."""
+    for dim, (low, high) in enumerate(box):
+        whole = whole.narrow(dim, low - (origin[dim][0] if origin else 0), high - low)
+    return whole
+
+
+def move(sources: Sequence[tuple[Value, Sequence[torch.Tensor]]], target: Value) -> list[torch.Tensor]:
+    """The value as `target` lies, from parts that lie otherwise: whatever the operation is called, this is what it must do."""
+    layout = sources[0][0].layout
+    parts = [(box, tensor, k) for value, tensors in sources for k, (box, tensor) in enumerate(zip(boxes(value), tensors, strict=True))]
+    groups = _sum_groups(layout)
+    mean = MEAN in layout.places
+    found = []
+    for k, wanted in enumerate(boxes(target)):
+        total: torch.Tensor | None = None
+        for group in groups:
+            # Its own copy first; of others, any that has it.
+            mine = sorted((part for part in parts if part[2] in group), key=lambda part: part[2] != k)
+            piece = _assemble(wanted, [(box, tensor) for box, tensor, _ in mine])
+            total = piece if total is None else total + piece
+        assert total is not None
+        found.append(total / len(groups) if mean else total)
+    return found
+
+
+def _sum_groups(layout: Layout) -> list[set[int]]:
+    """Devices by their position along the axes that hold parts of a sum: one group for each part."""
+    sizes = [size for _, size in axes_of(layout.where)]
+    summed = [i for i, place in enumerate(layout.places) if place in (SUM, MEAN)]
+    groups: dict[tuple[int, ...], set[int]] = {}
+    for k, at in enumerate(product(*(range(size) for size in sizes))):
+        groups.setdefault(tuple(at[i] for i in summed), set()).add(k)
+    return list(groups.values())
+
+
+def _assemble(wanted: Box, parts: Sequence[tuple[Box, torch.Tensor]]) -> torch.Tensor:
+    if parts[0][0] == wanted:
+        return parts[0][1]
+    out = parts[0][1].new_empty([high - low for low, high in wanted])
+    filled: set[Box] = set()
+    covered = 0
+    for box, tensor in parts:
+        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, box, strict=True))
+        if any(low >= high for low, high in common) or common in filled:
+            continue
+        take(out, common, wanted).copy_(take(tensor, common, box))
+        filled.add(common)
+        covered += prod(high - low for low, high in common)
+    if covered < out.numel():
+        raise AssertionError(f"a device needs {wanted}, which nobody has")
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------- weights
+
+
+def coordinates(held: Held) -> list[dict[str, int]]:
+    """For every device of a part, its position along each axis."""
+    axes = axes_of(held.where)
+    return [dict(zip((axis for axis, _ in axes), at, strict=True)) for at in product(*(range(size) for _, size in axes))]
+
+
+def local_box(held: Held, shape: Sequence[int], at: dict[str, int]) -> Box:
+    """What a device has of a weight that is divided in dims."""
+    box = [(0, size) for size in shape]
+    for (axis, size), place in zip(axes_of(held.where), held.places, strict=True):
+        if isinstance(place, int):
+            low, high = box[place]
+            step = (high - low) // size
+            box[place] = (low + at[axis] * step, low + (at[axis] + 1) * step)
+    return tuple(box)
+
+
+def flat_part(held: Held, at: dict[str, int], length: int) -> tuple[int, int]:
+    """Of `length` elements, from and to where a device has them; the last parts may be shorter, or empty."""
+    sizes = dict(axes_of(held.where))
+    low, high = 0, length
+    for axis in held.flat:
+        step = -(-(high - low) // sizes[axis])
+        low = min(high, low + at[axis] * step)
+        high = min(high, low + step)
+    return low, high

@@ -1,0 +1,174 @@
+"""The graph on one process, with simulated devices: the reference that everything else is compared with.
+
+Each node runs on every device of its part, one after the other; a value is a list of what each device has. Communication is
+done by what it must achieve (boxes.py), not by how a backend does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.differentiate import Piece, Pieces
+from piperlang.capture.random import mix
+from piperlang.ir.graph import COMPUTE, Graph, Key, Node
+from piperlang.ir.layout import axes_of, devices_of
+from piperlang.ir.model import Divide, Slot, Tensor
+from piperlang.ir.sort import topological
+from piperlang.runtime.boxes import boxes, move, take
+from piperlang.runtime.shards import Shards
+
+SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
+
+
+class Captured(Protocol):
+    """Who has the pieces that compute nodes run."""
+
+    @property
+    def batch_names(self) -> Sequence[str]: ...
+
+    def pieces(self, chunk: int, samples: int, divides: tuple[Divide, ...] = ()) -> Pieces: ...
+
+
+@dataclass(frozen=True)
+class Stepped:
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    """Of the whole batch, by the name of the weight."""
+
+
+class Inline:
+    def __init__(self, graph: Graph, captured: Captured, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int = 0) -> None:
+        """`model` gives the first weights; it is not changed."""
+        self.graph, self.captured, self.seed = graph, captured, seed
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        self.shards = Shards(graph, {name: tensors[name].detach() for name in graph.model.weights}, optimizer)
+        self.order = [graph.nodes[i] for i in topological(graph)]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, batch: tuple[Any, Any]) -> Stepped:
+        """Forward, backward and update on one global batch."""
+        flat = pytree.tree_leaves(batch)
+        self.batch = dict(zip(self.captured.batch_names, flat, strict=True))
+        self.values: dict[Key, list[Any]] = dict(self.shards.current)
+        self.collected: dict[str, torch.Tensor] = {}
+        for node in self.order:
+            self._run(node)
+        for old, new in self.graph.next.items():
+            self.shards.current[old] = self.values[new]
+        self.steps += 1
+        return Stepped(self._loss(), self.collected)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights as they are now, whole."""
+        return {name: self.shards.whole(name) for name in self.graph.model.weights}
+
+    def _run(self, node: Node) -> None:
+        op = node.op
+        if op in COMPUTE:
+            self._compute(node)
+        elif op in ("offload", "fetch"):
+            self.values[node.writes[0]] = self.values[node.reads[0][0]]
+        elif op == "update":
+            self.collected |= self.shards.update(node, self.values)
+        elif node.writes[0] in self.graph.held:
+            self.shards.communicate(node, self.values)
+        elif op == "recv":
+            self.values[node.writes[0]] = self.values[node.reads[0][0]]
+        else:
+            sources = [(self.graph.values[key], self.values[key]) for key in node.reads[0]]
+            self.values[node.writes[0]] = move(sources, self.graph.values[node.writes[0]])
+
+    # ------------------------------------------------------------------------------------------------ compute
+
+    def _compute(self, node: Node) -> None:
+        family = node.family
+        assert family.chunk is not None
+        pieces = self.captured.pieces(family.chunk, family.samples, family.divides)
+        piece: Piece = getattr(pieces, "F" if family.op == "R" else family.op)
+        results: dict[Key, list[Any]] = {key: [] for key in node.writes}
+        for k in range(len(devices_of(family.where))):
+            given = self._given(node, piece, k)
+            gave = piece.run(given)
+            for key, value in zip(node.writes, self._written(node, gave), strict=True):
+                results[key].append(value)
+        self.values |= results
+
+    def _given(self, node: Node, piece: Piece, device: int) -> dict[Slot, torch.Tensor]:
+        given: dict[Slot, torch.Tensor] = {}
+        for slot, keys in zip(node.family.slots, node.reads, strict=True):
+            kind = slot[0]
+            if kind in ("saved", "kept"):
+                given |= self.values[keys[0]][device]
+            elif kind == "rng":
+                given[slot] = self._rng(node, device)
+            elif kind == "batch":
+                value = self.graph.values[keys[0]]
+                given[slot] = take(self.batch[value.tensor.name], boxes(value)[device])
+            elif kind == "grad_output":
+                given[slot] = self._gradient(node, slot, keys, device)
+            else:
+                given[slot] = self.values[keys[0]][device]
+        return {slot: given[slot] for slot in piece.takes}
+
+    def _gradient(self, node: Node, slot: Slot, keys: Sequence[Key], device: int) -> torch.Tensor:
+        """The sum of what the readers of an output gave; the loss starts with the device's share of the batch."""
+        model = self.graph.model
+        name = model.chunks[node.family.chunk or 0].outputs[slot[1]]
+        if name == model.loss:
+            share = node.family.samples / model.samples if model.combine == "mean" else 1.0
+            return torch.tensor(share, dtype=getattr(torch, model.tensors[name].dtype))
+        if not keys:
+            output = self.graph.values[f"{name}#{'.'.join(map(str, node.point))}"]
+            return torch.zeros([high - low for low, high in boxes(output)[device]], dtype=getattr(torch, output.tensor.dtype))
+        total: torch.Tensor = self.values[keys[0]][device]
+        for key in keys[1:]:
+            total = total + self.values[key][device]
+        return total
+
+    def _rng(self, node: Node, device: int) -> torch.Tensor:
+        """[seed and step, first sample here, position along each axis that divides the weights]"""
+        layout = node.family.layout
+        assert layout is not None
+        site_first, site_samples, inner = self._span(node)
+        first = list(layout.boxes(SAMPLE, site_first, site_samples, inner))[device][0][0]
+        axes = axes_of(layout.where)
+        at = list(product(*(range(size) for _, size in axes)))[device]
+        position = dict(zip((axis for axis, _ in axes), at, strict=True))
+        return torch.tensor([mix(self.seed, self.steps), first, *(position[divide.axis] for divide in node.family.divides)])
+
+    def _span(self, node: Node) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+        """The samples of a node, from one of the values that it or its forward makes."""
+        name = self.graph.model.chunks[node.family.chunk or 0].outputs[0]
+        value = self.graph.values[f"{name}#{'.'.join(map(str, node.point))}"]
+        return value.first, value.samples, value.inner
+
+    def _written(self, node: Node, gave: Mapping[Slot, torch.Tensor]) -> Iterable[Any]:
+        """What a piece gave, as the graph's values: activations are bundles."""
+        saved = {slot: value for slot, value in gave.items() if slot[0] == "saved"}
+        kept = {slot: value for slot, value in gave.items() if slot[0] == "kept"}
+        if node.op == "R":
+            return [saved]
+        single = [gave[slot] for slot in node.family.gives if slot[0] not in ("saved", "kept")]
+        bundles = [saved] if node.op == "F" else [kept] if kept else []
+        return (single + bundles)[: len(node.writes)]
+
+    def _loss(self) -> float:
+        """The mean (or the sum) over everything that had a part of the batch."""
+        model = self.graph.model
+        total = 0.0
+        for key in self.graph.losses:
+            value = self.graph.values[key]
+            whole = move([(value, self.values[key])], value._replace(layout=value.layout.finished()))
+            node = self.graph.nodes[self.graph.made[key]]
+            share = node.family.samples / model.samples if model.combine == "mean" else 1.0
+            parts = node.family.layout.separate() if node.family.layout else [0]
+            total += sum(float(whole[k]) * share for k in parts)
+        return total

@@ -1,0 +1,146 @@
+"""Weights, gradients and optimizer states on simulated devices, in the parts that the graph says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piperlang.ir.graph import Graph, Held, Key, Node
+from piperlang.ir.layout import axes_of
+from piperlang.runtime.boxes import coordinates, flat_part, local_box, take
+
+
+class Shards:
+    def __init__(self, graph: Graph, weights: Mapping[str, torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.graph, self.make = graph, optimizer
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        self.current: dict[Key, list[Any]] = {}
+        self.first: dict[str, Key] = {}
+        for key, held in graph.held.items():
+            if key.startswith("w:") and key not in graph.made:
+                self.current[key] = self._divided(weights[held.weight], held)
+                self.first.setdefault(held.weight, key)
+        self.optimizers: dict[tuple[Key, int], torch.optim.Optimizer] = {}
+
+    def _divided(self, whole: torch.Tensor, held: Held) -> list[torch.Tensor]:
+        found = []
+        for at in coordinates(held):
+            local = take(whole, local_box(held, whole.shape, at)).clone()
+            if held.flat:
+                low, high = flat_part(held, at, local.numel())
+                local = local.flatten()[low:high].clone()
+            found.append(local)
+        return found
+
+    def whole(self, name: str) -> torch.Tensor:
+        key = self.first[name]
+        return self._joined(self.graph.held[key], self.current[key])
+
+    def _joined(self, held: Held, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        out = parts[0].new_zeros(self.shapes[held.weight])
+        every = coordinates(held)
+        for at in every:
+            local = self._gathered(held, held._replace(flat=()), parts, at)
+            take(out, local_box(held, out.shape, at)).copy_(local)
+        return out
+
+    def _gathered(self, have: Held, want: Held, parts: Sequence[torch.Tensor], at: Mapping[str, int]) -> torch.Tensor:
+        """What a device at `at` has after a gather from `have` to `want`, which divides along fewer axes."""
+        every = coordinates(have)
+        shape = [high - low for low, high in local_box(have, self.shapes[have.weight], dict(at))]
+        length = torch.Size(shape).numel()
+        missing = [axis for axis in have.flat if axis not in want.flat]
+        low, high = flat_part(want, dict(at), length)
+        out = parts[0].new_zeros(high - low)
+        for k, other in enumerate(every):
+            if all(other[axis] == at[axis] for axis in other if axis not in missing):
+                a, b = flat_part(have, other, length)
+                out[a - low : b - low] = parts[k].flatten()
+        return out if want.flat else out.view(shape)
+
+    # ------------------------------------------------------------------------------------------ communication
+
+    def communicate(self, node: Node, values: dict[Key, list[Any]]) -> None:
+        if node.op == "all_gather":
+            for (source,), target in zip(node.reads, node.writes, strict=True):
+                have, want = self.graph.held[source], self.graph.held[target]
+                values[target] = [self._gathered(have, want, values[source], at) for at in coordinates(have)]
+        elif node.family.beyond:
+            self._across(node, values)
+        else:
+            for sources, target in zip(node.reads, node.writes, strict=True):
+                have, want = self.graph.held[sources[0]], self.graph.held[target]
+                local = _added([values[key] for key in sources])
+                summed = self._summed(have, local, node.family.axes)
+                values[target] = self._part(have, want, summed)
+
+    def _summed(self, held: Held, parts: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor]:
+        every = coordinates(held)
+        found = []
+        for at in every:
+            group = [parts[k] for k, other in enumerate(every) if all(other[axis] == at[axis] for axis in at if axis not in axes)]
+            found.append(torch.stack(group).sum(0))
+        return found
+
+    def _part(self, have: Held, want: Held, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of what each device has, the part that it keeps where `want` divides along more axes."""
+        if have.flat == want.flat:
+            return list(parts)
+        found = []
+        for at, part in zip(coordinates(have), parts, strict=True):
+            length = torch.Size([high - low for low, high in local_box(have, self.shapes[have.weight], at)]).numel()
+            start, _ = flat_part(have, at, length)
+            low, high = flat_part(want, at, length)
+            found.append(part.flatten()[low - start : high - start])
+        return found
+
+    def _across(self, node: Node, values: dict[Key, list[Any]]) -> None:
+        """Add up over parts of the mesh: each device with those that have the same part of the weight."""
+        homes = 1 + len(node.family.beyond)
+        for first in range(0, len(node.writes), homes):
+            sources = node.reads[first : first + homes]
+            local = [(self.graph.held[keys[0]], _added([values[key] for key in keys])) for keys in sources]
+            for target in node.writes[first : first + homes]:
+                want = self.graph.held[target]
+                values[target] = [torch.stack([_counterpart(want, at, held, parts) for held, parts in local]).sum(0) for at in coordinates(want)]
+
+    # ------------------------------------------------------------------------------------------------- update
+
+    def update(self, node: Node, values: dict[Key, list[Any]]) -> dict[str, torch.Tensor]:
+        """One step of the optimizer on each device's part; gives the whole gradients, for whoever compares them."""
+        collected: dict[str, torch.Tensor] = {}
+        for i, target in enumerate(node.writes):
+            (old,), parts = node.reads[2 * i : 2 * i + 2]
+            have, want, grad = self.graph.held[old], self.graph.held[target], self.graph.held[parts[0]]
+            gradients = _added([values[key] for key in parts])
+            collected[have.weight] = self._joined(grad, gradients)
+            weights = self._part(have, want, values[old])
+            mine = self._part(grad, want, gradients)
+            values[target] = [self._step(target, k, w, g) for k, (w, g) in enumerate(zip(weights, mine, strict=True))]
+        return collected
+
+    def _step(self, key: Key, device: int, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if (key, device) not in self.optimizers:
+            self.optimizers[key, device] = self.make([torch.nn.Parameter(weight.clone())])
+        optimizer = self.optimizers[key, device]
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.copy_(weight)
+        parameter.grad = gradient.view_as(weight)
+        optimizer.step()
+        return parameter.detach().clone()  # type: ignore[no-any-return]
+
+
+def _added(values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack(list(parts)).sum(0) if len(parts) > 1 else parts[0] for parts in zip(*values, strict=True)]
+
+
+def _counterpart(want: Held, at: Mapping[str, int], other: Held, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The device of another part that has what the one at `at` has: the same positions along all axes that divide the weight."""
+    mine = [at[axis] for axis in _dividing(want)]
+    return next(parts[k] for k, there in enumerate(coordinates(other)) if [there[axis] for axis in _dividing(other)] == mine)
+
+
+def _dividing(held: Held) -> list[str]:
+    return [axis for (axis, _), place in zip(axes_of(held.where), held.places, strict=True) if isinstance(place, int)] + list(held.flat)
