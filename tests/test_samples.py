@@ -252,7 +252,7 @@ FINE: dict[str, tuple[Function, Loss, str]] = {
     "triangle": (lambda x: torch.ones(LONG, LONG, dtype=x.dtype).tril() @ x, square, "mean"),
     "fourier": (lambda x: torch.fft.fft(x, dim=1).real, square, "mean"),
     "inverses": (lambda x: x + torch.linalg.inv(x @ x.mT + torch.eye(LONG, dtype=x.dtype)).diagonal(0, 1, 2)[..., None], square, "mean"),
-    "sums by kind": (same, lambda o, t: (torch.zeros(WIDE, dtype=o.dtype).scatter_add_(0, o.argmax(-1).flatten(), t.mean(-1).flatten())).sum(), "sum"),
+    "sums by kind": (same, lambda o, t: torch.zeros(WIDE, dtype=o.dtype).scatter_add_(0, t.argmax(-1).flatten(), o.mean(-1).flatten()).sum(), "sum"),
     "constant as long as the batch": (same, lambda o, t: (per_sample(o, t) * torch.full((len(o),), 1 / len(o))).sum(), "mean"),
     "where": (lambda x: torch.where(x > 0, x, -x).masked_fill(x > 1, 0.5).clamp(max=0.9), square, "mean"),
     "capacity per sequence": (capacity_per_sequence, square, "mean"),
@@ -399,11 +399,11 @@ MIXING_LOSSES: dict[str, tuple[Loss, str]] = {
     "product of means": (lambda o, t: o.mean() * t.mean(), "mul multiplies a mean over the samples"),
     "dot of means": (lambda o, t: o.mean((0, 1)) @ t.mean((0, 1)), "matmul multiplies a mean over the samples"),
     "rounded": (lambda o, t: (o.sum() * 99).long() + square(o, t), "to of a sum over the samples"),
-    "counts": (lambda o, t: o.argmax(-1).flatten().bincount(minlength=WIDE) @ o.mean((0, 1)).long(), "to of a mean over the samples"),
+    "counts": (lambda o, t: t.argmax(-1).flatten().bincount(minlength=WIDE).to(o.dtype) @ o.mean((0, 1)), "matmul multiplies a sum over the samples"),
     "masked mean": (lambda o, t: (o * (t > 0)).sum() / (t > 0).sum(), "div divides by a sum over the samples"),
     "sum and mean": (lambda o, t: square(o, t) + (o - t).sum(), "add combines values that follow the size of the batch differently"),
     "sum and a constant": (lambda o, t: (o - t).sum() + 1, "add adds a constant to a sum over the samples"),
-    "stacked sum and mean": (lambda o, t: torch.stack([square(o, t), (o - t).sum()]).sum(), "stack combines values that follow the size of the batch differently"),
+    "stacked sum and mean": (lambda o, t: torch.stack([square(o, t), (o - t).sum()]).sum(), "stack combines values that follow the size of the batch"),
     "divided twice": (lambda o, t: square(o, t) / len(o), "neither a sum nor a mean"),
     "root of the size": (lambda o, t: ((o - t) ** 2).sum() / math.sqrt(len(o)), "div uses a number that depends on the size of the batch"),
     "size in a tensor": (lambda o, t: ((o - t) ** 2).sum() / torch.tensor(math.sqrt(len(o))), "div uses a number that depends on the size of the batch"),
@@ -442,6 +442,50 @@ def test_the_repair_suits_the_cause(function: Function, loss: Loss, repair: str)
     refused = analysed(lambda: Whole(function), loss).mixing
     assert refused is not None
     assert repair in refused.helps[0]
+
+
+@pytest.mark.parametrize(
+    ("slots", "reduction", "fits"),
+    [(torch.zeros, "sum", True), (torch.zeros, "mean", True), (torch.ones, "mean", True), (torch.ones, "sum", False)],
+)
+def test_means_and_sums_written_into_slots(slots: Callable[..., torch.Tensor], reduction: str, fits: bool) -> None:
+    """A loss collected in a tensor of constants: those that stay count once for every part."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        kept = slots(3, dtype=output.dtype)
+        kept[0] = f.mse_loss(output, target, reduction=reduction)
+        kept[1] = getattr(output, reduction)()
+        return kept.sum()
+
+    found = analysed(lambda: Whole(same), loss)
+    assert (found.mixing is None) == fits
+    assert combines(reduction, lambda: Whole(same), loss) == fits
+    assert found.loss == reduction or not fits
+
+
+@pytest.mark.parametrize("value", [lambda x: x.mean(0), lambda x: x.cumsum(0)], ids=["mean", "cumsum"])
+def test_mixing_that_is_written_into_a_view(value: Function) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        y[:, 0] = value(x[:, 0])
+        return y + x
+
+    refused = analysed(lambda: Whole(function), square).mixing
+    assert refused is not None
+    assert refused.notes == ("in module part",)
+    assert not combines("mean", lambda: Whole(function), square)
+
+
+def test_zeros_that_have_been_written_are_no_zeros() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        start = torch.zeros(2, dtype=output.dtype)
+        start[0] = 1
+        return (start + ((output - target) ** 2).sum()).sum()
+
+    refused = analysed(lambda: Whole(same), loss).mixing
+    assert refused is not None
+    assert "adds a constant to a sum" in refused.message
+    assert not combines("sum", lambda: Whole(same), loss)
 
 
 class Recurrent(nn.Module):
@@ -564,7 +608,7 @@ def test_batch_and_constants_have_dimensions_too() -> None:
 
     small, large = (trace(lambda: Whole(function), square, numbers(n)) for n in (2, 4))
     found = samples(small, large)
-    assert {name: found.dims[name] for name in (*small.batch, "zeros", "transpose")} == {"flat_0": (0, 1), "flat_1": (0, 1), "zeros": (1, 1), "transpose": (0, 1)}
+    assert [found.dims[name] for name in (*small.batch, "zeros", "transpose")] == [(0, 1), (0, 1), (1, 1), (0, 1)]
     assert not set(small.weights) & set(found.dims)
 
 

@@ -31,7 +31,7 @@ Localize: TypeAlias = Callable[[fx.GraphModule, Sequence[Slot], Sequence[Slot | 
 
 _VIEWS = {
     torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.view.default,
-    torch.ops.aten.detach.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.expand.default,
+    torch.ops.aten.detach.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims, torch.ops.aten.expand.default,
     torch.ops.aten.alias.default, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int,
 }  # fmt: skip
 """Of a weight or of the batch they are no activation, and are made again rather than kept."""
@@ -172,15 +172,16 @@ class _Division:
         return torch.empty(self.sizes.shape(node, self.samples), dtype=value.dtype, device=value.device)
 
     def _joint(self) -> fx.GraphModule:
-        with self.traced.mode, torch.enable_grad():
+        # What is known of each operator, its module above all, is carried over into the joint graph for messages.
+        with self.traced.mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
             fakes = [_stand_in(slot, self._value(slot, node)).requires_grad_(learns) for slot, node, learns in self.sources]
             try:
-                joint = aot_export_joint_simple(self._runnable(copies=False), tuple(fakes), trace_joint=self.learns)
+                joint = aot_export_joint_simple(fx.Interpreter(self._runnable(copies=False)).run, tuple(fakes), trace_joint=self.learns)
             except RuntimeError as problem:
                 if "alias" not in str(problem):
                     raise
                 # An output is a view. What crosses to another chunk has to be a tensor of its own anyway.
-                joint = aot_export_joint_simple(self._runnable(copies=True), tuple(fakes), trace_joint=self.learns)
+                joint = aot_export_joint_simple(fx.Interpreter(self._runnable(copies=True)).run, tuple(fakes), trace_joint=self.learns)
         assert isinstance(joint, fx.GraphModule)
         return joint
 
@@ -208,10 +209,11 @@ class _Division:
         weight_grads = [(slot, node) for slot, node in self.grads if slot[0] == "grad_weight"]
         half = self._needed((node for _, node in input_grads), f_made)
         rest = [node for node in back if node not in set(half)]
-        views = [node for node in half if self._is_view_of_given(node)]
+        views = {node for node in half if self._is_view_of_given(node)}
+        again = [node for node in self._needed((node for _, node in weight_grads), set(half) - views) if node in views]
 
         saved = self._read(back, self.grads, f_made)
-        kept = self._read(rest, weight_grads, set(half) - set(views))
+        kept = self._read(rest, weight_grads, set(half) - views)
         name_saved: list[tuple[Slot, fx.Node]] = [(("saved", i), node) for i, node in enumerate(saved)]
         name_kept: list[tuple[Slot, fx.Node]] = [(("kept", i), node) for i, node in enumerate(kept)]
         given = {node: slot for slot, node in name_saved}
@@ -220,7 +222,7 @@ class _Division:
             return Pieces(f, None, None, None, 0, 0)
         b = self._piece(back, self.grads, given)
         i = self._piece(half, [*input_grads, *name_kept], given) if input_grads else None
-        w = self._piece([*views, *rest], weight_grads, given | {node: slot for slot, node in name_kept}) if weight_grads else None
+        w = self._piece([*again, *rest], weight_grads, given | {node: slot for slot, node in name_kept}) if weight_grads else None
         return Pieces(f, b, i, w, bytes_of(saved), bytes_of(kept) if i and w else 0)
 
     def _needed(self, targets: Iterable[fx.Node], stop: set[fx.Node] | None = None) -> list[fx.Node]:

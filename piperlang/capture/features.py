@@ -12,6 +12,7 @@ from torch import fx
 
 from piperlang.capture.cut import Chunk
 from piperlang.capture.trace import Traced
+from piperlang.diagnostics import PiperError, error
 from piperlang.ir.model import WHOLE, Divide, Place, Slot
 
 Features: TypeAlias = tuple[int | None, int | None]
@@ -136,6 +137,8 @@ def _experts(values: Mapping[Slot, torch.Tensor]) -> int:
 def _choices(slot: Slot, value: torch.Tensor, divide: Divide, features: Features, experts: int) -> list[Place]:
     """PerAxis of a value along one axis, the best first."""
     kind, last = slot[0], value.dim() - 1
+    if divide.size == 1:
+        return [WHOLE]
     if kind == "weight":
         dim = {"columns": features[0], "rows": features[1], "experts": 0 if value.dim() and value.shape[0] == experts else None}.get(divide.style)
         return [WHOLE if dim is None else dim]
@@ -158,7 +161,7 @@ def check(places: Mapping[Slot, PerAxis], values: Mapping[Slot, torch.Tensor], d
             if shape[dim] % times:
                 raise Unfit(f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is no multiple of {times}", slot)
     for axis, divide in enumerate(divides):
-        if divide.style == "sequence" and all(chosen[axis] == WHOLE for chosen in places.values()):
+        if divide.style == "sequence" and divide.size > 1 and all(chosen[axis] == WHOLE for chosen in places.values()):
             raise Unfit(f"nothing that it reads has a second dimension that is a multiple of {divide.size}")
 
 
@@ -169,3 +172,39 @@ def part_shape(shape: Sequence[int], places: PerAxis, divides: Sequence[Divide])
         if isinstance(place, int):
             sizes[place] //= divide.size
     return sizes
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def refusal(problem: Unfit, divides: Sequence[Divide], nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule) -> PiperError:
+    """The diagnostic for it; `nodes` are the placeholders of the joint graph."""
+    how = " and ".join(f"over {divide.axis} with style={divide.style}" for divide in divides)
+    return error(
+        "P0411", f"a chunk cannot be divided {how}", notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
+        help="give this part a tag of its own, so that it is a chunk that is divided in another way or not at all",
+    )  # fmt: skip
+
+
+def _blamed(problem: Unfit, nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule) -> fx.Node | None:
+    """The operator to blame: of a value its first reader, and of the whole chunk its first one."""
+    if isinstance(problem.at, fx.Node):
+        return problem.at
+    readers = nodes[problem.at].users if problem.at is not None else [node for node in joint.graph.nodes if node.op == "call_function"]
+    return next(iter(readers), None)
+
+
+def _where(node: fx.Node | None) -> list[str]:
+    """The module of an operator; of one that has none, such as a sum of gradients, of the nearest one that it reads."""
+    while node is not None:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack:
+            path = [path for path, _ in stack.values()][-1]
+            return [f"in module {path.removeprefix('model').strip('.') or '(the model itself)'}"]
+        node = next(iter(reversed(node.all_input_nodes)), None)
+    return []
+
+
+def operator_name(node: fx.Node | None) -> str:
+    schema = getattr(getattr(node, "target", None), "_schema", None)
+    return str(schema.name).removeprefix("aten::") if schema is not None else str(getattr(node, "target", "an operator"))

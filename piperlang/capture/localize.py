@@ -30,17 +30,17 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from piperlang.capture.features import Features, PerAxis, Unfit, candidates, check, part_shape
+from piperlang.capture.features import Features, PerAxis, Unfit, candidates, check, operator_name, part_shape, refusal
 from piperlang.capture.keep import keep
-from piperlang.diagnostics import error
 from piperlang.ir.model import SUM, WHOLE, Divide, Place, Slot
 
 _COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor")
 _COORDINATES = 2
 """Where the device's coordinates begin in `rng`."""
 aten = torch.ops.aten
-_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
-"""Operators that DTensor has no rule for and that treat samples (dim 0) and heads (dim 1) each alone."""
+_ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
+"""Operators, with their backward ones and those for CPUs, that treat samples (dim 0) and heads (dim 1) each alone."""
+_MASKS = ("attn_mask", "attn_bias")
 _COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
 """Copies of parts are parts of copies. DTensor would rather add up the parts of a sum before it copies them."""
 
@@ -76,30 +76,7 @@ def localize(
                     problems.append(problem)
         raise problems[asked]
     except Unfit as problem:
-        how = " and ".join(f"over {divide.axis} with style={divide.style}" for divide in divides)
-        raise error(
-            "P0411", f"a chunk cannot be divided {how}", notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
-            help="give this part a tag of its own, so that it is a chunk that is divided in another way or not at all",
-        ) from problem  # fmt: skip
-
-
-def _blamed(problem: Unfit, nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule) -> fx.Node | None:
-    """The operator to blame: of a value its first reader, and of the whole chunk its first one."""
-    if isinstance(problem.at, fx.Node):
-        return problem.at
-    readers = nodes[problem.at].users if problem.at is not None else [node for node in joint.graph.nodes if node.op == "call_function"]
-    return next(iter(readers), None)
-
-
-def _where(node: fx.Node | None) -> list[str]:
-    """The module of an operator; of one that has none, such as a sum of gradients, of the nearest one that it reads."""
-    while node is not None:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if stack:
-            path = [path for path, _ in stack.values()][-1]
-            return [f"in module {path.removeprefix('model').strip('.') or '(the model itself)'}"]
-        node = next(iter(reversed(node.all_input_nodes)), None)
-    return []
+        raise refusal(problem, divides, nodes, joint) from problem
 
 
 # ----------------------------------------------------------------------------------------------------------- tracing
@@ -154,12 +131,12 @@ class _Localization:
         for node in graph.graph.nodes:
             if getattr(node.target, "namespace", "") in _COMMUNICATION:
                 origin = self._origin(node)
-                raise Unfit(f"{_name(origin)} needs communication between the devices: {_name(node)}", origin)
+                raise Unfit(f"{operator_name(origin)} needs communication between the devices: {operator_name(node)}", origin)
         other, _ = self._trace(places, gives, self.meshes[1])
-        for ours, theirs in itertools.zip_longest(graph.graph.nodes, other.graph.nodes):
-            if ours is None or theirs is None or _written(ours) != _written(theirs):
-                origin = self._origin(ours or theirs)
-                raise Unfit(f"{_name(origin)} needs a part of a value that every device has whole", origin)
+        for ours, theirs, node in itertools.zip_longest(_written(graph.graph), _written(other.graph), graph.graph.nodes):
+            if ours != theirs:
+                origin = self._origin(node) if node is not None else None
+                raise Unfit(f"{operator_name(origin)} needs a part of a value that every device has whole", origin)
         return graph, found
 
     def _origin(self, node: fx.Node) -> fx.Node | None:
@@ -204,7 +181,7 @@ class _Localization:
                 part = part / divide.size
         places = tuple(place for place in map(_place, value.placements) if place is not None)
         if len(places) < len(self.divides) or list(part.shape) != part_shape(whole.shape, places, self.divides):
-            raise Unfit(f"the result of {_name(node)} is divided in a way that cannot leave a chunk: {value.placements}", node)
+            raise Unfit(f"the result of {operator_name(node)} is divided in a way that cannot leave a chunk: {value.placements}", node)
         return part.contiguous() if whole.is_contiguous() else part, places
 
 
@@ -225,14 +202,14 @@ class _Runner(fx.Interpreter):
             return super().run_node(n)
         except Exception as problem:
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            raise Unfit(f"{_name(n)} cannot be divided so: {reason}", n) from problem
+            raise Unfit(f"{operator_name(n)} cannot be divided so: {reason}", n) from problem
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.piper.keep.default:
             return self._keep(*args)
         if target in _COPIES and isinstance(args[0], DTensor):
             return _divided(target(args[0].to_local(), **kwargs), self.mesh, args[0].placements, self.whole)
-        if target in _ATTENTION:
+        if getattr(target, "__name__", "").startswith(_ATTENTION):
             return self._attention(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
@@ -246,30 +223,35 @@ class _Runner(fx.Interpreter):
         return _divided(keep(like.to_local(), rng.to_local(), *constants[:3], divided), self.mesh, placements, self.whole)
 
     def _attention(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Samples and heads are each attended alone. Our own rule, because DTensor leaves keyword arguments, such as the mask, as they are."""
-        tensors = [value for value in args if isinstance(value, DTensor)]
-        mask = kwargs.get("attn_mask")
-        placements = tensors[0].placements
+        """Our own rule: DTensor has none for CPUs, leaves a mask that is a keyword argument as it is, and would cut one that is the same for all heads."""
+        named = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
+        tensors = {name: value for name, value in named.items() if isinstance(value, DTensor) and value.dim() > 2 and name not in _MASKS}
+        placements = tensors["query"].placements
         alone = all(placement in (Replicate(), Shard(0), Shard(1)) for placement in placements)
-        if not alone or any(tensor.placements != placements for tensor in tensors) or not _masks(mask, placements, tensors[0].dim()):
+        if not alone or any(tensor.placements != placements for tensor in tensors.values()):
             raise ValueError("its inputs are not all divided by samples or all by heads")
-        results = target(*(_local(value) for value in args), **{key: _local(value) for key, value in kwargs.items()})
-        return tuple(_divided(part, self.mesh, placements, whole) for part, whole in zip(results, self.whole, strict=True))
+        if named.get("attn_bias") is not None and (named.get("grad_input_mask") or [False])[-1]:
+            raise ValueError("its mask learns")
+        local = {name: self._mask(value, placements) if name in _MASKS else _local(value) for name, value in named.items()}
+        results = target(*list(local.values())[: len(args)], **{name: local[name] for name in kwargs})
+        whole: Sequence[Any] = self.whole
+        return tuple(_divided(part, self.mesh, placements, value) if isinstance(part, torch.Tensor) and part.dim() > 2 else part for part, value in zip(results, whole, strict=True))
+
+    def _mask(self, mask: Any, placements: Sequence[Placement]) -> Any:
+        """The part of a mask for a part of samples or heads: all of it where it is the same for all of them."""
+        own = list(mask.placements) if isinstance(mask, DTensor) else [Replicate()] * len(placements)
+        part = _local(mask)
+        for axis, placement in enumerate(placements):
+            dim = placement.dim - 4 + mask.dim() if isinstance(placement, Shard) and mask is not None else -1
+            if dim >= 0 and own[axis] == Replicate() and mask.shape[dim] > 1 and mask.stride(dim) == 0:
+                part = part.narrow(dim, 0, part.shape[dim] // self.mesh.size(axis))
+            elif mask is not None and own[axis] != (Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate()):
+                raise ValueError("its mask is not divided as its inputs are")
+        return part
 
 
 def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _masks(mask: Any, placements: Sequence[Placement], dims: int) -> bool:
-    """Whether a mask is divided as what it masks is: a dimension that it has none of, or one of, is whole."""
-    if mask is None:
-        return True
-    wanted: list[Placement] = []
-    for placement in placements:
-        dim = placement.dim - dims + mask.dim() if isinstance(placement, Shard) else -1
-        wanted.append(Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate())
-    return list(mask.placements if isinstance(mask, DTensor) else [Replicate()] * len(placements)) == wanted
 
 
 def _divided(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: torch.Tensor) -> DTensor:
@@ -306,20 +288,22 @@ def _needed(targets: Iterable[fx.Node | None]) -> set[fx.Node]:
 
 
 def _drop_views(graph: fx.Graph) -> None:
-    """`from_local` begins with a view of each input, which would hide that it is one; and what nobody reads goes."""
-    for node in graph.find_nodes(op="placeholder"):
-        for view in [user for user in node.users if user.target is aten.view.default and user.args[1] == list(node.meta["val"].shape)]:
-            view.replace_all_uses_with(node)
+    """`from_local` begins with a view that changes nothing, and would be kept for the backward beside what it is a view of; and what nobody reads goes."""
+    for view in graph.find_nodes(op="call_function", target=aten.view.default):
+        (source,) = view.all_input_nodes
+        before, after = source.meta["val"], view.meta["val"]
+        if before.shape == after.shape and before.stride() == after.stride():
+            view.replace_all_uses_with(source)
             graph.erase_node(view)
     graph.eliminate_dead_code()
 
 
-def _written(node: fx.Node) -> tuple[str, str, str]:
-    """An operator with its constants."""
-    constant = repr(getattr(node.graph.owning_module, str(node.target))) if node.op == "get_attr" else ""
-    return str(node.target), repr((node.args, node.kwargs)), constant
-
-
-def _name(node: fx.Node | None) -> str:
-    schema = getattr(getattr(node, "target", None), "_schema", None)
-    return str(schema.name).removeprefix("aten::") if schema is not None else str(getattr(node, "target", "an operator"))
+def _written(graph: fx.Graph) -> list[tuple[str, str, str]]:
+    """Operators with their constants, and who reads whom by number: names depend on what DTensor remembers."""
+    numbers = {node: i for i, node in enumerate(graph.nodes)}
+    found: list[tuple[str, str, str]] = []
+    for node in graph.nodes:
+        constant = repr(getattr(graph.owning_module, node.target)) if node.op == "get_attr" else ""
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+        found.append((node.op if node.op != "call_function" else str(node.target), repr(arguments), constant))
+    return found

@@ -10,11 +10,14 @@ import torch
 from torch import fx, nn
 
 from piperlang.capture.cut import Chunk, cut, matches, module_path
-from piperlang.capture.differentiate import Piece, Pieces, pieces_at, signature
+from piperlang.capture.differentiate import Localize, Piece, Pieces, pieces_at, signature
+from piperlang.capture.features import features_of
+from piperlang.capture.localize import localize
 from piperlang.capture.sizes import Sizes, trace_sizes
 from piperlang.diagnostics import did_you_mean, error
 from piperlang.elaborate.directive import ModulePath, Tag
 from piperlang.ir import model as ir
+from piperlang.ir.model import Arrangement
 
 
 @dataclass
@@ -23,7 +26,8 @@ class Program:
 
     sizes: Sizes
     _known: dict[object, int] = field(default_factory=dict)
-    _pieces: dict[tuple[int, int], Pieces] = field(default_factory=dict)
+    _pieces: dict[tuple[int, int, Arrangement], Pieces] = field(default_factory=dict)
+    _places: dict[tuple[int, int, Arrangement], ir.Places] = field(default_factory=dict)
 
     def cut(self, tags: Iterable[Tag] = ()) -> Captured:
         return Captured(self, cut(self.sizes.small, tags))
@@ -36,10 +40,30 @@ class Program:
         """The same number for chunks that compute the same."""
         return self._known.setdefault(signature(self.sizes.small, chunk, self.sizes), len(self._known))
 
-    def pieces(self, chunk: Chunk, key: int, samples: int) -> Pieces:
-        if (key, samples) not in self._pieces:
-            self._pieces[key, samples] = pieces_at(self.sizes, chunk, samples)
-        return self._pieces[key, samples]
+    def pieces(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
+        known = (key, samples, arranged)
+        if known not in self._pieces:
+            self._pieces[known] = pieces_at(self.sizes, chunk, samples, self._local(chunk, known) if arranged[0] else None)
+        return self._pieces[known]
+
+    def places(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement) -> ir.Places:
+        """How everything of a chunk lies when its weights are divided."""
+        self.pieces(chunk, key, samples, arranged)
+        return self._places[key, samples, arranged]
+
+    def _local(self, chunk: Chunk, known: tuple[int, int, Arrangement]) -> Localize:
+        divides, arriving = known[2]
+
+        def local(joint: fx.GraphModule, takes: Sequence[ir.Slot], gives: Sequence[ir.Slot | None]) -> fx.GraphModule:
+            found = localize(joint, takes, gives, features_of(self.sizes.small, chunk), divides, dict(arriving))
+            self._places[known] = found.places
+            return found.joint
+
+        return local
+
+    @property
+    def random(self) -> bool:
+        return self.sizes.small.random
 
     def modules(self) -> set[tuple[str, ...]]:
         return {tuple(module_path(node)) for node in self.sizes.small.graph.nodes}
@@ -68,8 +92,11 @@ class Captured:
     def batch_names(self) -> Sequence[str]:
         return self.program.sizes.small.batch
 
-    def pieces(self, chunk: int, samples: int, divides: tuple[ir.Divide, ...] = ()) -> Pieces:
-        return self.program.pieces(self.chunks[chunk], self.keys[chunk], samples)
+    def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
+        return self.program.pieces(self.chunks[chunk], self.keys[chunk], samples, arranged)
+
+    def divided(self, chunk: int, samples: int, arranged: Arrangement) -> ir.Places:
+        return self.program.places(self.chunks[chunk], self.keys[chunk], samples, arranged)
 
     # ------------------------------------------------------------------------------------------------ description
 
@@ -82,7 +109,7 @@ class Captured:
         tensors = {name: self._tensor(nodes[name], name in differentiable) for name in nodes if name in crossing}
         chunks = [self._chunk(chunk) for chunk in self.chunks]
         weights = {w.name: ir.Weight(w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.trained) for w in traced.weights.values()}
-        return ir.Model(chunks, tensors, weights, traced.samples, self.chunks[-1].outputs[0].name, "mean")
+        return ir.Model(chunks, tensors, weights, traced.samples, self.chunks[-1].outputs[0].name, "mean", divider=self)
 
     def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
         sizes = self.program.sizes

@@ -2,7 +2,7 @@
 
 A mask is a hash of (seed and step, operator, global position of the element), not of a generator's state: however the batch is
 divided and in whatever order the pieces run, every sample meets the same mask. The graph gets one more input, `rng`: an int64
-tensor of [seed and step mixed, number of the first sample here].
+tensor of [seed and step mixed, number of the first sample here, position along each axis that divides the weights].
 """
 
 from __future__ import annotations
@@ -10,40 +10,24 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from piperlang.capture.keep import keep, signed
 from piperlang.diagnostics import error
 
 PLACE = "rng"
 DROPOUT = torch.ops.aten.dropout.default
 _REFUSED = ("rand", "bernoulli", "normal", "uniform", "multinomial", "native_dropout", "alpha_dropout", "exponential", "poisson")
-_BITS = 24
-
-
-def counter_uniform(rng: torch.Tensor, operator: int, like: torch.Tensor, samples: int) -> torch.Tensor:
-    """Uniform numbers in [0, 1) of the shape of `like`, whose first dimension goes through the samples."""
-    per_sample = like.numel() // samples
-    at = torch.arange(like.numel(), dtype=torch.int64, device=like.device) + rng[1] * per_sample
-    x = at * -7046029254386353131 + (rng[0] + _signed(operator * 6364136223846793005))
-    for multiplier in (-4658895280553007687, -7723592293110705685, 2862933555777941757):
-        x = (x ^ (x >> 31)) * multiplier
-    uniform: torch.Tensor = (((x >> (64 - _BITS)) & (2**_BITS - 1)).to(torch.float32) * 2.0**-_BITS).view(like.shape)
-    return uniform
 
 
 def counter_dropout(x: torch.Tensor, rng: torch.Tensor, operator: int, p: float, samples: int) -> torch.Tensor:
-    keep = counter_uniform(rng, operator, x, samples) >= p
-    return x * keep.to(x.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    kept: torch.Tensor = x * keep(x, rng, operator, p, samples) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    return kept
 
 
 def mix(seed: int, step: int) -> int:
     """Seed and step as one int64."""
     x = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    return _signed(x ^ (x >> 31))
-
-
-def _signed(x: int) -> int:
-    """As an int64 that has wrapped round."""
-    return (x + 2**63) % 2**64 - 2**63
+    return signed(x ^ (x >> 31))
 
 
 def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:

@@ -383,7 +383,8 @@ LEADING = ("convolution", "_convolution", "avg_pool", "max_pool", "adaptive_", "
 _FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
     (ADDED, added), (SCALED, scaled), (KEPT, kept), (REDUCED, reduced), (SCANNED, scanned), (NUMBERED, numbered), (PERMUTED, permuted), (SLICED, sliced),
     (("cat", "concat", "concatenate", "stack"), joined), (PICKED, picked), (MADE, made), (_LETTERS, contracted), (("scaled_dot_product_attention",), attended),
-    (MATRIX, matrix), (CLASSES, lost), (("copy",), copied), (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
+    (MATRIX, matrix), (CLASSES, lost), (("copy",), copied),
+    (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
 )  # fmt: skip
 RULES: dict[str, Rule] = {name: rule for names, rule in _FAMILIES for name in names}
 

@@ -91,6 +91,8 @@ def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) ->
     if a.name not in small.batch or not isinstance(value, torch.Tensor):
         return Free()
     grown = growing(value, b.meta["val"])
+    if len(grown) > 1:
+        return Mixing("a tensor of the batch has two dimensions that go through the samples", Repair.PAIRS)
     return Along(grown[0], value.shape[grown[0]] // walk.samples) if grown else Free()
 
 
@@ -137,11 +139,11 @@ class _Walk:
     """Which node is the reason, by the id of its Mixing."""
     known: dict[Any, fx.Graph | None] = field(default_factory=dict)
 
-    def run(self, small: fx.Graph, large: fx.Graph, given: Sequence[State]) -> None:
+    def run(self, small: fx.Graph, large: fx.Graph, given: Sequence[States]) -> None:
         places = iter(given)
         for a, b in _pairs(small, large):
             if a.op == "placeholder":
-                self.states[a] = next(places)
+                self.states[a] = self._blamed(next(places), a)
             elif a.op == "call_function":
                 self.states[a] = self._after(a, b)
                 self._write(a, b)
@@ -159,11 +161,12 @@ class _Walk:
         try:
             found = self._ruled(a, b)
         except Mixing as problem:
-            found = problem
-        for state in _several(found):
-            if isinstance(state, Mixing):
-                self.causes[id(state)] = a
-        return found
+            found = problem.with_traceback(None)
+        return self._blamed(found, a)
+
+    def _blamed(self, states: States, node: fx.Node) -> States:
+        self.causes |= {id(state): node for state in _several(states) if isinstance(state, Mixing)}
+        return states
 
     def _ruled(self, a: fx.Node, b: fx.Node) -> States:
         results = tuple((x, y) for x, y in zip(_tensors(a), _tensors(b), strict=True))
@@ -196,7 +199,7 @@ class _Walk:
         if not _same(graphs[0], graphs[1]):  # a loop over the samples
             raise call.through()
         inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
-        inside.run(graphs[0], graphs[1], [operand.state for operand in call.operands])
+        inside.run(graphs[0], graphs[1], [self.states[leaf] for leaf in pytree.tree_leaves((a.args, a.kwargs)) if isinstance(leaf, fx.Node)])
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
         found = pytree.tree_leaves(output.args)
         return tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
@@ -205,7 +208,7 @@ class _Walk:
         """The operator as a graph of others, or None if there are no others."""
         flat, layout = pytree.tree_flatten((node.args, node.kwargs))
         tensors: list[torch.Tensor] = [leaf.meta["val"] for leaf in flat if isinstance(leaf, fx.Node)]
-        key = (node.target, layout, *(repr(leaf) for leaf in flat if not isinstance(leaf, fx.Node)), *((t.shape, t.stride(), t.dtype) for t in tensors))
+        key = (node.target, layout, *(repr(leaf) for leaf in flat if not isinstance(leaf, fx.Node)), *(f"{t.shape} {t.stride()} {t.dtype}" for t in tensors))
         if key in self.known:
             return self.known[key]
 
@@ -231,17 +234,28 @@ class _Walk:
         schema = getattr(a.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return
-        new, root = self.states[a], _root(a)
-        for node in [node for node in self.states if node is not a and _root(node) is root]:
-            old = self.states[node]
-            if isinstance(new, Mixing) or isinstance(old, Mixing):
-                self.states[node] = new if isinstance(new, Mixing) else old
-            elif isinstance(old, Free) and isinstance(new, Along):
-                other = next(y for x, y in _pairs(a.graph, b.graph) if x is node).meta["val"]
-                grown = growing(node.meta["val"], other)
-                self.states[node] = Along(grown[0], node.meta["val"].shape[grown[0]] // self.samples, new.degree) if grown else Free()
-            elif isinstance(old, Free) and isinstance(new, Mixed) and (old.zero or new.degree == -1):
+        new, twin, whole = self.states[a], dict(_pairs(a.graph, b.graph)), a.args[0]
+        for node in [node for node in self.states if node is not a and _root(node) is _root(a)]:
+            if node is whole:
                 self.states[node] = new
+            elif not isinstance(new, tuple) and not isinstance(old := self.states[node], tuple):
+                self.states[node] = self._blamed(_merged(old, new, growing(node.meta["val"], twin[node].meta["val"]), node.meta["val"], self.samples), a)
+
+
+def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, samples: int) -> State:
+    """A value that had one state, after something of another has been written into a part of it."""
+    if isinstance(new, Mixing) or isinstance(old, Mixing):
+        return new if isinstance(new, Mixing) else old
+    if isinstance(old, Free) and isinstance(new, Free):
+        return Free(old.degree if old.degree == new.degree else None, old.zero and new.zero)
+    kept, other = (new, old) if isinstance(old, Free) else (old, new)
+    if isinstance(kept, Mixed):
+        fits = not grown and ((isinstance(other, Free) and (other.zero or kept.degree == -1)) or other == kept)
+    else:
+        fits = len(grown) == 1 and (other == Free(zero=True) or (not isinstance(other, Mixed) and other.degree == kept.degree))
+    if not fits:
+        return Mixing("a value that holds all samples is written in part", Repair.ALONE)
+    return Along(grown[0], value.shape[grown[0]] // samples, kept.degree) if isinstance(old, Free) and isinstance(kept, Along) else kept
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -287,9 +301,10 @@ def _replaced(value: Any, operands: dict[fx.Node, Operand | None]) -> Any:
 def _free(call: Call) -> Free:
     """Of values without data. One that lost a dimension through the samples, or that a number was made into, changes with the batch's size."""
     zero = call.name in ("zeros", "new_zeros", "zeros_like")
-    given = [operand.state.degree for operand in call.operands if isinstance(operand.state, Free)]
-    if given and call.name in (*KEPT, *NUMBERED, *PERMUTED):
-        return Free(given[0], zero)
+    states = [operand.state for operand in call.operands if isinstance(operand.state, Free)]
+    given = [state.degree for state in states]
+    if states and call.name in (*KEPT, *NUMBERED, *PERMUTED):
+        return states[0]
     if "fill_value" in call.small and all(degree == 0 for degree in given):
         return Free(call.degree("fill_value"), zero)
     grows = any(growing(*result) for result in call.results)

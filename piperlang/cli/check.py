@@ -1,6 +1,8 @@
 """Check schedule scripts: syntax, names, values, and whether what they say fits together. No model is needed.
 
-What only a model can tell (does every selector match, is every chunk placed) is checked when a model is there.
+With a model in front (piperc check MODEL.py SCHEDULE.piper) also what only a model can tell: does every selector match, is every chunk
+placed, does the batch come out even, does any order wait for itself. With --numerics, two training steps are run both ways, plainly and
+under the schedule, and compared.
 """
 
 from __future__ import annotations
@@ -10,17 +12,31 @@ import json
 from collections import Counter
 
 from piperlang.cli.report import add_parameters, open_script, parameters, report, say
-from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
+from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
 from piperlang.diagnostics.render import as_json, printable
 from piperlang.session import Outlined, outline
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scripts", nargs="+", metavar="FILE.piper", help="`-` reads standard input")
+    parser.add_argument("scripts", nargs="+", metavar="[MODEL.py] FILE.piper", help="`-` reads standard input")
+    parser.add_argument("--numerics", action="store_true", help="run two steps both ways and compare (needs a model)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and dropout, for --numerics")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
     add_parameters(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.scripts[0].endswith(".py"):
+        from piperlang.cli.check_model import run as run_model
+
+        return run_model(options)
+    if options.numerics:
+        raise error("P0902", "--numerics needs a model", help="piperc check MODEL.py SCHEDULE.piper --numerics")
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    options.format = "json" if options.json else options.format
     overrides = parameters(options)
     problems: list[Diagnostic] = []
     for name in options.scripts:

@@ -21,14 +21,15 @@ from piperlang.diagnostics.render import FORMATS
 
 FINE, DIAGNOSTICS, USAGE, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 COMMANDS = {
-    "check": "check scripts without running anything",
+    "check": "check scripts, alone or with a model",
     "fmt": "format scripts",
+    "graph": "print the training graph of a model",
     "orders": "show the order of work per device",
     "explain": "explain a diagnostic code",
 }
 """Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
 
-FLAGS = ("--format", "--json", "--csv", "--check", "--diff", "--help", "--version", "-p")
+FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--diff", "--help", "--version", "-p")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -53,6 +53,7 @@ CODES = {
     "P0414": "weight divided in two ways",
     "P0501": "devices wait for each other",
     "P0502": "nothing is ordered",
+    "P0601": "optimizer needs whole weights",
     "P0801": "model file cannot be used",
     "P0802": "model cannot be traced",
     "P0803": "model changes a buffer",

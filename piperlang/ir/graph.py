@@ -14,7 +14,7 @@ from piperlang.elaborate.directive import Directive, Step
 from piperlang.elaborate.selector import Condition, Conjunction, Selector, TagValue
 from piperlang.elaborate.values import Slice
 from piperlang.ir.layout import Layout
-from piperlang.ir.model import Divide, Model, Place, Slot, Tensor
+from piperlang.ir.model import Arrangement, Model, Place, Slot, Tensor
 
 Key: TypeAlias = str
 """Names a value: what it is, and of which microbatch."""
@@ -64,8 +64,8 @@ class Family:
     gives: tuple[Slot, ...] = ()
     samples: int = 0
     """For compute: how many each device has of a piece."""
-    divides: tuple[Divide, ...] = ()
-    """For compute: the axes that divide its weights."""
+    arranged: Arrangement = ((), ())
+    """For compute: the axes that divide its weights, and how its inputs arrive along them."""
     layout: Layout | None = None
     """For compute: how samples lie on its devices."""
     axes: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ def fits(family: Family, conjunction: Conjunction) -> bool:
 
 def _holds(condition: Condition, attributes: Mapping[str, TagValue]) -> bool:
     if condition.key == "comm" and "p2p" in condition.values:
-        values = tuple(v for v in condition.values if v != "p2p") + ("send", "recv")
+        values = (*(v for v in condition.values if v != "p2p"), "send", "recv")
         condition = Condition("comm", condition.test, values)
     return condition.holds(attributes)
 
@@ -184,7 +184,7 @@ def among(family: Family, conjunction: Conjunction) -> Iterable[int]:
     if not conditions:
         return family.points.values()
     if len(conditions) == len(family.dims) and all(c.test == "in" and len(c.values) == 1 for _, c in conditions):
-        at = dict((i, c.values[0]) for i, c in conditions)
-        exact = family.points.get(tuple(int(at[i]) for i in range(len(family.dims))) if len(at) == len(family.dims) else ())
+        at = {i: c.values[0] for i, c in conditions}
+        exact = family.points.get(tuple(int(at.get(i, -1)) for i in range(len(family.dims))))
         return () if exact is None else (exact,)
     return [number for point, number in family.points.items() if all(c.holds({c.key: point[i]}) for i, c in conditions)]

@@ -114,10 +114,14 @@ Places: TypeAlias = Mapping[Slot, tuple[Place, ...]]
 """For every slot of a chunk, how it lies along each axis that divides the chunk."""
 
 
+Arrangement: TypeAlias = tuple[tuple[Divide, ...], tuple[tuple[Slot, tuple[Place, ...]], ...]]
+"""How a chunk is divided: along which axes, and how its inputs lie along them as they arrive."""
+
+
 class Divider(Protocol):
     """Who can tell how a chunk's tensors lie when its weights are divided: the captured model, which can trace it."""
 
-    def divided(self, chunk: int, samples: int, divides: tuple[Divide, ...], arriving: Mapping[Slot, tuple[Place, ...]]) -> Places: ...
+    def divided(self, chunk: int, samples: int, arranged: Arrangement) -> Places: ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from piperlang.passes.nodes import Nodes
 from piperlang.passes.reduce import reduce
 from piperlang.passes.schedule import Schedule
 from piperlang.passes.sites import Point, Site, Sites
-from piperlang.passes.temporal import Temporal, halved_by_orders
+from piperlang.passes.temporal import Temporal
 from piperlang.passes.weights import Weights
 
 SEED = "seed"
@@ -27,13 +27,15 @@ def build(schedule: Schedule, sketch: bool = False) -> Graph:
 
 class _Build:
     def __init__(self, schedule: Schedule, sketch: bool) -> None:
-        self.schedule, self.model = schedule, schedule.model
+        self.schedule, self.model, self.sketch = schedule, schedule.model, sketch
         self.sites = Sites(schedule, sketch)
         self.nodes = Nodes(schedule)
         self.flow = Flow(self.nodes)
         self.weights = Weights(self.model, self.sites, self.nodes)
-        self.readers = {name: [(c.number, i) for c in self.model.chunks for i, read in enumerate(c.inputs) if read == name] for name in self.model.tensors}
-        self.by_order, self.whole = halved_by_orders(schedule)
+        self.readers: dict[str, list[tuple[int, int]]] = {}
+        for chunk in self.model.chunks:
+            for i, name in enumerate(chunk.inputs):
+                self.readers.setdefault(name, []).append((chunk.number, i))
         self.losses: list[Key] = []
 
     def graph(self) -> Graph:
@@ -46,9 +48,10 @@ class _Build:
                     self._backward(site)
         updated = reduce(self.model, list(self.weights.homes.values()), self.nodes)
         temporal = Temporal(self.schedule, self.nodes)
-        orders = temporal.orders()
+        orders = [] if self.sketch else temporal.orders()
         self.weights.prefetch(orders)
-        temporal.chains()
+        if not self.sketch:
+            temporal.chains()
         n = self.nodes
         return Graph(self.model, n.nodes, n.families, n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated)
 
@@ -77,7 +80,7 @@ class _Build:
                 self.nodes.add(out, point, ((f"saved:{number}#{at}",),), (f"host:{number}#{at}",))
 
     def _family(self, op: str, site: Site, slots: tuple[Slot, ...], gives: tuple[Slot, ...] = ()) -> Family:
-        return self.nodes.family(Family(op, site.chunk.tags, site.where, site.dims, site.chunk.number, op if op != "R" else None, slots, gives, site.local_samples, site.divides, site.spread))
+        return self.nodes.family(Family(op, site.chunk.tags, site.where, site.dims, site.chunk.number, op if op != "R" else None, slots, gives, site.local_samples, site.arranged, site.spread))
 
     def _value(self, key: Key, tensor: Tensor, site: Site, slot: Slot, point: Point) -> None:
         self.nodes.values[key] = Value(tensor, site.layouts[slot], site.first(point), site.samples, site.inner(point))
@@ -141,7 +144,8 @@ class _Build:
             self.nodes.before(node, maker)
 
     def _halves(self, group: Tagset, point: Point) -> tuple[str, ...]:
-        named = (group, point) in self.by_order or (group in self.schedule.halved and (group, point) not in self.whole)
+        schedule = self.schedule
+        named = (group, point) in schedule.by_halves or (group in schedule.halved and (group, point) not in schedule.by_whole)
         return ("I", "W") if named else ("B",)
 
     def _gradients(self, site: Site, point: Point) -> dict[int, tuple[Key, ...]]:
@@ -153,7 +157,7 @@ class _Build:
                 found[j] = (SEED,)
                 continue
             parts: list[Key] = []
-            for reader, i in self.readers[name] if tensor.differentiable else ():
+            for reader, i in self.readers.get(name, ()) if tensor.differentiable else ():
                 if ("grad_input", i) not in self.model.chunks[reader].passes.get("B", self.model.chunks[reader].passes["F"]).gives:
                     continue
                 source = self.sites.at(reader, self._piece(reader, site, point))

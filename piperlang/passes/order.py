@@ -16,7 +16,7 @@ from __future__ import annotations
 from piperlang.diagnostics import error
 from piperlang.elaborate import directive as d
 from piperlang.passes.match import name_halves, require_match
-from piperlang.passes.schedule import ALONE, Schedule
+from piperlang.passes.schedule import Schedule
 
 
 def order(schedule: Schedule, directive: d.Order) -> None:
@@ -32,5 +32,15 @@ def order(schedule: Schedule, directive: d.Order) -> None:
     if directive.where is None:
         schedule.outline.chains.append(directive)
     else:
-        assert directive.where is not ALONE
         schedule.outline.apply(directive)
+        _note_halves(schedule)
+
+
+def _note_halves(schedule: Schedule) -> None:
+    """Remember which backwards the new steps name by halves, and which whole."""
+    for lane in schedule.outline.lanes.lanes:
+        for work in lane.steps[schedule.seen_steps.get(id(lane), 0) :]:
+            for item in work.items:
+                if item.get("pass") in ("B", "I", "W") and "comm" not in item:
+                    (schedule.by_whole if item["pass"] == "B" else schedule.by_halves).add(schedule.which(item))
+        schedule.seen_steps[id(lane)] = len(lane.steps)

@@ -9,6 +9,7 @@ from math import prod
 from typing import Protocol
 
 from piperlang.elaborate import directive as d
+from piperlang.elaborate.lanes import Item
 from piperlang.elaborate.outline import Outline
 from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.elaborate.placement import Placement
@@ -24,11 +25,6 @@ ALONE = Slice(Mesh("device", (), Source("", "").span(0, 0)))
 
 
 class Captured(Protocol):
-    def recut(self) -> None:
-        """New tags cut the model anew, when it is next looked at."""
-        for name in ("captured", "outline", "groups"):
-            self.__dict__.pop(name, None)
-
     @property
     def model(self) -> Model: ...
 
@@ -67,6 +63,11 @@ class Schedule:
         self.meshes: dict[Mesh, d.UseMesh] = {}
         self.uses: dict[Tagset, dict[tuple[Mesh, str], Use]] = {}
         self.streams: list[d.Stream] = []
+        self.by_halves: set[tuple[Tagset, tuple[int, ...]]] = set()
+        """Which microbatches of which chunks an order names by halves,"""
+        self.by_whole: set[tuple[Tagset, tuple[int, ...]]] = set()
+        """and which whole."""
+        self.seen_steps: dict[int, int] = {}
         self.halved: dict[Tagset, d.Directive] = {}
         """Whose backward is in two halves because a directive other than an order names them."""
         self.recomputed: dict[Tagset, d.Recompute] = {}
@@ -82,6 +83,11 @@ class Schedule:
         outline = Outline(tuple(self.groups))
         outline.meshes = self.meshes
         return outline
+
+    @property
+    def settled(self) -> bool:
+        """Whether the model has been cut: while tags still come, that is put off."""
+        return "captured" in self.__dict__
 
     def recut(self) -> None:
         """New tags cut the model anew, when it is next looked at."""
@@ -124,6 +130,16 @@ class Schedule:
         if not self.meshes:
             return ((ALONE, None),)
         return [(p.where, p) for p in self.outline.placements.by_chunk.get(group, ())]
+
+    def apart(self, split: str) -> set[frozenset[int]]:
+        """The sets of pieces of a split that are placed on their own."""
+        return {these for places in self.outline.placements.by_chunk.values() for p in places for name, these in p.box if name == split and these}
+
+    def which(self, item: Item) -> tuple[Tagset, tuple[int, ...]]:
+        """The chunks and the microbatch of an ordered piece of work."""
+        splits = self.outline.splits
+        group = frozenset((key, value) for key, value in item.items() if key not in RESERVED_KEYS and key not in splits)
+        return group, tuple(at for split in self.splits(group) if isinstance(at := item[split.name], int))
 
     def use(self, group: Tagset, where: Slice, axis: str) -> Use | None:
         return self.uses.get(group, {}).get((where.mesh, axis))

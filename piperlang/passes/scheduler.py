@@ -8,6 +8,7 @@ from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.selector import Selector, TagValue
 from piperlang.ir.graph import Graph
+from piperlang.ir.verify import verify
 from piperlang.passes.build import build
 from piperlang.passes.complete import missing
 from piperlang.passes.registry import PASSES
@@ -30,6 +31,16 @@ class Scheduler:
         except PiperError as problem:
             raise PiperError(*(x.within(directive.trail) for x in problem.diagnostics)) from None
         self.schedule.directives.append(directive)
+        self._verify()
+
+    def _verify(self) -> None:
+        """After every pass, on one microbatch of everything. What the script has not said yet is no fault: it may come."""
+        try:
+            sketch = build(self.schedule, sketch=True) if self.schedule.settled else None
+        except PiperError:
+            return  # reported when the script has ended, if it still holds then
+        if sketch is not None:
+            verify(sketch, sketch=True)
 
     def count(self, selector: Selector) -> int:
         return sum(1 for _ in self.graph().select(selector))
@@ -39,7 +50,9 @@ class Scheduler:
 
     def graph(self) -> Graph:
         """The graph as it is now. What is not placed yet is left where it was, on one device."""
-        return build(self.schedule)
+        graph = build(self.schedule)
+        verify(graph)
+        return graph
 
     def finish(self) -> list[Diagnostic]:
         """What is missing once the script has ended."""

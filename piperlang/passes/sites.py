@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -12,7 +12,7 @@ from piperlang.diagnostics import PiperError
 from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.elaborate.values import Slice
 from piperlang.ir.layout import SHARE, Layout, axes_of
-from piperlang.ir.model import BATCH, SUM, WHOLE, Chunk, Divide, Place, Slot
+from piperlang.ir.model import BATCH, SUM, WHOLE, Arrangement, Chunk, Divide, Place, Slot
 from piperlang.passes.schedule import ALONE, Schedule, Use
 
 Point: TypeAlias = tuple[int, ...]
@@ -36,7 +36,7 @@ class Site:
     points: tuple[Point, ...]
     layouts: Mapping[Slot, Layout]
     uses: Mapping[str, Use]
-    divides: tuple[Divide, ...]
+    arranged: Arrangement
     inner_axes: tuple[str, ...]
 
     def first(self, point: Point) -> int:
@@ -48,6 +48,10 @@ class Site:
 
     def inner(self, point: Point) -> tuple[tuple[int, int], ...]:
         return tuple(zip(point[self.outer :], self.counts[self.outer :], strict=True))
+
+    @property
+    def divides(self) -> tuple[Divide, ...]:
+        return self.arranged[0]
 
     @property
     def spread(self) -> Layout:
@@ -83,20 +87,28 @@ class Sites:
         outer = sum(s.selector is None for s in splits)
         dims, counts = tuple(s.name for s in splits), tuple(s.count for s in splits)
         samples = self.model.samples // prod(counts[:outer])
-        places = self.schedule.places(group) or ((ALONE, None),)
+        whole = [self._sampled(name, count) if i < outer else range(count) for i, (name, count) in enumerate(zip(dims, counts, strict=True))]
         sites, at = [], {}
+        places = self.schedule.places(group)
         for where, placement in places:
             box = dict(placement.box) if placement else {}
-            ranges = [sorted(box[name]) if name in box else range(count) for name, count in zip(dims, counts, strict=True)]
-            if self.sketch:
-                ranges = [r[:1] for r in ranges[:outer]] + ranges[outer:]
-            points = tuple(product(*ranges))
-            site = self._site(chunk, group, where, dims, outer, counts, samples, points)
-            sites.append(site)
-            if len(places) > 1:
-                at.update(dict.fromkeys(points, site))
+            ranges = [[i for i in every if i in box[name]] if name in box else every for name, every in zip(dims, whole, strict=True)]
+            sites.append(self._site(chunk, group, where, dims, outer, counts, samples, tuple(product(*ranges))))
+        if len(places) != 1 or (places[0][1] and places[0][1].box):
+            at = {point: site for site in sites for point in site.points}
+            # What the script has not placed so far is left where everything starts.
+            rest = tuple(point for point in product(*whole) if point not in at)
+            if rest:
+                sites.append(self._site(chunk, group, ALONE, dims, outer, counts, samples, rest))
+                at |= dict.fromkeys(rest, sites[-1])
         self.of.append(sites)
         self._at.append(at)
+
+    def _sampled(self, name: str, count: int) -> Sequence[int]:
+        """All pieces of a split; in a sketch, the first of each set of them that is placed apart."""
+        if not self.sketch:
+            return range(count)
+        return sorted({0} | {min(these) for these in self.schedule.apart(name)})
 
     def _site(
         self, chunk: Chunk, group: Tagset, where: Slice, dims: tuple[str, ...], outer: int, counts: tuple[int, ...], samples: int, points: tuple[Point, ...]
@@ -105,17 +117,19 @@ class Sites:
         divides = tuple(Divide(axis, size, uses[axis].style) for axis, size in axes_of(where) if axis in uses and not uses[axis].divides_batch)
         degree = self.schedule.degree(group, where)
         local: Mapping[Slot, tuple[Place, ...]] = {}
+        arranged: Arrangement = (divides, ())
         if divides and self.model.divider is not None:
             each = max(1, samples // degree // prod(counts[outer:]))
+            arranged = (divides, self._arriving(chunk, where, divides))
             try:
-                local = self.model.divider.divided(chunk.number, each, divides, self._arriving(chunk, where, divides))
+                local = self.model.divider.divided(chunk.number, each, arranged)
             except PiperError as problem:
                 by = uses[divides[0].axis].directive
                 raise PiperError(*(replace(x, span=by.span).within(by.trail) for x in problem.diagnostics)) from None
         layouts = {slot: self._layout(chunk, where, slot, uses, divides, local) for slot in _slots(chunk)}
-        return Site(chunk, group, where, dims, outer, counts, samples, degree, points, layouts, uses, divides, self.inner_axes)
+        return Site(chunk, group, where, dims, outer, counts, samples, degree, points, layouts, uses, arranged, self.inner_axes)
 
-    def _arriving(self, chunk: Chunk, where: Slice, divides: tuple[Divide, ...]) -> dict[Slot, tuple[Place, ...]]:
+    def _arriving(self, chunk: Chunk, where: Slice, divides: tuple[Divide, ...]) -> tuple[tuple[Slot, tuple[Place, ...]], ...]:
         """How inputs lie along the axes that divide this chunk, where their producers are on the same devices."""
         axes = [axis for axis, _ in axes_of(where)]
         found: dict[Slot, tuple[Place, ...]] = {}
@@ -124,7 +138,7 @@ class Sites:
             layout = self.of[number][0].layouts["output", j]
             if layout.where == where:
                 found["input", i] = tuple(layout.places[axes.index(divide.axis)] for divide in divides)
-        return found
+        return tuple(found.items())
 
     def _layout(
         self, chunk: Chunk, where: Slice, slot: Slot, uses: Mapping[str, Use], divides: tuple[Divide, ...], local: Mapping[Slot, tuple[Place, ...]]

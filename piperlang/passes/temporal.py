@@ -12,27 +12,6 @@ from piperlang.ir.graph import COMPUTE, Family, Steps, among, fits
 from piperlang.ir.layout import devices_of
 from piperlang.passes.nodes import Nodes
 from piperlang.passes.schedule import Schedule
-from piperlang.passes.sites import Point
-
-NOT_TAGS = ("pass", "comm", "update")
-
-
-def halved_by_orders(schedule: Schedule) -> tuple[set[tuple[Tagset, Point]], set[tuple[Tagset, Point]]]:
-    """What orders name by halves, and what they name whole."""
-    halves: set[tuple[Tagset, Point]] = set()
-    whole: set[tuple[Tagset, Point]] = set()
-    for lane in schedule.outline.lanes.lanes:
-        for work in lane.steps:
-            for item in work.items:
-                if item.get("pass") in ("B", "I", "W") and "comm" not in item:
-                    (whole if item["pass"] == "B" else halves).add(_which(schedule, item))
-    return halves, whole
-
-
-def _which(schedule: Schedule, item: Item) -> tuple[Tagset, Point]:
-    splits = schedule.outline.splits
-    tagset = frozenset((key, value) for key, value in item.items() if key not in NOT_TAGS and key not in splits)
-    return tagset, tuple(at for split in schedule.splits(tagset) if isinstance(at := item[split.name], int))
 
 
 class Temporal:
@@ -61,7 +40,7 @@ class Temporal:
         if "comm" in item or "update" in item:
             yield from self._others(lane, work, item, taken)
             return
-        tagset, point = _which(self.schedule, item)
+        tagset, point = self.schedule.which(item)
         for family in self._compute.get((tagset, str(item["pass"])), ()):
             # A half that a chunk does not have (no input wants a gradient, no weight learns) is no work.
             number = family.points.get(point)

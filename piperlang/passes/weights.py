@@ -36,6 +36,10 @@ class Home:
     def where(self) -> Slice:
         return self.site.where
 
+    def __post_init__(self) -> None:
+        self.key: Key = f"w:{self.weight}@{self.number}"
+        self.in_parts = bool(self.flat(3))
+
     def flat(self, level: int) -> tuple[str, ...]:
         """Axes that divide what belongs to a level of ZeRO; deeper levels outermost, so that parts of parts are contiguous."""
         axes = [axis for axis, has in self.levels.items() if has >= level]
@@ -43,10 +47,6 @@ class Home:
 
     def held(self, level: int) -> Held:
         return Held(self.weight, self.where, self.places, self.flat(level))
-
-    @property
-    def key(self) -> Key:
-        return f"w:{self.weight}@{self.number}"
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class Weights:
     def key(self, site: Site, i: int, phase: str, point: Point) -> Key:
         """The weight as a pass of a chunk reads it: where it is kept in parts, gathered for that pass."""
         home = self.homes[site.chunk.weights[i], site.where]
-        if not home.flat(3):
+        if not home.in_parts:
             return home.key
         self._gather(site, phase, point)
         return self._gathered_key(home, site, phase, point)

@@ -19,7 +19,7 @@ from piperlang.capture.differentiate import Piece, Pieces
 from piperlang.capture.random import mix
 from piperlang.ir.graph import COMPUTE, Graph, Key, Node
 from piperlang.ir.layout import axes_of, devices_of
-from piperlang.ir.model import Divide, Slot, Tensor
+from piperlang.ir.model import Arrangement, Slot, Tensor
 from piperlang.ir.sort import topological
 from piperlang.runtime.boxes import boxes, move, take
 from piperlang.runtime.shards import Shards
@@ -33,7 +33,7 @@ class Captured(Protocol):
     @property
     def batch_names(self) -> Sequence[str]: ...
 
-    def pieces(self, chunk: int, samples: int, divides: tuple[Divide, ...] = ()) -> Pieces: ...
+    def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces: ...
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Stepped:
 
 
 class Inline:
-    def __init__(self, graph: Graph, captured: Captured, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int = 0) -> None:
+    def __init__(self, graph: Graph, captured: Captured, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int = 0, lr_schedule: Callable[[Any], Any] | None = None) -> None:
         """`model` gives the first weights; it is not changed."""
         self.graph, self.captured, self.seed = graph, captured, seed
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        self.shards = Shards(graph, {name: tensors[name].detach() for name in graph.model.weights}, optimizer)
+        self.shards = Shards(graph, {name: tensors[name].detach() for name in graph.model.weights}, optimizer, lr_schedule)
         self.order = [graph.nodes[i] for i in topological(graph)]
         self.steps = 0
 
@@ -91,7 +91,7 @@ class Inline:
     def _compute(self, node: Node) -> None:
         family = node.family
         assert family.chunk is not None
-        pieces = self.captured.pieces(family.chunk, family.samples, family.divides)
+        pieces = self.captured.pieces(family.chunk, family.samples, family.arranged)
         piece: Piece = getattr(pieces, "F" if family.op == "R" else family.op)
         results: dict[Key, list[Any]] = {key: [] for key in node.writes}
         for k in range(len(devices_of(family.where))):
@@ -142,7 +142,7 @@ class Inline:
         axes = axes_of(layout.where)
         at = list(product(*(range(size) for _, size in axes)))[device]
         position = dict(zip((axis for axis, _ in axes), at, strict=True))
-        return torch.tensor([mix(self.seed, self.steps), first, *(position[divide.axis] for divide in node.family.divides)])
+        return torch.tensor([mix(self.seed, self.steps), first, *(position[divide.axis] for divide in node.family.arranged[0])])
 
     def _span(self, node: Node) -> tuple[int, int, tuple[tuple[int, int], ...]]:
         """The samples of a node, from one of the values that it or its forward makes."""

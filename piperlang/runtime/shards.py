@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import optim
 
+from piperlang.diagnostics import error
 from piperlang.ir.graph import Graph, Held, Key, Node
 from piperlang.ir.layout import axes_of
 from piperlang.runtime.boxes import coordinates, flat_part, local_box, take
 
 
 class Shards:
-    def __init__(self, graph: Graph, weights: Mapping[str, torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-        self.graph, self.make = graph, optimizer
+    def __init__(
+        self, graph: Graph, weights: Mapping[str, torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer], lr_schedule: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.graph, self.make, self.make_schedule = graph, optimizer, lr_schedule
         self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self.current: dict[Key, list[Any]] = {}
         self.first: dict[str, Key] = {}
@@ -22,7 +26,7 @@ class Shards:
             if key.startswith("w:") and key not in graph.made:
                 self.current[key] = self._divided(weights[held.weight], held)
                 self.first.setdefault(held.weight, key)
-        self.optimizers: dict[tuple[Key, int], torch.optim.Optimizer] = {}
+        self.optimizers: dict[tuple[Key, int], tuple[torch.optim.Optimizer, Any]] = {}
 
     def _divided(self, whole: torch.Tensor, held: Held) -> list[torch.Tensor]:
         found = []
@@ -121,15 +125,31 @@ class Shards:
             values[target] = [self._step(target, k, w, g) for k, (w, g) in enumerate(zip(weights, mine, strict=True))]
         return collected
 
+    def _check_elementwise(self, optimizer: torch.optim.Optimizer, key: Key) -> None:
+        held = self.graph.held[key]
+        if _dividing(held) and not isinstance(optimizer, ELEMENTWISE):
+            name = type(optimizer).__name__
+            raise error("P0601", f"{name} would see only a part of weight {held.weight}", notes=[f"it lies on {held.where} in parts"], help="use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out")
+
     def _step(self, key: Key, device: int, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if (key, device) not in self.optimizers:
-            self.optimizers[key, device] = self.make([torch.nn.Parameter(weight.clone())])
-        optimizer = self.optimizers[key, device]
+            optimizer = self.make([torch.nn.Parameter(weight.clone())])
+            self._check_elementwise(optimizer, key)
+            self.optimizers[key, device] = optimizer, self.make_schedule(optimizer) if self.make_schedule else None
+        optimizer, schedule = self.optimizers[key, device]
         (parameter,) = optimizer.param_groups[0]["params"]
         parameter.copy_(weight)
         parameter.grad = gradient.view_as(weight)
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
         return parameter.detach().clone()  # type: ignore[no-any-return]
+
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+"""Optimizers whose step of an element does not look at others: only those may work on a part of a weight."""
 
 
 def _added(values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

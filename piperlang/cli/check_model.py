@@ -1,0 +1,83 @@
+"""piperc check with a model: compile, verify and, if asked, compare numerically."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from piperlang.cli.model import captured, doing, load, scheduled
+from piperlang.cli.report import report
+from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
+from piperlang.diagnostics.render import as_json
+from piperlang.ir.graph import Graph
+from piperlang.ir.layout import devices_of
+from piperlang.ir.sort import topological
+
+
+def run(options: argparse.Namespace) -> int:
+    model, *scripts = options.scripts
+    if len(scripts) != 1:
+        raise error("P0902", f"one model is checked with one script, not with {len(scripts)}", help="piperc check MODEL.py SCHEDULE.piper")
+    options.script = scripts[0]
+    result: dict[str, Any] = {"ok": False}
+    problems: tuple[Diagnostic, ...] = ()
+    try:
+        problems = _check(model, options, result)
+    except PiperError as problem:
+        if all(d.code.startswith("P09") for d in problem.diagnostics):
+            raise
+        problems = problem.diagnostics
+    if options.json or options.format == "json":
+        print(json.dumps({**result, "diagnostics": [as_json(d.seen_by_user()) for d in problems[:LIMIT]]}))
+    else:
+        report(problems, options.format)
+        if not problems:
+            _tell(model, options, result)
+    return 0 if result["ok"] else 1
+
+
+def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> tuple[Diagnostic, ...]:
+    file = load(model)
+    if options.numerics:
+        from piperlang.runtime.numerics import capture_doubled
+
+        with doing(f"tracing {model}"):
+            program = capture_doubled(file, options.seed)
+    else:
+        program = captured(file)
+    found = scheduled(program, options)
+    if found.problems:
+        return found.problems
+    with doing("building the graph"):
+        graph = found.graph()
+        topological(graph)
+    result |= {"ok": True, "nodes": len(graph.nodes), "devices": len(_devices(graph)), "chunks": len(graph.model.chunks)}
+    if options.numerics:
+        from piperlang.capture.program import Captured
+        from piperlang.runtime.numerics import compare
+
+        cut = found.scheduler.schedule.captured
+        assert isinstance(cut, Captured)
+        with doing("training two steps both ways"):
+            compared = compare(file, program, graph, cut, options.seed)
+        result |= {
+            "ok": compared.ok, "loss_reference": compared.loss_reference, "loss": compared.loss, "max_grad_rel_err": compared.max_grad_rel_err,
+            "max_weight_rel_err": compared.max_weight_rel_err, "worst": compared.worst,
+        }  # fmt: skip
+    return ()
+
+
+def _devices(graph: Graph) -> set[int]:
+    return {device for family in graph.families for device in devices_of(family.where)}
+
+
+def _tell(model: str, options: argparse.Namespace, result: dict[str, Any]) -> None:
+    size = f"{result['devices']:,} devices, {result['chunks']:,} chunks, {result['nodes']:,} nodes"
+    if "loss" not in result:
+        print(f"{options.script}: fine with {model} ({size})")
+        return
+    verdict = "same mathematics" if result["ok"] else "DIFFERENT"
+    print(f"{options.script}: {verdict} ({size})")
+    print(f"  loss after two steps  {result['loss']:.9g}   plain {result['loss_reference']:.9g}")
+    print(f"  largest difference    gradients {result['max_grad_rel_err']:.1e}, weights {result['max_weight_rel_err']:.1e} (relative, {result['worst']})")

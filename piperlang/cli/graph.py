@@ -1,0 +1,46 @@
+"""Print the training graph of a model under a schedule: one node a line, as JSON, or as a drawing.
+
+--after N stops after the first N directives (0: the model as it is), to see what each of them does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from piperlang.cli.model import captured, doing, load, scheduled
+from piperlang.cli.report import add_parameters, report
+from piperlang.diagnostics import error
+from piperlang.ir.text import as_json, text
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL.py")
+    parser.add_argument("script", metavar="SCHEDULE.piper", help="`-` reads standard input")
+    parser.add_argument("--after", type=int, metavar="N", help="the graph after the first N directives")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="nodes, values and orders as JSON")
+    how.add_argument("--svg", metavar="FILE", help="draw it to a file")
+    add_parameters(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.after is not None and options.after < 0:
+        raise error("P0902", f"`--after {options.after}` is below 0", help="count directives from 0")
+    found = scheduled(captured(load(options.model)), options, options.after)
+    if found.problems:
+        report(found.problems, options.format)
+        return 1
+    with doing("building the graph"):
+        graph = found.graph()
+    if options.svg:
+        from piperlang.view.graph_svg import draw
+
+        Path(options.svg).write_text(draw(graph), encoding="utf-8")
+        print(f"{options.svg}: {len(graph.nodes):,} nodes")
+    elif options.json:
+        print(json.dumps(as_json(graph)))
+    else:
+        print(text(graph), end="")
+    return 0

@@ -1,0 +1,62 @@
+"""A model file and a script from the command line, captured and scheduled."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piperlang.cli.report import open_script, parameters, say
+from piperlang.diagnostics import error
+from piperlang.session import Scheduled, schedule
+
+if TYPE_CHECKING:
+    from piperlang.capture.model_file import ModelFile
+    from piperlang.capture.program import Program
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Say what takes so long, on a terminal, and take it back when it is done."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"\r{what} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r" + " " * (len(what) + 4) + "\r", end="", file=sys.stderr, flush=True)
+
+
+def load(name: str) -> ModelFile:
+    with doing(f"loading {name}"):
+        from piperlang.capture.model_file import load_model
+
+        return load_model(Path(name))
+
+
+def first_batch(file: ModelFile) -> Any:
+    try:
+        return next(iter(file.data()))
+    except StopIteration:
+        raise error("P0801", f"`data` in {file.path.name} gives no batch", help="yield (input, target) pairs") from None
+    except Exception as problem:
+        where = traceback.extract_tb(problem.__traceback__)[-1]
+        raise error("P0801", f"`data` in {file.path.name} fails", notes=[f"{type(problem).__name__}: {problem}", f"{where.filename}:{where.lineno}"], help="run it with python to see the whole trace") from problem
+
+
+def captured(file: ModelFile) -> Program:
+    with doing(f"tracing {file.path.name}"):
+        from piperlang.capture.program import capture
+
+        return capture(file.model, file.loss, first_batch(file))
+
+
+def scheduled(program: Program, options: argparse.Namespace, after: int | None = None) -> Scheduled:
+    source, path = open_script(options.script)
+    with doing(f"applying {options.script}"):
+        return schedule(program, source, path, parameters(options), say, after)

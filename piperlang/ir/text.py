@@ -1,0 +1,79 @@
+"""The graph as text, one node a line: stable, so that two graphs can be compared with diff; and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from piperlang.ir.graph import Graph, Key, Node
+from piperlang.ir.layout import axes_of, devices_of
+from piperlang.ir.sort import topological
+
+
+def text(graph: Graph) -> str:
+    """In an order in which it can run."""
+    return "\n".join(line(graph, graph.nodes[i]) for i in topological(graph)) + "\n"
+
+
+def line(graph: Graph, node: Node) -> str:
+    family = node.family
+    over = f" over {', '.join(family.axes)}" if family.axes else ""
+    beyond = "".join(f" and {where}" for where in family.beyond)
+    reads = ", ".join(" + ".join(keys) or "0" for keys in node.reads)
+    writes = ", ".join(described(graph, key) for key in node.writes)
+    after = ", ".join(str(graph.nodes[i]) for i in sorted(graph.after.get(node.id, ())))
+    return f"{node}{beyond}{over} stream {node.stream}: {reads} -> {writes}" + (f" after {after}" if after else "")
+
+
+def described(graph: Graph, key: Key) -> str:
+    """A value with its global shape and how it lies: `x#0: float32[4, 16]{dp: batch}`."""
+    value, held = graph.values.get(key), graph.held.get(key)
+    if value is not None:
+        shape, dtype = value.tensor.shape(value.samples), value.tensor.dtype
+        places = zip(axes_of(value.layout.where), value.layout.places, strict=True)
+    elif held is not None:
+        weight = graph.model.weights[held.weight]
+        shape, dtype = weight.shape, weight.dtype
+        places = zip(axes_of(held.where), held.places, strict=True)
+    else:
+        return key  # activations: as many tensors as the backward needs
+    lies = [f"{axis}: {place}" for (axis, _), place in places] + [f"{axis}: flat" for axis in (held.flat if held else ())]
+    return f"{key}: {dtype}{list(shape)}" + (f"{{{', '.join(lies)}}}" if lies else "")
+
+
+def as_json(graph: Graph) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "samples": graph.model.samples,
+        "chunks": [{"number": c.number, "tags": dict(c.tags), "modules": list(c.modules), "weights": list(c.weights)} for c in graph.model.chunks],
+        "nodes": [_node(graph, graph.nodes[i]) for i in topological(graph)],
+        "values": dict(_values(graph)),
+        "orders": [{"devices": sorted(order.devices), "steps": [list(group) for group in order.groups]} for order in graph.orders],
+    }
+
+
+def _node(graph: Graph, node: Node) -> dict[str, Any]:
+    family = node.family
+    found: dict[str, Any] = {
+        "id": node.id, "op": family.op, "tags": dict(family.tags), "split": dict(zip(family.dims, node.point, strict=False)), "on": str(family.where),
+        "devices": sorted({device for where in (family.where, *family.beyond) for device in devices_of(where)}), "stream": node.stream,
+        "reads": [list(keys) for keys in node.reads], "writes": list(node.writes), "after": sorted(graph.after.get(node.id, ())),
+    }  # fmt: skip
+    if family.phase is not None:
+        found["pass"] = family.phase
+    if family.chunk is not None:
+        found["chunk"] = family.chunk
+    if family.axes:
+        found["over"] = list(family.axes)
+    return found
+
+
+def _values(graph: Graph) -> Iterator[tuple[Key, dict[str, Any]]]:
+    for key, value in graph.values.items():
+        layout = value.layout
+        places = {axis: place for (axis, _), place in zip(axes_of(layout.where), layout.places, strict=True)}
+        yield key, {"dtype": value.tensor.dtype, "shape": list(value.tensor.shape(value.samples)), "on": str(layout.where), "lies": places, "first": value.first, "samples": value.samples}
+    for key, held in graph.held.items():
+        weight = graph.model.weights[held.weight]
+        places = {axis: place for (axis, _), place in zip(axes_of(held.where), held.places, strict=True)}
+        yield key, {"dtype": weight.dtype, "shape": list(weight.shape), "on": str(held.where), "lies": places, "flat": list(held.flat)}

@@ -1,0 +1,125 @@
+"""What must hold of every graph, whatever passes made it. A fault here is a bug of ours, never of a script."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+from math import prod
+
+from piperlang.ir.graph import COLLECTIVES, Graph, Key
+from piperlang.ir.layout import moves
+
+GIVEN = ("seed", "rng")
+
+
+class Broken(Exception):
+    """A graph that would not train the model it was made from."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults[:10]))
+        self.faults = faults
+
+
+def verify(graph: Graph, sketch: bool = False) -> None:
+    """Raise Broken with every fault found. A sketch has not all microbatches, so they are not counted."""
+    faults = [*_flow(graph), *_places(graph), *_moves(graph), *_gradients(graph), *_updates(graph)]
+    if not sketch:
+        faults += _samples(graph)
+    if faults:
+        raise Broken(faults)
+
+
+def _flow(graph: Graph) -> Iterator[str]:
+    """Every value is made once, by one node, and read only where somebody makes it."""
+    written = Counter(key for node in graph.nodes for key in node.writes)
+    for key, times in written.items():
+        if times > 1:
+            yield f"{key} is made {times} times"
+    for node in graph.nodes:
+        for key in (key for keys in node.reads for key in keys):
+            if key not in written and not _given(graph, key):
+                yield f"{node} reads {key}, which nobody makes"
+        for key in node.writes:
+            if graph.made.get(key) != node.id:
+                yield f"{key} is not known to be made by {node}"
+
+
+def _given(graph: Graph, key: Key) -> bool:
+    if key in GIVEN or key.startswith("w:"):
+        return True
+    value = graph.values.get(key)
+    return value is not None and value.tensor.name in {name for chunk in graph.model.chunks for name in chunk.batch}
+
+
+def _places(graph: Graph) -> Iterator[str]:
+    """A node reads and writes what lies on its own devices."""
+    for node in graph.nodes:
+        family = node.family
+        local = [key for keys in node.reads for key in keys] if family.op != "recv" else []
+        for key in [*local, *(node.writes if family.op != "send" else ())]:
+            value, held = graph.values.get(key), graph.held.get(key)
+            where = value.layout.where if value else held.where if held else family.where
+            if where != family.where and where not in family.beyond:
+                yield f"{node} touches {key}, which lies on {where}"
+        if family.chunk is not None and family.slots and len(family.slots) != len(node.reads):
+            yield f"{node} has {len(node.reads)} reads for {len(family.slots)} slots"
+
+
+def _moves(graph: Graph) -> Iterator[str]:
+    """Communication is called what it does: the layouts on both sides say which operation it takes."""
+    for node in graph.nodes:
+        if node.op not in (*COLLECTIVES, "send", "slice", "concat") or node.writes[0] in graph.held:
+            continue
+        after = graph.values[node.writes[0]]
+        before = [graph.values[key] for key in node.reads[0]]
+        if node.op == "concat" or after.inner != before[0].inner:
+            fine = before[0].layout == after.layout and node.op in ("slice", "concat")
+        else:
+            op = "p2p" if node.op == "send" else node.op
+            fine = [name for name, _ in moves(before[0].layout, after.layout)] == [op]
+        if not fine:
+            yield f"{node} cannot turn {before[0].layout} into {after.layout}"
+        samples = [value for value in before if (value.first, value.samples) != (after.first, after.samples)]
+        if samples:
+            yield f"{node} turns samples {samples[0].first}+{samples[0].samples} into {after.first}+{after.samples}"
+
+
+def _gradients(graph: Graph) -> Iterator[str]:
+    """No part of a gradient is lost, and none counts twice."""
+    read: dict[Key, Fraction] = {}
+    for node in graph.nodes:
+        part = Fraction(1)
+        if node.op == "slice":
+            # Cut for a split of some chunks: each takes its part, and together they must take all.
+            part /= prod(of for _, of in graph.values[node.writes[0]].inner) if not graph.values[node.reads[0][0]].inner else 1
+        for key in (key for keys in node.reads for key in keys if key.startswith(("d:", "dw:"))):
+            read[key] = read.get(key, Fraction(0)) + part
+    for node in graph.nodes:
+        for key in node.writes:
+            if key.startswith(("d:", "dw:")) and read.get(key) != 1:
+                yield f"{key} of {node} is read {read.get(key, 0)} times, not once"
+
+
+def _updates(graph: Graph) -> Iterator[str]:
+    """Every weight that learns is updated once wherever it is kept, and kept afterwards as it was before."""
+    learning = {graph.held[key].weight for node in graph.nodes for key in node.writes if key.startswith("dw:")}
+    updates = Counter(node.reads[i][0] for node in graph.nodes if node.op == "update" for i in range(0, len(node.reads), 2))
+    kept = {key for key in graph.held if key.startswith("w:") and key not in graph.made}
+    for key in sorted(kept):
+        if graph.held[key].weight in learning and updates[key] != 1:
+            yield f"{key} is updated {updates[key]} times, not once"
+        after = graph.next.get(key)
+        if after is not None and graph.held[after]._replace(weight="") != graph.held[key]._replace(weight=""):
+            yield f"{key} is kept otherwise after its update"
+
+
+def _samples(graph: Graph) -> Iterator[str]:
+    """Every chunk sees every sample of the batch once."""
+    seen: Counter[int] = Counter()
+    for family in graph.families:
+        if family.op == "F" and family.chunk is not None and family.layout is not None:
+            seen[family.chunk] += len(family.points) * family.samples * len(family.layout.separate())
+    for chunk, samples in seen.items():
+        if samples != graph.model.samples:
+            yield f"chunk {chunk} sees {samples} samples of {graph.model.samples}"
