@@ -318,6 +318,17 @@ def running_sum(x: torch.Tensor) -> torch.Tensor:
     return (torch.ones(len(x), len(x), dtype=x.dtype).tril() @ x.flatten(1)).view_as(x)
 
 
+def crossing(start: Callable[[torch.Tensor], int]) -> Function:
+    """As many elements as there are samples, from a dimension that holds two batches, and not one of the two."""
+    return lambda x: torch.cat([x, x.exp()])[start(x) : start(x) + len(x)]
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Between constants that are half as long as the batch, the first sample is not where a batch begins."""
+    edge = torch.zeros(len(x) * LONG // 2, WIDE, dtype=x.dtype)
+    return x + torch.cat([edge, x.flatten(0, 1), edge]).view(2, -1, LONG, WIDE)[0]
+
+
 MIXING: dict[str, tuple[Function, str]] = {
     "cumsum": (lambda x: x.cumsum(0), "cumsum goes through the samples"),
     "cumprod": (lambda x: x.cumprod(0), "cumprod goes through the samples"),
@@ -371,6 +382,15 @@ MIXING: dict[str, tuple[Function, str]] = {
     "size as a factor": (lambda x: (x / x.shape[0]).exp(), "exp uses a number that depends on the size of the batch"),
     "size as a bound": (lambda x: x.clamp(max=0.01 * x.shape[0]), "clamp uses a number that depends on the size of the batch"),
     "size as a tensor": (lambda x: x * torch.ones(x.shape[0], dtype=x.dtype).sum(), "mul uses a number that depends on the size of the batch"),
+    "across two batches": (crossing(lambda x: len(x) // 2), "slice takes some of the samples"),
+    "from the third sample": (crossing(lambda x: 2), "slice takes some of the samples"),
+    "between constants": (padded, "cat puts something else among the samples"),
+    "triangle over samples": (lambda x: x.movedim(0, -1).tril().movedim(-1, 0), "tril goes through the samples"),
+    "windows": (lambda x: x - x.unfold(0, 2, 2).mean(), "unfold takes some of the samples"),
+    "size as a term": (lambda x: x + 0.1 * len(x), "add uses a number that depends on the size of the batch"),
+    "size in weights": (lambda x: x @ torch.full((WIDE, WIDE), 0.1 * len(x), dtype=x.dtype), "matmul uses a number that depends on the size of the batch"),
+    "size as a tensor's bound": (lambda x: torch.maximum(x, torch.full((), 0.01 * len(x), dtype=x.dtype)), "maximum uses a number that depends on the size"),
+    "size as repetitions": (lambda x: x + x.diff(n=len(x) // 2, dim=1).sum(1, keepdim=True), "diff goes through the samples"),
     "fourier": (lambda x: torch.fft.fft(x, dim=0).real, "fft_fft goes through the samples"),
     "diagonal": (minus(lambda x: x.diagonal(0, 0, 1).sum()), "diagonal goes through the samples"),
     "capacity of all": (capacity_of_all, "cumsum goes through the samples"),
@@ -400,6 +420,10 @@ MIXING_LOSSES: dict[str, tuple[Loss, str]] = {
     "dot of means": (lambda o, t: o.mean((0, 1)) @ t.mean((0, 1)), "matmul multiplies a mean over the samples"),
     "rounded": (lambda o, t: (o.sum() * 99).long() + square(o, t), "to of a sum over the samples"),
     "counts": (lambda o, t: t.argmax(-1).flatten().bincount(minlength=WIDE).to(o.dtype) @ o.mean((0, 1)), "matmul multiplies a sum over the samples"),
+    "constant over a mean": (lambda o, t: torch.ones(()) / square(o, t), "div of a mean over the samples"),
+    "constant that follows the size": (lambda o, t: square(o, t) + torch.ones(()) * len(o), "add combines values that follow the size of the batch"),
+    "scaled in a product": (lambda o, t: torch.addmm(t[:, 0], o[:, 0], torch.eye(WIDE, dtype=o.dtype), alpha=len(o)).mean(), "addmm uses a number"),
+    "samples as classes": (lambda o, t: f.cross_entropy(o.flatten(1).T, torch.zeros(LONG * WIDE).long()), "cross_entropy_loss goes through the samples"),
     "masked mean": (lambda o, t: (o * (t > 0)).sum() / (t > 0).sum(), "div divides by a sum over the samples"),
     "sum and mean": (lambda o, t: square(o, t) + (o - t).sum(), "add combines values that follow the size of the batch differently"),
     "sum and a constant": (lambda o, t: (o - t).sum() + 1, "add adds a constant to a sum over the samples"),
@@ -652,6 +676,14 @@ def test_custom_operators_are_trusted() -> None:
     found = analysed(lambda: Whole(lambda x: twice(x.flatten(0, 1)).view_as(x)), square)
     assert found.mixing is None
     assert found.dims["twice"] == (0, LONG)
+
+
+def test_operators_that_cannot_be_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piperlang.capture.samples._Walk._graph", lambda walk, node, mode: None)
+    assert analysed(lambda: nn.Identity(), lambda o, t: square(o, t.unfold(1, 1, 1).flatten(2))).mixing is None
+    refused = analysed(lambda: nn.Identity(), lambda o, t: square(o, t.unfold(0, 1, 1).flatten(2))).mixing
+    assert refused is not None
+    assert "unfold goes through the samples" in refused.message
 
 
 def test_custom_operators_that_lose_the_samples_are_not() -> None:

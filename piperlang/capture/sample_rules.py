@@ -85,7 +85,7 @@ def _degree(operand: Operand) -> int | None:
 
 def _dims(call: Call, rank: int) -> set[int]:
     """The dimensions that an operator names; all where it names none."""
-    given = call.small.get("dim", call.small.get("dims"))
+    given = next((call.small[name] for name in ("dim", "dims", "dimension") if name in call.small), None)
     dims = [given] if isinstance(given, int) else list(given or range(rank))
     return {dim % rank for dim in dims} if rank else set()
 
@@ -233,8 +233,8 @@ def trusted(call: Call) -> tuple[State, ...]:
 def unknown(call: Call) -> tuple[State, ...]:
     """The same, unless the operator names the samples' dimension."""
     state, value = call.operands[0].state, call.operands[0].small
-    named = call.small.get("dim", call.small.get("dims"))
-    if isinstance(state, Along) and isinstance(named, int | list) and state.dim in _dims(call, value.dim()):
+    named = call.small.keys() & {"dim", "dims", "dimension"}
+    if isinstance(state, Along) and named and state.dim in _dims(call, value.dim()):
         raise call.through()
     return trusted(call)
 
@@ -244,7 +244,7 @@ def _by_size(call: Call, operands: list[Operand], small: torch.Tensor, large: to
     if not grown:
         return Mixing(f"{call.shown} makes one value of all samples, neither their sum nor their mean", Repair.PER_SAMPLE)
     known = (o.state.inner for o in operands if isinstance(o.state, Along) and o.small.shape[o.state.dim] == small.shape[grown[0]])
-    return Along(grown[0], next(known, small.shape[grown[0]] // call.samples))
+    return Along(grown[0], next(known, max(1, small.shape[grown[0]] // call.samples)))
 
 
 def made(call: Call) -> State:

@@ -234,11 +234,9 @@ class _Walk:
         schema = getattr(a.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return
-        new, twin, whole = self.states[a], dict(_pairs(a.graph, b.graph)), a.args[0]
+        new, twin = self.states[a], dict(_pairs(a.graph, b.graph))
         for node in [node for node in self.states if node is not a and _root(node) is _root(a)]:
-            if node is whole:
-                self.states[node] = new
-            elif not isinstance(new, tuple) and not isinstance(old := self.states[node], tuple):
+            if not isinstance(new, tuple) and not isinstance(old := self.states[node], tuple):
                 self.states[node] = self._blamed(_merged(old, new, growing(node.meta["val"], twin[node].meta["val"]), node.meta["val"], self.samples), a)
 
 
