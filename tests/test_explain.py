@@ -11,7 +11,7 @@ import pytest
 from piperlang.cli.main import main
 from piperlang.diagnostics import explain
 from piperlang.diagnostics.codes import CODES
-from piperlang.diagnostics.explain import Example, Page, page
+from piperlang.diagnostics.explain import MODEL, Example, Page, page
 from piperlang.source import Source
 from piperlang.syntax.format import format_source
 
@@ -55,7 +55,7 @@ def test_form(code: str) -> None:
     found = page(code)
     assert found.title == f"{code}: {CODES[code]}"
     assert {example.role for example in found.examples()} == {"failing", "repaired"}
-    assert 10 <= len(found.text.splitlines()) <= 35
+    assert 10 <= len(found.text.splitlines()) <= (45 if found.models() else 35)
     assert max(map(len, found.text.splitlines())) <= 140
     assert found.text.count("```") % 2 == 0
     assert found.text.endswith("\n")
@@ -93,7 +93,7 @@ def test_repaired_examples_are_in_the_canonical_layout(code: str) -> None:
     for example in of_role(code, "repaired"):
         for name, data in example.files.items():
             text = data.decode()
-            assert format_source(Source(name, text)) == text
+            assert name == MODEL or format_source(Source(name, text)) == text
 
 
 # ---------------------------------------------------------------------------------------------------------- command
@@ -139,6 +139,15 @@ def test_blocks_become_examples() -> None:
         Example("failing", (), {"schedule.piper": b"c\n"}),
         Example("repaired", ("orders", "--json"), {"x.piper": b"\xf6\n\xf6\n"}),
     ]
+
+
+def test_a_model_serves_all_scripts_of_its_page() -> None:
+    text = "# P0000: a title\n\n```python model\nm\n```\n\n```piper failing --numerics\na\n```\n\n```piper repaired file=x.piper\nb\n```\n"
+    failing, repaired = Page("P0000", text).examples()
+    assert failing == Example("failing", ("--numerics",), {"schedule.piper": b"a\n", "model.py": b"m\n"})
+    assert failing.command() == ["check", "model.py", "schedule.piper", "--numerics"]
+    assert repaired == Example("repaired", (), {"x.piper": b"b\n", "model.py": b"m\n"})
+    assert repaired.command() == ["check", "model.py", "x.piper"]
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,16 @@ def run(options: argparse.Namespace) -> int:
     try:
         problems = _check(model, options, result)
     except PiperError as problem:
-        if all(d.code.startswith("P09") for d in problem.diagnostics):
-            raise
         problems = problem.diagnostics
+        result["ok"] = False
     if options.json or options.format == "json":
         print(json.dumps({**result, "diagnostics": [as_json(d.seen_by_user()) for d in problems[:LIMIT]]}))
     else:
         report(problems, options.format)
         if not problems:
             _tell(model, options, result)
+    if problems and all(d.code.startswith("P09") for d in problems):
+        return 2
     return 0 if result["ok"] else 1
 
 

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 from piperlang.cli.model import captured, doing, load, scheduled
-from piperlang.cli.report import add_parameters, report
-from piperlang.diagnostics import error
+from piperlang.cli.report import add_parameters
+from piperlang.diagnostics import PiperError, error
 from piperlang.ir.text import as_json, text
 
 
@@ -30,17 +30,23 @@ def run(options: argparse.Namespace) -> int:
         raise error("P0902", f"`--after {options.after}` is below 0", help="count directives from 0")
     found = scheduled(captured(load(options.model)), options, options.after)
     if found.problems:
-        report(found.problems, options.format)
-        return 1
+        raise PiperError(*found.problems)
     with doing("building the graph"):
         graph = found.graph()
     if options.svg:
         from piperlang.view.graph_svg import draw
 
-        Path(options.svg).write_text(draw(graph), encoding="utf-8")
+        _write(Path(options.svg), draw(graph))
         print(f"{options.svg}: {len(graph.nodes):,} nodes")
     elif options.json:
         print(json.dumps(as_json(graph)))
     else:
         print(text(graph), end="")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise error("P0902", f"`--svg {path}` cannot be written", notes=[(problem.strerror or "").lower()], help="check the path") from None

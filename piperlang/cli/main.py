@@ -93,15 +93,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FINE
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
-            raise
+            return _bug()
         with contextlib.suppress(OSError):
             print(f"piperc: cannot write: {problem.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DIAGNOSTICS
     except Exception:
-        traceback.print_exc()
-        print("\nThis is a bug in piperc, not in your script. Please report it with the lines above.", file=sys.stderr)
-        return BUG
+        return _bug()
+
+
+def _bug() -> int:
+    """Say that the exception being handled is our fault."""
+    traceback.print_exc()
+    print("\nThis is a bug in piperc, not in your script. Please report it with the lines above.", file=sys.stderr)
+    return BUG
 
 
 def _wanted_format(words: list[str]) -> str:

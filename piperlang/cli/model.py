@@ -33,6 +33,8 @@ def doing(what: str) -> Iterator[None]:
 
 
 def load(name: str) -> ModelFile:
+    if not name.endswith(".py"):
+        raise error("P0902", f"{name} is no Python file", help="give the model first: MODEL.py SCHEDULE.piper")
     with doing(f"loading {name}"):
         from piperlang.capture.model_file import load_model
 

@@ -10,6 +10,8 @@ A page is Markdown. Its fenced blocks say in the info string what they are: ```p
 - The command line without `piperc`: `orders`, `-p ranks=2`, `check other.piper`. The first word is the command unless
   it is an option (then `check`); the script's name is added where no `.piper` file is named.
 
+What shows only with a model has one block ```python model```: it is the model.py that all scripts of the page are checked with.
+
 The pages of P08 are about models: their blocks are ```python failing``` and ```python repaired```, each a model.py.
 """
 
@@ -22,6 +24,7 @@ from pathlib import Path
 _BLOCK = re.compile(r"^```piper +(\w+)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 _MODEL = re.compile(r"^```python +(\w+)\n((?:.*\n)*?)```$", re.MULTILINE)
 _FIELDS = ("file", "encoding", "times")
+MODEL = "model.py"
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,15 @@ class Example:
     arguments: tuple[str, ...]
     """The words of the command line that the page gives."""
     files: dict[str, bytes]
-    """The files by name; the first is the script that is run."""
+    """The files by name; the first is the script that is run. A model is called model.py."""
 
     def command(self) -> list[str]:
         """The arguments `piperc` is run with, in the folder of the files."""
         words = list(self.arguments)
         command = "check" if not words or words[0].startswith("-") else words.pop(0)
         named = command == "explain" or any(word.endswith(".piper") for word in words)
-        return [command, *([] if named else [next(iter(self.files))]), *words]
+        model = [MODEL] if MODEL in self.files else []
+        return [command, *model, *([] if named else [next(iter(self.files))]), *words]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Page:
 
     def examples(self) -> list[Example]:
         found: list[Example] = []
+        shared = {MODEL: text.encode() for role, text in self.models() if role == "model"}
         for role, info, body in _BLOCK.findall(self.text):
             fields = {key: value for key, sign, value in (word.partition("=") for word in info.split()) if sign and key in _FIELDS}
             words = tuple(word for word in info.split() if word.partition("=")[0] not in _FIELDS)
@@ -65,7 +70,7 @@ class Page:
             if found and found[-1].role == role and name not in found[-1].files:
                 found[-1].files[name] = data
             else:
-                found.append(Example(role, words, {name: data}))
+                found.append(Example(role, words, {name: data, **shared}))
         return found
 
 

@@ -22,7 +22,7 @@ Key: TypeAlias = str
 COMPUTE = ("F", "B", "I", "W", "R")
 """Passes of a chunk; R is a forward again, for the activations of a backward."""
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-LOCAL = ("slice", "concat", "offload", "fetch")
+LOCAL = ("slice", "concat", "share", "offload", "fetch")
 """What moves data without another device."""
 
 

@@ -20,7 +20,8 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """A part of a tensor: from and to, in every dim. Samples count from the first of the whole batch."""
 
 SHARE = "share"
-"""The gradient of a tensor without samples, along an axis that divides the batch: each device has what its samples gave."""
+"""The gradient of a tensor without samples, along an axis that divides the batch: each device has what its samples gave, and
+the sum over all of them is what counts. It may stay in these parts, since gradients of weights are added up anyway."""
 
 
 @lru_cache(maxsize=4096)
@@ -94,10 +95,23 @@ def _part(interval: tuple[int, int], at: int, of: int) -> tuple[int, int]:
 
 def moves(source: Layout, target: Layout) -> list[tuple[str, Layout]]:
     """The operations, each with the layout it leads to, that turn `source` into `target`; none if they are the same."""
+    shares = SHARE in source.places or SHARE in target.places
+    if shares and not _alike(source, target):
+        # Parts of a gradient that do not match one to one: added up, moved whole, and kept by the first of those that share it.
+        whole = _with(source, [SUM if place == SHARE else place for place in source.places])
+        there = _with(target, [WHOLE if place == SHARE else place for place in target.places])
+        steps = moves(whole, there)
+        return [*steps, ("share", target)] if SHARE in target.places else steps
     if source.where == target.where:
         return _within(source, target)
     steps = _within(source, _with(source, [WHOLE if place in (SUM, MEAN) else place for place in source.places]))
     return [*steps, ("p2p", target)]
+
+
+def _alike(source: Layout, target: Layout) -> bool:
+    """Whether devices match one to one."""
+    sizes = [[size for _, size in axes_of(layout.where)] for layout in (source, target)]
+    return sizes[0] == sizes[1] and source.places == target.places
 
 
 def _with(layout: Layout, places: list[Place]) -> Layout:

@@ -69,7 +69,7 @@ def _places(graph: Graph) -> Iterator[str]:
 def _moves(graph: Graph) -> Iterator[str]:
     """Communication is called what it does: the layouts on both sides say which operation it takes."""
     for node in graph.nodes:
-        if node.op not in (*COLLECTIVES, "send", "slice", "concat") or node.writes[0] in graph.held:
+        if node.op not in (*COLLECTIVES, "send", "slice", "concat", "share") or node.writes[0] in graph.held:
             continue
         after = graph.values[node.writes[0]]
         before = [graph.values[key] for key in node.reads[0]]

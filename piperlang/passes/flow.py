@@ -12,7 +12,7 @@ from itertools import product
 
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.selector import TagValue
-from piperlang.ir.graph import Family, Key, Value
+from piperlang.ir.graph import LOCAL, Family, Key, Value
 from piperlang.ir.layout import Layout, axes_of, exchanging, moves
 from piperlang.ir.model import Tensor
 from piperlang.passes.nodes import Nodes
@@ -100,7 +100,7 @@ class Flow:
         # Communication within a part belongs to the chunk whose weights are divided: it is why there is any.
         owner = next((site for site in (target, source) if any(divide.axis in axes for divide in site.divides)), target)
         use = next((owner.uses[axis] for axis in axes if axis in owner.uses), None)
-        family = Family(op, owner.chunk.tags, now.where, dims, phase=phase, axes=() if op == "slice" else axes, by=use.directive if use else None)
+        family = Family(op, owner.chunk.tags, now.where, dims, phase=phase, axes=() if op in LOCAL else axes, by=use.directive if use else None)
         return _Hop(op, then, (self.nodes.family(family),), suffix)
 
     # ------------------------------------------------------------------------------------- splits of chunks alone

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from piperlang.ir.graph import Held, Value
-from piperlang.ir.layout import Box, Layout, axes_of
+from piperlang.ir.layout import SHARE, Box, Layout, axes_of
 from piperlang.ir.model import MEAN, SUM
 
 
@@ -28,7 +28,7 @@ def move(sources: Sequence[tuple[Value, Sequence[torch.Tensor]]], target: Value)
     """The value as `target` lies, from parts that lie otherwise: whatever the operation is called, this is what it must do."""
     layout = sources[0][0].layout
     parts = [(box, tensor, k) for value, tensors in sources for k, (box, tensor) in enumerate(zip(boxes(value), tensors, strict=True))]
-    groups = _sum_groups(layout)
+    groups = _sum_groups(layout, summed=(SUM, MEAN) if SHARE in target.layout.places else (SUM, MEAN, SHARE))
     mean = MEAN in layout.places
     found = []
     for k, wanted in enumerate(boxes(target)):
@@ -40,16 +40,24 @@ def move(sources: Sequence[tuple[Value, Sequence[torch.Tensor]]], target: Value)
             total = piece if total is None else total + piece
         assert total is not None
         found.append(total / len(groups) if mean else total)
+    if SHARE in target.layout.places and SHARE not in layout.places:
+        first = _first_of_shared(target.layout)
+        found = [tensor if k in first else torch.zeros_like(tensor) for k, tensor in enumerate(found)]
     return found
 
 
-def _sum_groups(layout: Layout) -> list[set[int]]:
+def _first_of_shared(layout: Layout) -> set[int]:
+    points = product(*(range(size) for _, size in axes_of(layout.where)))
+    return {k for k, at in enumerate(points) if not any(i for i, place in zip(at, layout.places, strict=True) if place == SHARE)}
+
+
+def _sum_groups(layout: Layout, summed: tuple[str, ...]) -> list[set[int]]:
     """Devices by their position along the axes that hold parts of a sum: one group for each part."""
     sizes = [size for _, size in axes_of(layout.where)]
-    summed = [i for i, place in enumerate(layout.places) if place in (SUM, MEAN)]
+    along = [i for i, place in enumerate(layout.places) if place in summed]
     groups: dict[tuple[int, ...], set[int]] = {}
     for k, at in enumerate(product(*(range(size) for size in sizes))):
-        groups.setdefault(tuple(at[i] for i in summed), set()).add(k)
+        groups.setdefault(tuple(at[i] for i in along), set()).add(k)
     return list(groups.values())
 
 

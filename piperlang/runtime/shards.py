@@ -19,6 +19,7 @@ class Shards:
         self, graph: Graph, weights: Mapping[str, torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer], lr_schedule: Callable[[Any], Any] | None = None
     ) -> None:
         self.graph, self.make, self.make_schedule = graph, optimizer, lr_schedule
+        self.given = weights
         self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self.current: dict[Key, list[Any]] = {}
         self.first: dict[str, Key] = {}
@@ -39,6 +40,8 @@ class Shards:
         return found
 
     def whole(self, name: str) -> torch.Tensor:
+        if name not in self.first:
+            return self.given[name]  # no chunk reads it, so nobody keeps or changes it
         key = self.first[name]
         return self._joined(self.graph.held[key], self.current[key])
 
