@@ -14,12 +14,14 @@ from piperlang.capture.annotate import annotate
 from piperlang.capture.cut import Chunk, cut, matches
 from piperlang.capture.differentiate import Piece, Pieces, differentiate, value_name
 from piperlang.capture.model_file import load_model
+from piperlang.capture.program import capture
 from piperlang.capture.random import PLACE, mix
 from piperlang.capture.trace import Traced, trace
 from piperlang.diagnostics import PiperError
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.explain import page
 from piperlang.elaborate.directive import ModulePath, Tag
+from piperlang.session import schedule
 from piperlang.source import Source
 from tests.models import CASES, WIDTH, Case, Mlp, square, vectors
 
@@ -50,7 +52,8 @@ def run(traced: Traced, chunks: list[Chunk], pieces: list[Pieces], model: nn.Mod
         for chunk, piece in zip(chunks, pieces, strict=True):
             execute(chunk, piece.F)
         loss = chunks[-1].outputs[0].name
-        values[f"grad:{loss}"] = torch.ones(())
+        count = traced.count(*torch.utils._pytree.tree_leaves(batch)) if traced.count is not None else 1
+        values[f"grad:{loss}"] = torch.ones(()) / count
         for chunk, piece in reversed(list(zip(chunks, pieces, strict=True))):
             for part in (piece.I, piece.W) if halves else (piece.B,):
                 if part is not None:
@@ -59,7 +62,7 @@ def run(traced: Traced, chunks: list[Chunk], pieces: list[Pieces], model: nn.Mod
     for place, weight in traced.weights.items():
         if f"grad:{place}" in values:
             grads[weight.name] = grads.get(weight.name, torch.zeros(())) + values[f"grad:{place}"]
-    return float(values[loss]), grads
+    return float(values[loss] / count), grads
 
 
 def eager(case: Case, batch: Any, seed: int = 1) -> tuple[nn.Module, float]:
@@ -277,14 +280,14 @@ MODEL_CODES = [code for code in CODES if code.startswith("P08")]
 
 
 def check_model(path: Path) -> list[str]:
-    """What is wrong with a model.py: load it, trace it on its first batch, cut and differentiate."""
+    """What is wrong with a model.py: load it, trace it on its first batch, cut, differentiate and divide the batch."""
     try:
         found = load_model(path)
-        traced = trace(found.model, found.loss, next(iter(found.data())))
-        differentiate(traced, cut(traced))
+        program = capture(found.model, found.loss, next(iter(found.data())))
+        problems = schedule(program, Source("schedule.piper", "split batch into 2 as mb\n")).problems
     except PiperError as problem:
-        return [d.code for d in problem.diagnostics]
-    return []
+        problems = problem.diagnostics
+    return [d.code for d in problems]
 
 
 @pytest.mark.parametrize("code", MODEL_CODES)

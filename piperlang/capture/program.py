@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from piperlang.capture.cut import Chunk, cut, matches, module_path
 from piperlang.capture.differentiate import Localize, Piece, Pieces, pieces_at, signature
 from piperlang.capture.features import features_of
 from piperlang.capture.localize import localize
+from piperlang.capture.samples import Samples, samples
 from piperlang.capture.sizes import Sizes, trace_sizes
 from piperlang.diagnostics import did_you_mean, error
 from piperlang.elaborate.directive import ModulePath, Tag
@@ -61,6 +63,11 @@ class Program:
 
         return local
 
+    @cached_property
+    def samples(self) -> Samples:
+        """How losses of parts of the batch combine, and whether they do at all."""
+        return samples(self.sizes.small, self.sizes.large)
+
     @property
     def random(self) -> bool:
         return self.sizes.small.random
@@ -92,6 +99,11 @@ class Captured:
     def batch_names(self) -> Sequence[str]:
         return self.program.sizes.small.batch
 
+    def count(self, batch: Sequence[torch.Tensor]) -> float:
+        """What the loss of a whole batch is divided by, where it is a sum over a count."""
+        counting = self.program.sizes.small.count
+        return float(counting(*batch)) if counting is not None else 1.0
+
     def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
         return self.program.pieces(self.chunks[chunk], self.keys[chunk], samples, arranged)
 
@@ -109,14 +121,17 @@ class Captured:
         tensors = {name: self._tensor(nodes[name], name in differentiable) for name in nodes if name in crossing}
         chunks = [self._chunk(chunk) for chunk in self.chunks]
         weights = {w.name: ir.Weight(w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.trained) for w in traced.weights.values()}
-        return ir.Model(chunks, tensors, weights, traced.samples, self.chunks[-1].outputs[0].name, "mean", divider=self)
+        combine = "count" if traced.count else self.program.samples.loss
+        return ir.Model(chunks, tensors, weights, traced.samples, self.chunks[-1].outputs[0].name, combine, self.program.samples.mixing, self)
 
     def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
         sizes = self.program.sizes
         value = sizes.small.value(node)
         dims = sizes.dims(node)
         batch = [i for i, (a, _) in enumerate(dims) if a]
-        return ir.Tensor(node.name, dims, _dtype(value), value.element_size(), batch[0] if batch else None, False, differentiable)
+        _, inner = self.program.samples.dims.get(node.name, (0, 0))
+        buried = bool(batch) and inner not in (0, dims[batch[0]][0])
+        return ir.Tensor(node.name, dims, _dtype(value), value.element_size(), batch[0] if batch else None, buried, differentiable)
 
     def _chunk(self, chunk: Chunk) -> ir.Chunk:
         traced = self.program.sizes.small

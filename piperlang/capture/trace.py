@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import traceback
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.counted import take_count
 from piperlang.capture.inline import drop_unread, inline_regions
 from piperlang.capture.random import make_counted
 from piperlang.diagnostics import error
@@ -48,6 +49,8 @@ class Traced:
     """The size of the batch it was traced at."""
     random: bool
     """Whether the graph reads `rng`."""
+    count: fx.GraphModule | None
+    """From the batch to what the sum that the graph gives is to be divided by; None where the loss is a number as it is."""
 
     def value(self, node: fx.Node) -> Any:
         return node.meta["val"]
@@ -120,10 +123,11 @@ def _traced(program: torch.export.ExportedProgram, training: _Training, mode: Fa
     with mode:
         rng = torch.empty(2, dtype=torch.int64)
     inline_regions(program.graph_module)
+    count = take_count(program.graph_module, batch)
     graph = program.graph_module.graph
     drop_unread(graph)
     random = make_counted(graph, samples, rng)
-    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random)
+    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count)
 
 
 def _refuse_changed_buffers(program: torch.export.ExportedProgram) -> None:

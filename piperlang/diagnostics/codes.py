@@ -60,6 +60,7 @@ CODES = {
     "P0804": "random operator depends on the schedule",
     "P0805": "model mixes samples",
     "P0806": "program depends on the batch size",
+    "P0807": "loss is not a number or a sum over a count",
     "P0901": "file cannot be read",
     "P0902": "command line not understood",
     "P0903": "parameter does not fit",

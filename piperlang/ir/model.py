@@ -36,7 +36,7 @@ class Tensor:
     itemsize: int
     batch: int | None = None
     """The dim that goes through the samples, outermost in it; None if no dim does."""
-    whole_only: bool = False
+    buried: bool = False
     """The samples are inside a dim, not outermost: it can be passed on, but not divided otherwise than it was made."""
     differentiable: bool = False
 
@@ -134,7 +134,7 @@ class Model:
     loss: str
     """The tensor that the last chunk gives."""
     combine: str
-    """How losses of parts of the batch make the loss of the whole: `mean` or `sum`."""
+    """How losses of parts of the batch make the loss of the whole: `mean`, `sum`, or `count` for a sum that is divided by a count of the batch."""
     mixing: Diagnostic | None = None
     """Why the batch cannot be divided, if it cannot."""
     divider: Divider | None = None

@@ -7,7 +7,7 @@ numbers of devices, what crosses is joined to the piece of the batch, moved, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 from piperlang.elaborate import directive as d
@@ -27,7 +27,6 @@ class _Hop:
     target: Layout
     families: tuple[Family, ...]
     suffix: str
-    done: dict[Key, Key] = field(default_factory=dict)
 
 
 class Flow:
@@ -65,9 +64,8 @@ class Flow:
             return key
         value = self.nodes.values[key]
         for hop in self._route(name, source, have, target, want, phase):
-            known = hop.done.get(key)
-            if known is None:
-                known = hop.done[key] = f"{key}{hop.suffix}"
+            known = f"{key}{hop.suffix}"
+            if known not in self.nodes.values:  # what two readers want alike moves once
                 self.nodes.values[known] = Value(tensor, hop.target, value.first, value.samples, value.inner)
                 if len(hop.families) == 2:
                     self.nodes.add(hop.families[0], point, ((key,),), (f"{known}~",))
@@ -79,7 +77,6 @@ class Flow:
         return key
 
     def _route(self, name: str, source: Site, have: Layout, target: Site, want: Layout, phase: str) -> list[_Hop]:
-        # What two readers on the same devices want alike moves once.
         shared = (name, have, want, source.dims, target.dims)
         if shared not in self._routes:
             hops, now = [], have

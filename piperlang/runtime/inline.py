@@ -33,6 +33,8 @@ class Captured(Protocol):
     @property
     def batch_names(self) -> Sequence[str]: ...
 
+    def count(self, batch: Sequence[torch.Tensor]) -> float: ...
+
     def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces: ...
 
 
@@ -57,6 +59,7 @@ class Inline:
         """Forward, backward and update on one global batch."""
         flat = pytree.tree_leaves(batch)
         self.batch = dict(zip(self.captured.batch_names, flat, strict=True))
+        self.count = self.captured.count(flat)
         self.values: dict[Key, list[Any]] = dict(self.shards.current)
         self.collected: dict[str, torch.Tensor] = {}
         for node in self.order:
@@ -123,8 +126,7 @@ class Inline:
         model = self.graph.model
         name = model.chunks[node.family.chunk or 0].outputs[slot[1]]
         if name == model.loss:
-            share = node.family.samples / model.samples if model.combine == "mean" else 1.0
-            return torch.tensor(share, dtype=getattr(torch, model.tensors[name].dtype))
+            return torch.tensor(self._share(node), dtype=getattr(torch, model.tensors[name].dtype))
         if not keys:
             output = self.graph.values[f"{name}#{'.'.join(map(str, node.point))}"]
             return torch.zeros([high - low for low, high in boxes(output)[device]], dtype=getattr(torch, output.tensor.dtype))
@@ -132,6 +134,11 @@ class Inline:
         for key in keys[1:]:
             total = total + self.values[key][device]
         return total
+
+    def _share(self, node: Node) -> float:
+        """What the loss on one device counts for in the loss of the whole batch."""
+        model = self.graph.model
+        return node.family.samples / model.samples if model.combine == "mean" else 1.0 / self.count
 
     def _rng(self, node: Node, device: int) -> torch.Tensor:
         """[seed and step, first sample here, position along each axis that divides the weights]"""
@@ -162,13 +169,12 @@ class Inline:
 
     def _loss(self) -> float:
         """The mean (or the sum) over everything that had a part of the batch."""
-        model = self.graph.model
         total = 0.0
         for key in self.graph.losses:
             value = self.graph.values[key]
             whole = move([(value, self.values[key])], value._replace(layout=value.layout.finished()))
             node = self.graph.nodes[self.graph.made[key]]
-            share = node.family.samples / model.samples if model.combine == "mean" else 1.0
+            share = self._share(node)
             parts = node.family.layout.separate() if node.family.layout else [0]
             total += sum(float(whole[k]) * share for k in parts)
         return total

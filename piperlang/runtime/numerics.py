@@ -114,6 +114,7 @@ class _Eager:
         args = inputs if isinstance(inputs, tuple | list) else (inputs,)
         output = self.model(**inputs) if isinstance(inputs, dict) else self.model(*args)
         loss = self.file.loss(output, target)
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
         loss.backward()
         grads = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
         self.optimizer.step()
