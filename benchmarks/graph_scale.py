@@ -25,8 +25,11 @@ mesh gpu = pp: {ranks}, dp: {data}, ep: {per}
 loop(gpu, {ranks}, 2)
 split batch into {microbatches} as mb
 replicate [pass=*] over gpu.dp with states=sharded
-replicate [pass=*] over gpu.ep with states=sharded
+replicate [!expert] over gpu.ep with states=sharded
+shard [expert=*] over gpu.ep with style=experts
 stream [comm=p2p] on "pp"
+stream [comm=all_to_all, pass=F] on "ep.forward"
+stream [comm=all_to_all, pass={{B, I}}] on "ep.backward"
 interleaved_zero_bubble(gpu, {ranks}, {microbatches}, chunks=2)
 """
 

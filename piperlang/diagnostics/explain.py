@@ -61,7 +61,8 @@ class Page:
 
     def examples(self) -> list[Example]:
         found: list[Example] = []
-        shared = {MODEL: text.encode() for role, text in self.models() if role == "model"}
+        models = [text for role, text in self.models() if role == "model"]
+        shared = {MODEL: models[0].encode()} if models else {}
         for role, info, body in _BLOCK.findall(self.text):
             fields = {key: value for key, sign, value in (word.partition("=") for word in info.split()) if sign and key in _FIELDS}
             words = tuple(word for word in info.split() if word.partition("=")[0] not in _FIELDS)

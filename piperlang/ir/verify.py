@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from fractions import Fraction
 from math import prod
 
 from piperlang.ir.graph import COLLECTIVES, Graph, Key
@@ -87,18 +86,20 @@ def _moves(graph: Graph) -> Iterator[str]:
 
 def _gradients(graph: Graph) -> Iterator[str]:
     """No part of a gradient is lost, and none counts twice."""
-    read: dict[Key, Fraction] = {}
+    read: dict[Key, float] = {}
     for node in graph.nodes:
-        part = Fraction(1)
-        if node.op == "slice":
+        part = 1.0
+        if node.op == "slice" and not graph.values[node.reads[0][0]].inner:
             # Cut for a split of some chunks: each takes its part, and together they must take all.
-            part /= prod(of for _, of in graph.values[node.writes[0]].inner) if not graph.values[node.reads[0][0]].inner else 1
-        for key in (key for keys in node.reads for key in keys if key.startswith(("d:", "dw:"))):
-            read[key] = read.get(key, Fraction(0)) + part
+            part /= prod(of for _, of in graph.values[node.writes[0]].inner)
+        for keys in node.reads:
+            for key in keys:
+                if key.startswith(("d:", "dw:")):
+                    read[key] = read.get(key, 0.0) + part
     for node in graph.nodes:
         for key in node.writes:
-            if key.startswith(("d:", "dw:")) and read.get(key) != 1:
-                yield f"{key} of {node} is read {read.get(key, 0)} times, not once"
+            if key.startswith(("d:", "dw:")) and abs(read.get(key, 0.0) - 1) > 1e-6:
+                yield f"{key} of {node} is read {read.get(key, 0.0):g} times, not once"
 
 
 def _updates(graph: Graph) -> Iterator[str]:

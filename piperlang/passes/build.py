@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 from piperlang.elaborate.placement import Chunk as Tagset
@@ -22,7 +23,14 @@ RNG = "rng"
 
 def build(schedule: Schedule, sketch: bool = False) -> Graph:
     """The graph as the directives so far make it. A sketch has one microbatch of everything: enough to see what there is."""
-    return _Build(schedule, sketch).graph()
+    # Hundreds of thousands of tuples, none of them in a cycle: looking for garbage among them takes as long as making them.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _Build(schedule, sketch).graph()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Build:
@@ -37,6 +45,7 @@ class _Build:
             for i, name in enumerate(chunk.inputs):
                 self.readers.setdefault(name, []).append((chunk.number, i))
         self.losses: list[Key] = []
+        self.gradients: dict[str, Tensor] = {}
 
     def graph(self) -> Graph:
         for chunk in self.model.chunks:
@@ -53,7 +62,7 @@ class _Build:
         if not self.sketch:
             temporal.chains()
         n = self.nodes
-        return Graph(self.model, n.nodes, n.families, n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated)
+        return Graph(self.model, n.nodes, [family for family in n.families if family.points], n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated)
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -84,6 +93,11 @@ class _Build:
 
     def _value(self, key: Key, tensor: Tensor, site: Site, slot: Slot, point: Point) -> None:
         self.nodes.values[key] = Value(tensor, site.layouts[slot], site.first(point), site.samples, site.inner(point))
+
+    def _gradient_of(self, tensor: Tensor) -> Tensor:
+        if tensor.name not in self.gradients:
+            self.gradients[tensor.name] = replace(tensor, name=f"d:{tensor.name}")
+        return self.gradients[tensor.name]
 
     def _given(self, site: Site, slot: Slot, point: Point, phase: str) -> tuple[Key, ...]:
         """What a pass reads from outside its chunk: weights, the batch, random numbers, inputs."""
@@ -163,7 +177,7 @@ class _Build:
                 source = self.sites.at(reader, self._piece(reader, site, point))
                 half = self._halves(source.group, self._piece(reader, site, point))[0]
                 have, want = source.layouts["grad_input", i], site.layouts["grad_output", j]
-                parts += self.flow.fetch(f"d:{name}:{reader}.{i}", replace(tensor, name=f"d:{name}"), source, have, site, want, point, half)
+                parts += self.flow.fetch(f"d:{name}:{reader}.{i}", self._gradient_of(tensor), source, have, site, want, point, half)
             found[j] = tuple(parts)
         return found
 
@@ -178,7 +192,7 @@ class _Build:
             if kind == "grad_input":
                 name = chunk.inputs[i]
                 writes.append(f"d:{name}:{chunk.number}.{i}#{at}")
-                self._value(writes[-1], replace(self.model.tensors[name], name=f"d:{name}"), site, (kind, i), point)
+                self._value(writes[-1], self._gradient_of(self.model.tensors[name]), site, (kind, i), point)
             elif kind == "grad_weight":
                 writes.append(self.weights.gradient(site, i, point))
         if op == "I" and any(kind == "kept" for kind, _ in family.gives):
