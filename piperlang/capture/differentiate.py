@@ -263,6 +263,9 @@ class _Division:
         for node in self.joint.graph.nodes:
             if node in inside:
                 copied[node] = graph.node_copy(node, lambda n: copied[n])
+                if node.target is torch.ops.aten.view.default:
+                    # Some kernels lay their result out otherwise than tracing says; then a view is impossible where a copy is not.
+                    copied[node].target = torch.ops.aten.reshape.default
         odd = [slot[0] == "grad_input" and not node.meta["val"].is_contiguous() for slot, node in results]
         graph.output(tuple(_contiguous(graph, copied[node]) if copy else copied[node] for (_, node), copy in zip(results, odd, strict=True)))
         module = fx.GraphModule(self.joint, graph)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
+from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.selector import TagValue
 from piperlang.ir.graph import LOCAL, Family, Key, Value
@@ -62,6 +63,8 @@ class Flow:
     def _move(self, key: Key, name: str, tensor: Tensor, source: Site, have: Layout, target: Site, want: Layout, point: Point, phase: str) -> Key:
         if have == want:
             return key
+        if tensor.buried and not _alike(have, want):
+            raise _buried(tensor, source, target)
         value = self.nodes.values[key]
         for hop in self._route(name, source, have, target, want, phase):
             known = f"{key}{hop.suffix}"
@@ -129,6 +132,20 @@ class Flow:
         if known not in self._cut:
             self._cut[known] = self.nodes.family(Family(op, tags, layout.where, dims, phase=phase))
         return self._cut[known]
+
+
+def _alike(have: Layout, want: Layout) -> bool:
+    """Whether every device of one has a counterpart in the other, so that nothing is divided anew."""
+    return have.places == want.places and [size for _, size in axes_of(have.where)] == [size for _, size in axes_of(want.where)]
+
+
+def _buried(tensor: Tensor, source: Site, target: Site) -> PiperError:
+    by = _placed(target) or _placed(source)
+    return error(
+        "P0411", f"what goes from {source.chunk} to {target.chunk} cannot be divided anew", by.span if by else None, "asks for it",
+        notes=[f"the samples of {tensor.name.removeprefix('d:')} are inside a dimension, not outermost", f"in the model: {', '.join(target.chunk.modules[:3])}"],
+        help="divide both alike, or keep the batch in the first dimension where the model is cut",
+    )  # fmt: skip
 
 
 def _placed(site: Site) -> d.Directive | None:

@@ -12,6 +12,7 @@ from piperlang.ir.graph import Family, Held, Key
 from piperlang.ir.layout import axes_of
 from piperlang.ir.model import Model, Place
 from piperlang.passes.nodes import Nodes
+from piperlang.passes.schedule import BUCKET
 from piperlang.passes.weights import Home, two_ways
 
 Bucket = Sequence[Sequence[Home]]
@@ -42,7 +43,7 @@ def _buckets(model: Model, by_weight: Mapping[str, list[Home]]) -> Iterator[Buck
         alike = tuple((home.where, home.summed, tuple(home.levels.items()), home.site.group) for home in homes)
         groups.setdefault((alike, model.weights[weight].dtype), []).append(homes)
     for group in groups.values():
-        limit = max((use.bucket for use in group[0][0].site.uses.values() if use.divides_batch), default=0)
+        limit = max((use.bucket for use in group[0][0].site.uses.values() if use.divides_batch), default=BUCKET)
         bucket: list[list[Home]] = []
         filled = 0
         for homes in group:

@@ -24,6 +24,10 @@ ALONE = Slice(Mesh("device", (), Source("", "").span(0, 0)))
 """Where everything runs when the script names no devices."""
 
 
+BUCKET = 25_000_000
+"""Bytes of gradients reduced together, and of weights updated together, where no directive says otherwise."""
+
+
 class Captured(Protocol):
     @property
     def model(self) -> Model: ...
@@ -45,7 +49,7 @@ class Use:
     level: int = 0
     """ZeRO: 1 divides optimizer states, 2 also gradients, 3 also weights."""
     style: str = ""
-    bucket: int = 25_000_000
+    bucket: int = BUCKET
     prefetch: int = 1
 
     @property
