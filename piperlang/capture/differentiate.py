@@ -32,7 +32,7 @@ Localize: TypeAlias = Callable[[fx.GraphModule, Sequence[Slot], Sequence[Slot | 
 _VIEWS = {
     torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.view.default,
     torch.ops.aten.detach.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims, torch.ops.aten.expand.default,
-    torch.ops.aten.alias.default, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int,
+    torch.ops.aten.alias.default, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int, torch.ops.aten.reshape.default,
 }  # fmt: skip
 """Of a weight or of the batch they are no activation, and are made again rather than kept."""
 

@@ -58,7 +58,7 @@ def _refuse(node: fx.Node) -> None:
         return
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     attention = "scaled_dot_product" in name and _attention_dropout(node) > 0.0
-    if attention or name.removeprefix("aten::").startswith(_REFUSED) and not name.endswith("_loss"):
+    if attention or (name.removeprefix("aten::").startswith(_REFUSED) and not name.endswith("_loss")):
         what = "attention with dropout inside" if attention else name.removeprefix("aten::")
         raise error("P0804", f"the masks of {what} would depend on the schedule", notes=[module_of(node)], help="use nn.Dropout, whose masks we count, or set it to 0")
 
