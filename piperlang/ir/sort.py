@@ -9,9 +9,10 @@ from piperlang.ir.graph import Graph
 from piperlang.source import Span
 
 
-def topological(graph: Graph) -> list[int]:
-    """All nodes, each after what it reads and what is ordered before it; ties in the order of their numbers."""
-    # A step of an order is a gate: its nodes wait for the gate, the next gate waits for its nodes. So wide steps cost no product.
+def edges(graph: Graph) -> tuple[list[list[int]], list[int]]:
+    """For every node, who waits for it, and for how many it waits. Numbers past the nodes are gates.
+
+    A step of an order is a gate: its nodes wait for the gate, the next gate waits for its nodes. So wide steps cost no product."""
     count = len(graph.nodes)
     gates = [(order, k) for order in graph.orders for k in range(1, len(order.groups))]
     users: list[list[int]] = [[] for _ in range(count + len(gates))]
@@ -32,6 +33,13 @@ def topological(graph: Graph) -> list[int]:
             edge(node_id, gate)
         for node_id in order.groups[k]:
             edge(gate, node_id)
+    return users, waits
+
+
+def topological(graph: Graph) -> list[int]:
+    """All nodes, each after what it reads and what is ordered before it; ties in the order of their numbers."""
+    count = len(graph.nodes)
+    users, waits = edges(graph)
     ready = [i for i in range(len(users) - 1, -1, -1) if not waits[i]]
     done: list[int] = []
     while ready:

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from piperlang.ir.graph import Held, Value
+from piperlang.ir.graph import Value
 from piperlang.ir.layout import SHARE, Box, Layout, axes_of
 from piperlang.ir.model import MEAN, SUM
 
@@ -77,34 +77,3 @@ def _assemble(wanted: Box, parts: Sequence[tuple[Box, torch.Tensor]]) -> torch.T
     if covered < out.numel():
         raise AssertionError(f"a device needs {wanted}, which nobody has")
     return out
-
-
-# ----------------------------------------------------------------------------------------------------------- weights
-
-
-def coordinates(held: Held) -> list[dict[str, int]]:
-    """For every device of a part, its position along each axis."""
-    axes = axes_of(held.where)
-    return [dict(zip((axis for axis, _ in axes), at, strict=True)) for at in product(*(range(size) for _, size in axes))]
-
-
-def local_box(held: Held, shape: Sequence[int], at: dict[str, int]) -> Box:
-    """What a device has of a weight that is divided in dims."""
-    box = [(0, size) for size in shape]
-    for (axis, size), place in zip(axes_of(held.where), held.places, strict=True):
-        if isinstance(place, int):
-            low, high = box[place]
-            step = (high - low) // size
-            box[place] = (low + at[axis] * step, low + (at[axis] + 1) * step)
-    return tuple(box)
-
-
-def flat_part(held: Held, at: dict[str, int], length: int) -> tuple[int, int]:
-    """Of `length` elements, from and to where a device has them; the last parts may be shorter, or empty."""
-    sizes = dict(axes_of(held.where))
-    low, high = 0, length
-    for axis in held.flat:
-        step = -(-(high - low) // sizes[axis])
-        low = min(high, low + at[axis] * step)
-        high = min(high, low + step)
-    return low, high

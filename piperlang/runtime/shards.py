@@ -6,19 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import optim
 
-from piperlang.diagnostics import error
 from piperlang.ir.graph import Graph, Held, Key, Node
-from piperlang.ir.layout import axes_of
-from piperlang.runtime.boxes import coordinates, flat_part, local_box, take
+from piperlang.ir.held import coordinates, dividing, flat_part, local_box
+from piperlang.runtime.boxes import take
+from piperlang.runtime.optimize import Optimizers, added
 
 
 class Shards:
     def __init__(
         self, graph: Graph, weights: Mapping[str, torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer], lr_schedule: Callable[[Any], Any] | None = None
     ) -> None:
-        self.graph, self.make, self.make_schedule = graph, optimizer, lr_schedule
+        self.graph = graph
         self.given = weights
         self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self.current: dict[Key, list[Any]] = {}
@@ -27,11 +26,11 @@ class Shards:
             if key.startswith("w:") and key not in graph.made:
                 self.current[key] = self._divided(weights[held.weight], held)
                 self.first.setdefault(held.weight, key)
-        self.optimizers: dict[tuple[Key, int], tuple[torch.optim.Optimizer, Any]] = {}
+        self.optimizers = Optimizers(optimizer, lr_schedule)
 
     def _divided(self, whole: torch.Tensor, held: Held) -> list[torch.Tensor]:
         found = []
-        for at in coordinates(held):
+        for at in coordinates(held.where):
             local = take(whole, local_box(held, whole.shape, at)).clone()
             if held.flat:
                 low, high = flat_part(held, at, local.numel())
@@ -47,7 +46,7 @@ class Shards:
 
     def _joined(self, held: Held, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         out = parts[0].new_zeros(self.shapes[held.weight])
-        every = coordinates(held)
+        every = coordinates(held.where)
         for at in every:
             local = self._gathered(held, held._replace(flat=()), parts, at)
             take(out, local_box(held, out.shape, at)).copy_(local)
@@ -55,8 +54,8 @@ class Shards:
 
     def _gathered(self, have: Held, want: Held, parts: Sequence[torch.Tensor], at: Mapping[str, int]) -> torch.Tensor:
         """What a device at `at` has after a gather from `have` to `want`, which divides along fewer axes."""
-        every = coordinates(have)
-        shape = [high - low for low, high in local_box(have, self.shapes[have.weight], dict(at))]
+        every = coordinates(have.where)
+        shape = [high - low for low, high in local_box(have, self.shapes[have.weight], at)]
         length = torch.Size(shape).numel()
         missing = [axis for axis in have.flat if axis not in want.flat]
         low, high = flat_part(want, dict(at), length)
@@ -73,7 +72,7 @@ class Shards:
         if node.op == "all_gather":
             for (source,), target in zip(node.reads, node.writes, strict=True):
                 have, want = self.graph.held[source], self.graph.held[target]
-                values[target] = [self._gathered(have, want, values[source], at) for at in coordinates(have)]
+                values[target] = [self._gathered(have, want, values[source], at) for at in coordinates(have.where)]
         elif node.family.beyond:
             self._across(node, values)
         else:
@@ -84,7 +83,7 @@ class Shards:
                 values[target] = self._part(have, want, summed)
 
     def _summed(self, held: Held, parts: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor]:
-        every = coordinates(held)
+        every = coordinates(held.where)
         found = []
         for at in every:
             group = [parts[k] for k, other in enumerate(every) if all(other[axis] == at[axis] for axis in at if axis not in axes)]
@@ -96,7 +95,7 @@ class Shards:
         if have.flat == want.flat:
             return list(parts)
         found = []
-        for at, part in zip(coordinates(have), parts, strict=True):
+        for at, part in zip(coordinates(have.where), parts, strict=True):
             length = torch.Size([high - low for low, high in local_box(have, self.shapes[have.weight], at)]).numel()
             start, _ = flat_part(have, at, length)
             low, high = flat_part(want, at, length)
@@ -111,7 +110,7 @@ class Shards:
             local = [(self.graph.held[keys[0]], _added([values[key] for key in keys])) for keys in sources]
             for target in node.writes[first : first + homes]:
                 want = self.graph.held[target]
-                values[target] = [torch.stack([_counterpart(want, at, held, parts) for held, parts in local]).sum(0) for at in coordinates(want)]
+                values[target] = [torch.stack([_counterpart(want, at, held, parts) for held, parts in local]).sum(0) for at in coordinates(want.where)]
 
     # ------------------------------------------------------------------------------------------------- update
 
@@ -125,45 +124,16 @@ class Shards:
             collected[have.weight] = self._joined(grad, gradients)
             weights = self._part(have, want, values[old])
             mine = self._part(grad, want, gradients)
-            values[target] = [self._step(target, k, w, g) for k, (w, g) in enumerate(zip(weights, mine, strict=True))]
+            partial = have.weight if dividing(want) else ""
+            values[target] = [self.optimizers.step((target, k), w, g, partial) for k, (w, g) in enumerate(zip(weights, mine, strict=True))]
         return collected
-
-    def _check_elementwise(self, optimizer: torch.optim.Optimizer, key: Key) -> None:
-        held = self.graph.held[key]
-        if _dividing(held) and not isinstance(optimizer, ELEMENTWISE):
-            name = type(optimizer).__name__
-            raise error("P0601", f"{name} would see only a part of weight {held.weight}", notes=[f"it lies on {held.where} in parts"], help="use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out")
-
-    def _step(self, key: Key, device: int, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        if (key, device) not in self.optimizers:
-            optimizer = self.make([torch.nn.Parameter(weight.clone())])
-            self._check_elementwise(optimizer, key)
-            self.optimizers[key, device] = optimizer, self.make_schedule(optimizer) if self.make_schedule else None
-        optimizer, schedule = self.optimizers[key, device]
-        (parameter,) = optimizer.param_groups[0]["params"]
-        parameter.copy_(weight)
-        parameter.grad = gradient.view_as(weight)
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        return parameter.detach().clone()  # type: ignore[no-any-return]
-
-
-ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
-)  # fmt: skip
-"""Optimizers whose step of an element does not look at others: only those may work on a part of a weight."""
 
 
 def _added(values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    return [torch.stack(list(parts)).sum(0) if len(parts) > 1 else parts[0] for parts in zip(*values, strict=True)]
+    return [added(parts) for parts in zip(*values, strict=True)]
 
 
 def _counterpart(want: Held, at: Mapping[str, int], other: Held, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The device of another part that has what the one at `at` has: the same positions along all axes that divide the weight."""
-    mine = [at[axis] for axis in _dividing(want)]
-    return next(parts[k] for k, there in enumerate(coordinates(other)) if [there[axis] for axis in _dividing(other)] == mine)
-
-
-def _dividing(held: Held) -> list[str]:
-    return [axis for (axis, _), place in zip(axes_of(held.where), held.places, strict=True) if isinstance(place, int)] + list(held.flat)
+    mine = [at[axis] for axis in dividing(want)]
+    return next(parts[k] for k, there in enumerate(coordinates(other.where)) if [there[axis] for axis in dividing(other)] == mine)

@@ -1,0 +1,54 @@
+"""What nodes take, roughly: enough to fill what a script leaves open, and to foresee a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from piperlang.ir.graph import COMPUTE, Graph, Node
+from piperlang.ir.layout import axes_of
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and its links. The defaults are a large accelerator; only ratios matter for orders."""
+
+    flops: float = 400e12
+    memory: float = 3e12
+    link: float = 50e9
+    latency: float = 10e-6
+
+
+class Costs:
+    def __init__(self, graph: Graph, machine: Machine | None = None) -> None:
+        self.graph, self.machine = graph, machine or Machine()
+        self._known: dict[int, float] = {}
+
+    def seconds(self, node: Node) -> float:
+        """Nodes that differ only in their microbatch take the same."""
+        known = self._known.get(id(node.family))
+        if known is None:
+            known = self._known[id(node.family)] = self._seconds(node)
+        return known
+
+    def _seconds(self, node: Node) -> float:
+        family, machine = node.family, self.machine
+        if family.op in COMPUTE and family.chunk is not None:
+            work = self.graph.model.chunks[family.chunk].passes["F" if family.op == "R" else family.op]
+            share = family.samples / self.graph.model.samples / prod(divide.size for divide in family.arranged[0])
+            return machine.latency + share * (work.flops / machine.flops + work.moved_bytes / machine.memory)
+        return machine.latency + self.moved(node) / (machine.memory if family.op in ("update", "slice", "concat", "share") else machine.link)
+
+    def moved(self, node: Node) -> float:
+        """Bytes that one device writes."""
+        total = 0.0
+        for key in node.writes:
+            value, held = self.graph.values.get(key), self.graph.held.get(key)
+            if value is not None:
+                parts = prod(size for (_, size), place in zip(axes_of(value.layout.where), value.layout.places, strict=True) if place == "batch" or isinstance(place, int))
+                total += value.tensor.bytes(value.samples) / parts / prod(of for _, of in value.inner)
+            elif held is not None:
+                sizes = dict(axes_of(held.where))
+                parts = prod(size for (_, size), place in zip(axes_of(held.where), held.places, strict=True) if isinstance(place, int))
+                total += self.graph.model.weights[held.weight].bytes / parts / prod(sizes[axis] for axis in held.flat)
+        return total

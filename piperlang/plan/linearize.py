@@ -1,0 +1,98 @@
+"""One order for the whole graph: what the script leaves open is filled by critical-path list scheduling.
+
+All devices take their instructions from this one sequence, so what two of them do together they do in the same order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from piperlang.elaborate.values import Slice
+from piperlang.ir.graph import Graph
+from piperlang.ir.layout import devices_of
+from piperlang.ir.sort import edges, topological
+from piperlang.plan.cost import Costs
+
+
+@dataclass(frozen=True)
+class Sequence:
+    order: list[int]
+    start: dict[int, float]
+    end: dict[int, float]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.end.values(), default=0.0)
+
+
+def linearize(graph: Graph, costs: Costs) -> Sequence:
+    """Every node as early as it can, the one with the longest way to the end first. A circle is reported by `topological`."""
+    tops = topological(graph)
+    users, waits = edges(graph)
+    urgency = _urgency(graph, users, tops, costs)
+    lanes = _lanes(graph)
+    free: dict[tuple[int, str], float] = {}
+    ready = [0.0] * len(users)
+    heap: list[tuple[float, float, int]] = []
+    start: dict[int, float] = {}
+    end: dict[int, float] = {}
+    order: list[int] = []
+
+    def release(item: int, at: float) -> None:
+        for user in users[item]:
+            ready[user] = max(ready[user], at)
+            waits[user] -= 1
+            if not waits[user]:
+                if user < len(graph.nodes):
+                    heapq.heappush(heap, (ready[user], -urgency[user], user))
+                else:
+                    release(user, ready[user])
+
+    for item in [i for i, left in enumerate(waits) if not left]:
+        if item < len(graph.nodes):
+            heapq.heappush(heap, (0.0, -urgency[item], item))
+        else:
+            release(item, 0.0)
+    while heap:
+        at, urgent, i = heapq.heappop(heap)
+        node = graph.nodes[i]
+        busy = [(lane, node.stream) for where in (node.family.where, *node.family.beyond) for lane in lanes[where]]
+        can = max([at, *(free.get(place, 0.0) for place in busy)])
+        if can > at:
+            heapq.heappush(heap, (can, urgent, i))
+            continue
+        start[i], end[i] = at, at + costs.seconds(node)
+        for place in busy:
+            free[place] = end[i]
+        order.append(i)
+        release(i, end[i])
+    return Sequence(order, start, end)
+
+
+def _urgency(graph: Graph, users: list[list[int]], tops: list[int], costs: Costs) -> list[float]:
+    """The longest way from a node to the end of the step."""
+    longest = [0.0] * len(users)
+
+    def beyond(item: int) -> float:
+        return max((longest[user] if user < len(graph.nodes) else beyond(user) for user in users[item]), default=0.0)
+
+    for i in reversed(tops):
+        longest[i] = costs.seconds(graph.nodes[i]) + beyond(i)
+    return longest
+
+
+def _lanes(graph: Graph) -> dict[Slice, list[int]]:
+    """Devices that are in the same parts do the same: one lane stands for all of them."""
+    wheres = list(dict.fromkeys(where for family in graph.families for where in (family.where, *family.beyond)))
+    member: dict[int, list[int]] = {}
+    for number, where in enumerate(wheres):
+        for device in devices_of(where):
+            member.setdefault(device, []).append(number)
+    kinds: dict[tuple[int, ...], int] = {}
+    found: dict[Slice, list[int]] = {where: [] for where in wheres}
+    for numbers in dict.fromkeys(map(tuple, member.values())):
+        lane = kinds.setdefault(numbers, len(kinds))
+        for number in numbers:
+            found[wheres[number]].append(lane)
+    return found

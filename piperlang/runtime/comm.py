@@ -1,0 +1,72 @@
+"""Communication between workers: gloo on CPU, NCCL on CUDA, behind the few operations that plans use.
+
+gloo pairs messages by (source, destination, tag), collectives by their order in a group, and notices next to nothing when partners disagree: the
+plan's check is what keeps them together. Sends are never waited for while a step runs, so that no order of large messages can lock up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+
+class Comm:
+    def __init__(self, rank: int, world: int, store: str, groups: Sequence[tuple[tuple[int, ...], str]], ranks: dict[int, int], timeout: float) -> None:
+        """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        limit = timedelta(seconds=timeout)
+        self.rank, self.ranks = rank, ranks
+        dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        # Every process makes every group, in the same order: torch asks for it.
+        self.groups = [dist.new_group([ranks[d] for d in members], timeout=limit) if len(members) > 1 else None for members, _ in groups]
+        self.sizes = [len(members) for members, _ in groups]
+        self.pending: list[tuple[Any, torch.Tensor]] = []
+
+    def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+        self.pending.append((dist.isend(tensor, self.ranks[device], tag=tag), tensor))
+
+    def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+        work = dist.irecv(tensor, self.ranks[device], tag=tag)
+        assert work is not None
+        work.wait()
+
+    def settle(self) -> None:
+        """Wait until everything sent in a step has been taken."""
+        for work, _ in self.pending:
+            work.wait()
+        self.pending.clear()
+
+    def all_reduce(self, group: int, tensor: torch.Tensor) -> None:
+        if self.groups[group] is not None:
+            dist.all_reduce(tensor, group=self.groups[group])
+
+    def exchange(self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]) -> None:
+        if self.groups[group] is None:
+            take.copy_(give)
+        else:
+            dist.all_to_all_single(take, give, take_sizes, give_sizes, group=self.groups[group])
+
+    def all_gather(self, group: int, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Equal parts of all members, in the order of the group."""
+        if self.groups[group] is None:
+            return [mine]
+        parts = [torch.empty_like(mine) for _ in range(self.sizes[group])]
+        dist.all_gather(parts, mine, group=self.groups[group])
+        return parts
+
+    def reduce_scatter(self, group: int, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The sum of everybody's part with our number."""
+        if self.groups[group] is None:
+            return parts[0]
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter(out, parts, group=self.groups[group])
+        return out
+
+    def close(self) -> None:
+        dist.destroy_process_group()

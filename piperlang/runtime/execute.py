@@ -1,0 +1,244 @@
+"""One device's instructions on real tensors: a flat interpreter that knows no strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piperlang.capture.differentiate import Piece
+from piperlang.capture.random import mix
+from piperlang.ir.graph import Key
+from piperlang.plan.instruction import DevicePlan, Instruction
+from piperlang.runtime.boxes import take
+from piperlang.runtime.comm import Comm
+from piperlang.runtime.optimize import Optimizers, added
+
+
+class Device:
+    """Values, weights and optimizer of one device, and what each instruction does to them."""
+
+    def __init__(
+        self, plan: DevicePlan, kinds: Sequence[Mapping[str, Any]], pieces: Sequence[Piece], weights: Mapping[str, torch.Tensor], optimizers: Optimizers, comm: Comm | None,
+        where: torch.device, seed: int,
+    ) -> None:  # fmt: skip
+        self.plan, self.kinds, self.pieces, self.comm, self.where, self.seed = plan, kinds, pieces, comm, where, seed
+        self.optimizers = optimizers
+        self.kept: dict[Key, torch.Tensor] = {key: self._part(weights[held["weight"]], held) for key, held in plan.weights.items()}
+        self.values: dict[Key, Any] = {}
+        self.uses: dict[Key, int] = {}
+        for instruction in plan.instructions:
+            for key in instruction.reads:
+                self.uses[key] = self.uses.get(key, 0) + 1
+        self.permanent = set(plan.next.values()) | set(plan.losses)
+        self.left: dict[Key, int] = {}
+        self.last_gradients: dict[str, Any] | None = None
+        self.run: dict[str, Callable[[Instruction], None]] = {name: getattr(self, f"_{name}") for name in _OPERATIONS} | dict.fromkeys("FBIWR", self._compute)
+
+    def _part(self, weight: torch.Tensor, held: Mapping[str, Any]) -> torch.Tensor:
+        local = take(weight, held["box"])
+        if held["flat"] is not None:
+            low, high = held["flat"]
+            local = local.flatten()[low:high]
+        return local.detach().clone().to(self.where)
+
+    # --------------------------------------------------------------------------------------------------- a step
+
+    def begin(self, step: int, feeds: Mapping[Key, torch.Tensor], count: float) -> None:
+        self.values = {**self.kept, **feeds}
+        self.left = dict(self.uses)
+        self.step, self.count = step, count
+
+    def end(self) -> float:
+        """What this device's losses count for; keeps the new weights."""
+        loss = sum(float(self.values[key]) * share / self.count for key, share in self.plan.losses.items())
+        for old, new in self.plan.next.items():
+            self.kept[old] = self.values[new]
+        self.values = {}
+        return loss
+
+    def execute(self, instruction: Instruction) -> None:
+        self.run[instruction.do](instruction)
+        left = self.left
+        for key in instruction.reads:
+            remaining = left[key] = left[key] - 1
+            if not remaining and key not in self.kept and key not in self.permanent:
+                self.values.pop(key, None)
+
+    # ------------------------------------------------------------------------------------------------- compute
+
+    def _compute(self, instruction: Instruction) -> None:
+        args = instruction.args
+        kind = self.kinds[args["kind"]]
+        piece = self.pieces[args["kind"]]
+        given: dict[Any, Any] = {}
+        for slot, keys in zip(kind["slots"], args["reads"], strict=True):
+            name = slot[0]
+            if name in ("saved", "kept"):
+                given.update(self.values[keys[0]])
+            elif name == "grad_output":
+                given[slot] = self._gradient(slot[1], keys, args, kind)
+            elif name == "rng":
+                given[slot] = torch.tensor([mix(self.seed, self.step), args["first"], *args["at"]], device=self.where)
+            else:
+                given[slot] = self.values[keys[0]]
+        results = piece.module(*(given[slot] for slot in piece.takes))
+        self._store(instruction, kind, dict(zip(piece.gives, results, strict=True)))
+
+    def _store(self, instruction: Instruction, kind: Mapping[str, Any], gave: Mapping[Any, Any]) -> None:
+        saved = {slot: value for slot, value in gave.items() if slot[0] == "saved"}
+        kept = {slot: value for slot, value in gave.items() if slot[0] == "kept"}
+        if kind["op"] == "R":
+            written: list[Any] = [saved]
+        else:
+            written = [gave[slot] for slot in kind["gives"] if slot[0] not in ("saved", "kept")] + ([saved] if kind["op"] == "F" else [kept] if kept else [])
+        for key, value in zip(instruction.writes, written, strict=False):
+            if key in self.uses or key in self.permanent:
+                self.values[key] = value
+
+    def _gradient(self, output: int, keys: Sequence[Key], args: Mapping[str, Any], kind: Mapping[str, Any]) -> torch.Tensor:
+        if output == kind["loss"]:
+            return torch.tensor(args["share"] / self.count, device=self.where, dtype=self.loss_dtype)
+        if not keys:
+            shape, dtype = args["zeros"][output]
+            return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.where)
+        total: torch.Tensor = self.values[keys[0]]
+        for key in keys[1:]:
+            total = total + self.values[key]
+        return total
+
+    loss_dtype = torch.float32
+
+    # ------------------------------------------------------------------------------------------------- moving
+
+    def _send(self, instruction: Instruction) -> None:
+        args = instruction.args
+        assert self.comm is not None
+        value = self.values[args["key"]] if args["key"] is not None else torch.ones(1, dtype=torch.uint8, device=self.where)
+        for device, tag, box, _ in args["parts"]:
+            self.comm.send(device, tag, (value if box is None else take(value, box)).contiguous())
+
+    def _recv(self, instruction: Instruction) -> None:
+        args = instruction.args
+        assert self.comm is not None
+        out = torch.empty(args["shape"], dtype=getattr(torch, args["dtype"]), device=self.where)
+        for device, tag, box, shape in args["parts"]:
+            if box is None:
+                self.comm.recv(device, tag, out)
+            else:
+                part = out.new_empty(shape)
+                self.comm.recv(device, tag, part)
+                take(out, box).copy_(part)
+        self._put_own(out, args["own"])
+        self._keep(instruction, out)
+
+    def _keep(self, instruction: Instruction, value: torch.Tensor) -> None:
+        key = instruction.writes[0]
+        if key in self.uses:
+            self.values[key] = value
+
+    def _put_own(self, out: torch.Tensor, own: Sequence[tuple[Key, Any, Any]]) -> None:
+        for key, taken, put in own:
+            take(out, put).copy_(take(self.values[key], taken))
+
+    def _copy(self, instruction: Instruction) -> None:
+        args = instruction.args
+        out = torch.zeros(args["shape"], dtype=getattr(torch, args["dtype"]), device=self.where)
+        self._put_own(out, args["own"])
+        self._keep(instruction, out)
+
+    def _all_reduce(self, instruction: Instruction) -> None:
+        args = instruction.args
+        assert self.comm is not None
+        value = self.values[instruction.reads[0]].clone(memory_format=torch.contiguous_format)
+        self.comm.all_reduce(args["group"], value)
+        self._keep(instruction, value if args["keep"] is None else take(value, args["keep"]).contiguous())
+
+    def _exchange(self, instruction: Instruction) -> None:
+        args = instruction.args
+        assert self.comm is not None
+        value = self.values[instruction.reads[0]]
+        members = args["members"]
+        give = torch.cat([take(value, box).reshape(-1) for _, box, _ in args["give"]]) if args["give"] else value.new_empty(0)
+        sizes = [[sum(torch.Size(shape).numel() for peer, _, shape in args[side] if peer == member) for member in members] for side in ("give", "take")]
+        arrived = value.new_empty(sum(sizes[1]))
+        self.comm.exchange(args["group"], give, sizes[0], arrived, sizes[1])
+        out = value.new_empty(args["shape"])
+        at = 0
+        for _, box, shape in args["take"]:
+            size = torch.Size(shape).numel()
+            take(out, box).copy_(arrived[at : at + size].view(shape))
+            at += size
+        self._keep(instruction, out)
+
+    def _offload(self, instruction: Instruction) -> None:
+        self.values[instruction.writes[0]] = {slot: value.to("cpu") for slot, value in self.values[instruction.reads[0]].items()}
+
+    def _fetch(self, instruction: Instruction) -> None:
+        self.values[instruction.writes[0]] = {slot: value.to(self.where) for slot, value in self.values[instruction.reads[0]].items()}
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    def _gather(self, instruction: Instruction) -> None:
+        """Parts of weights to whole ones, all weights of the instruction in one message."""
+        args = instruction.args
+        assert self.comm is not None
+        entries = args["weights"]
+        sizes = [max(high - low for low, high in entry["cuts"]) for entry in entries]
+        mine = torch.cat([_padded(self.values[entry["from"][0]].flatten(), size) for entry, size in zip(entries, sizes, strict=True)])
+        everyone = self.comm.all_gather(args["group"], mine)
+        start = 0
+        for entry, size in zip(entries, sizes, strict=True):
+            pieces = [part[start : start + high - low] for part, (low, high) in zip(everyone, entry["cuts"], strict=True)]
+            self.values[entry["to"]] = torch.cat(pieces).view(entry["shape"])
+            start += size
+
+    def _scatter(self, instruction: Instruction) -> None:
+        """Sums of gradients, each device its part, all weights of the bucket in one message."""
+        args = instruction.args
+        assert self.comm is not None
+        entries = args["weights"]
+        totals = [added([self.values[key] for key in entry["from"]]).flatten() for entry in entries]
+        sizes = [max(high - low for low, high in entry["cuts"]) for entry in entries]
+        count = len(entries[0]["cuts"])
+        parts = [
+            torch.cat([_padded(total[slice(*entry["cuts"][r])], size) for entry, total, size in zip(entries, totals, sizes, strict=True)]) for r in range(count)
+        ]
+        mine = self.comm.reduce_scatter(args["group"], parts)
+        me = args["members"].index(self.plan.device)
+        start = 0
+        for entry, size in zip(entries, sizes, strict=True):
+            low, high = entry["cuts"][me]
+            self.values[entry["to"]] = mine[start : start + high - low].clone()
+            start += size
+
+    def _reduce(self, instruction: Instruction) -> None:
+        args = instruction.args
+        assert self.comm is not None
+        entries = args["weights"]
+        totals = [added([self.values[key] for key in entry["from"]]) for entry in entries]
+        flat = torch.cat([total.flatten() for total in totals]) * args.get("share", 1.0)
+        self.comm.all_reduce(args["group"], flat)
+        start = 0
+        for entry, total in zip(entries, totals, strict=True):
+            self.values[entry["to"]] = flat[start : start + total.numel()].view(total.shape)
+            start += total.numel()
+
+    def _update(self, instruction: Instruction) -> None:
+        for entry in instruction.args["weights"]:
+            gradient = added([self.values[key] for key in entry["grads"]])
+            if self.last_gradients is not None:
+                self.last_gradients[entry["old"]] = gradient.detach().clone()
+            if entry["take_grad"] is not None:
+                gradient = gradient.flatten()[slice(*entry["take_grad"])]
+            weight = self.values[entry["old"]]
+            part = weight if entry["take"] is None else weight.flatten()[slice(*entry["take"])]
+            self.values[entry["new"]] = self.optimizers.step(entry["old"], part, gradient, entry["weight"] if entry["partial"] else "")
+
+
+_OPERATIONS = ("send", "recv", "copy", "all_reduce", "exchange", "offload", "fetch", "gather", "scatter", "reduce", "update")
+
+
+def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
+    return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])

@@ -1,0 +1,69 @@
+"""Communication between threads of one process: the plan without processes, for `--executor inline` and for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from piperlang.runtime.comm import Comm
+
+
+class Switchboard:
+    """What the devices of one process share."""
+
+    def __init__(self, groups: Sequence[tuple[tuple[int, ...], str]], timeout: float = 60.0) -> None:
+        self.groups, self.timeout = groups, timeout
+        self.mail: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.arrived = threading.Condition()
+        self.barriers = [threading.Barrier(len(members)) for members, _ in groups]
+        self.tables: list[dict[int, torch.Tensor | list[torch.Tensor]]] = [{} for _ in groups]
+
+    def join(self, device: int) -> LocalComm:
+        return LocalComm(device, self)
+
+
+class LocalComm(Comm):
+    def __init__(self, device: int, board: Switchboard) -> None:
+        self.device, self.board = device, board
+        self.pending = []
+
+    def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+        with self.board.arrived:
+            self.board.mail[self.device, device, tag] = tensor.clone()
+            self.board.arrived.notify_all()
+
+    def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+        with self.board.arrived:
+            if not self.board.arrived.wait_for(lambda: (device, self.device, tag) in self.board.mail, self.board.timeout):
+                raise TimeoutError(f"nothing came from device {device}")
+            tensor.copy_(self.board.mail.pop((device, self.device, tag)))
+
+    def _share(self, group: int, mine: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor | list[torch.Tensor]]:
+        """What every member brought, in the order of the group."""
+        table, barrier = self.board.tables[group], self.board.barriers[group]
+        table[self.device] = mine
+        barrier.wait(self.board.timeout)
+        found = [table[device] for device in self.board.groups[group][0]]
+        barrier.wait(self.board.timeout)
+        return found
+
+    def all_reduce(self, group: int, tensor: torch.Tensor) -> None:
+        parts = self._share(group, tensor.clone())
+        tensor.copy_(torch.stack([part for part in parts if isinstance(part, torch.Tensor)]).sum(0))
+
+    def exchange(self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]) -> None:
+        me = self.board.groups[group][0].index(self.device)
+        everyone = self._share(group, list(give.split(give_sizes)))
+        take.copy_(torch.cat([theirs[me] for theirs in everyone]))
+
+    def all_gather(self, group: int, mine: torch.Tensor) -> list[torch.Tensor]:
+        return [part for part in self._share(group, mine.clone()) if isinstance(part, torch.Tensor)]
+
+    def reduce_scatter(self, group: int, parts: list[torch.Tensor]) -> torch.Tensor:
+        me = self.board.groups[group][0].index(self.device)
+        return torch.stack([theirs[me] for theirs in self._share(group, parts)]).sum(0)
+
+    def close(self) -> None:
+        self.board.mail.clear()

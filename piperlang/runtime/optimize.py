@@ -1,0 +1,56 @@
+"""Optimizers on what each device has: one for every weight, so that parts of weights need nothing of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+
+from piperlang.diagnostics import error
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+"""Optimizers whose step of an element does not look at others: only those may work on a part of a weight."""
+
+
+class Optimizers:
+    """Weights in half precision have a master in float32, which is what is updated."""
+
+    def __init__(self, make: Callable[[Any], optim.Optimizer], make_schedule: Callable[[Any], Any] | None = None) -> None:
+        self.make, self.make_schedule = make, make_schedule
+        self.made: dict[object, tuple[optim.Optimizer, Any]] = {}
+
+    def step(self, key: object, weight: torch.Tensor, gradient: torch.Tensor, partial: str = "") -> torch.Tensor:
+        """The weight after one step. `partial` names the weight where this is only a part of it."""
+        half = weight.dtype in (torch.bfloat16, torch.float16)
+        if key not in self.made:
+            optimizer = self.make([torch.nn.Parameter(weight.detach().to(torch.float32 if half else weight.dtype, copy=True))])
+            if partial and not isinstance(optimizer, ELEMENTWISE):
+                raise error(
+                    "P0601", f"{type(optimizer).__name__} would see only a part of weight {partial}",
+                    help="use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",
+                )  # fmt: skip
+            self.made[key] = optimizer, self.make_schedule(optimizer) if self.make_schedule else None
+        optimizer, schedule = self.made[key]
+        (parameter,) = optimizer.param_groups[0]["params"]
+        if not half:
+            parameter.copy_(weight)
+        parameter.grad = gradient.view_as(weight).to(parameter.dtype)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        return parameter.detach().to(weight.dtype, copy=True)  # type: ignore[no-any-return]
+
+
+def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A sum of gradients, in float32 where they are in half precision."""
+    if len(parts) == 1:
+        return parts[0]
+    half = parts[0].dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].to(torch.float32) if half else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

@@ -1,0 +1,92 @@
+"""Logical streams on CPU: a thread each, so that communication and compute, or two streams of compute, truly run side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from piperlang.plan.instruction import Instruction
+
+
+class Failed(Exception):
+    """An instruction that raised: which one, and why."""
+
+    def __init__(self, instruction: Instruction, cause: BaseException) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.instruction, self.cause = instruction, cause
+
+
+class Streams:
+    """Runs the instructions of one device, each stream in its order, waiting across streams only where the plan says so."""
+
+    def __init__(self, instructions: Sequence[Instruction], execute: Callable[[Instruction], None], name: str = "") -> None:
+        self.instructions, self.execute = instructions, execute
+        self.lists: dict[str, list[int]] = {}
+        for i, instruction in enumerate(instructions):
+            self.lists.setdefault(instruction.stream, []).append(i)
+        waited = {i for instruction in instructions for i in instruction.waits}
+        self.done = {i: threading.Event() for i in waited}
+        # The caller's own thread takes the longest list, mostly compute: the others cost a switch each.
+        self.main = max(self.lists, key=lambda stream: (stream == "compute", len(self.lists[stream]))) if self.lists else ""
+        self.running: dict[str, int] = {}
+        self.failure: Failed | None = None
+        self.failing = threading.Lock()
+        self.stopping = False
+        self.starts = {stream: threading.Semaphore(0) for stream in self.lists if stream != self.main}
+        self.finished = threading.Semaphore(0)
+        self.threads = [threading.Thread(target=self._serve, args=(stream,), name=f"{name}{stream}", daemon=True) for stream in self.starts]
+        for thread in self.threads:
+            thread.start()
+
+    def step(self) -> None:
+        for event in self.done.values():
+            event.clear()
+        for start in self.starts.values():
+            start.release()
+        if self.main:
+            self._run(self.main)
+        for _ in self.starts:
+            self.finished.acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    def _serve(self, stream: str) -> None:
+        while True:
+            self.starts[stream].acquire()
+            if self.stopping:
+                return
+            self._run(stream)
+            self.finished.release()
+
+    def _run(self, stream: str) -> None:
+        instructions, done = self.instructions, self.done
+        for i in self.lists[stream]:
+            instruction = instructions[i]
+            self.running[stream] = i
+            for earlier in instruction.waits:
+                done[earlier].wait()
+            if self.failure is not None:
+                return
+            try:
+                self.execute(instruction)
+            except BaseException as problem:
+                self._fail(Failed(instruction, problem))
+                return
+            event = done.get(i)
+            if event is not None:
+                event.set()
+        self.running.pop(stream, None)
+
+    def _fail(self, failure: Failed) -> None:
+        with self.failing:
+            if self.failure is None:
+                self.failure = failure
+        for event in self.done.values():
+            event.set()
+
+    def close(self) -> None:
+        self.stopping = True
+        for start in self.starts.values():
+            start.release()
+        for thread in self.threads:
+            thread.join(timeout=1)
