@@ -16,8 +16,8 @@ from piperlang.source import Source
 from piperlang.syntax.format import format_source
 
 PAGES = Path(explain.__file__).parent / "pages"
-NO_PLACE = {"P0601", "P0901", "P0902", "P0904"}
-"""Mistakes on the command line, and of an optimizer that is seen only when it runs: there is no file to point into."""
+NO_PLACE = {"P0901", "P0902", "P0904"}
+"""Mistakes on the command line: there is no file to point into."""
 
 every_code = pytest.mark.parametrize("code", sorted(code for code in CODES if not code.startswith("P08")))
 """The pages about models are run by test_capture.py."""

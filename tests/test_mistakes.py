@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -182,50 +182,6 @@ MISTAKES = [*PLACES, *BATCHES, *SHARDS, *ORDERS, *SELECTORS, *MODELS]
 
 # ------------------------------------------------------------------------------------------------------------- tests
 
-OTHER_AXIS = "divide.give_axes does not look whether the axis is one of the devices where the chunk lies"
-FOLLOWS = "what fails because a tag or a split failed is told again: Scheduler.apply should let it pass"
-NOT_CAUGHT = "model_file.load_model should hand out functions whose exceptions are P0801 at the line that raised"
-NOT_LOOKED_AT = "the first batch is not looked at before the model is traced"
-TRACED = "trace._export and sizes._unclear have no span: the trace of the exception, or of the operator, knows the line of model.py"
-
-NOT_ONE = {
-    "axis of another mesh": OTHER_AXIS,
-    "axis along which the chunk does not lie": OTHER_AXIS,
-    "uneven split, and orders that name its pieces": FOLLOWS,
-    "path of no module, and a place for its tag": FOLLOWS,
-    "tag after place, and a place for it": FOLLOWS,
-    "shard by experts of a chunk without experts": "the help of P0411 should say that other styles exist where nobody asked for experts",
-    "model fails": NOT_CAUGHT,
-    "loss is a vector": "sizes.trace_sizes does not look at the shape of the loss",
-    "data fails, numerically": NOT_CAUGHT,
-    "data gives nothing, numerically": NOT_LOOKED_AT,
-    "data gives no pairs": NOT_LOOKED_AT,
-    "data gives no tensors": NOT_LOOKED_AT,
-    "optimizer fails": NOT_CAUGHT,
-    "number taken out of a tensor": "aten.item passes torch.export and breaks differentiate: trace._traced should refuse it as P0802",
-}
-NO_LINE = {name: reason for name, reason in NOT_ONE.items() if not name.startswith("shard")} | {
-    "optimizer that needs whole weights": "P0601 has no span: `update` families should know the directive that divides (Family.by)",
-    "chain against the data flow": "sort._labels looks at orders on devices only, not at chains",
-    "chain against an order of the library": "sort._labels looks at orders on devices only, and _circle forgets the trail of a step",
-    "data fails": NOT_CAUGHT,
-    "data gives nothing": NOT_LOOKED_AT,
-    "loss fails": TRACED,
-    "model that cannot be exported": TRACED,
-    "branch on values": TRACED,
-    "branch on the size of the batch": TRACED,
-}
-NO_MODULE = {
-    "axis used twice for one chunk": "P0409 of divide.give_axes has no note: complete.modules(schedule, group)",
-    "axis of another mesh": OTHER_AXIS,
-    "axis along which the chunk does not lie": OTHER_AXIS,
-    "ordered where it is not placed": "P0403 of lanes has no note: passes.order should add complete.modules(schedule, group)",
-    "tied weight divided in two ways": "P0414 of weights.two_ways has no note: the modules of both chunks",
-    "branch on the size of the batch": "sizes._unclear blames the operator after the one that only the larger batch runs",
-}
-"""What is still to be done, by the name of the mistake: each is expected to fail until then."""
-
-
 @dataclass(frozen=True)
 class Answer:
     status: int
@@ -249,14 +205,11 @@ def answer(mistake: Mistake) -> Answer:
     return Answer(status, json.loads(out.getvalue())["diagnostics"], err.getvalue())
 
 
-def every(mistakes: Iterable[Mistake], lacking: Mapping[str, str]) -> pytest.MarkDecorator:
-    def marks(mistake: Mistake) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.xfail(strict=True, reason=lacking[mistake.name])] if mistake.name in lacking else []
-
-    return pytest.mark.parametrize("mistake", [pytest.param(mistake, id=mistake.name, marks=marks(mistake)) for mistake in mistakes])
+def every(mistakes: Iterable[Mistake]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("mistake", mistakes, ids=lambda mistake: mistake.name)
 
 
-@every(MISTAKES, NOT_ONE)
+@every(MISTAKES)
 def test_one_diagnostic_that_says_what_and_how_to_repair_it(mistake: Mistake) -> None:
     found = answer(mistake)
     assert found.status == 1
@@ -267,13 +220,13 @@ def test_one_diagnostic_that_says_what_and_how_to_repair_it(mistake: Mistake) ->
     assert [word for word in mistake.words if word not in text] == []
 
 
-@every(MISTAKES, NO_LINE)
+@every(MISTAKES)
 def test_at_the_line(mistake: Mistake) -> None:
     diagnostic = answer(mistake).only()
     assert (diagnostic["file"], diagnostic.get("line")) == mistake.place
 
 
-@every([mistake for mistake in MISTAKES if mistake.module], NO_MODULE)
+@every([mistake for mistake in MISTAKES if mistake.module])
 def test_names_the_part_of_the_model(mistake: Mistake) -> None:
     notes = answer(mistake).only()["notes"]
     assert any(mistake.module in note.replace(",", " ").replace(".", " ").split() for note in notes), notes

@@ -24,7 +24,7 @@ def take_count(root: fx.GraphModule, batch: list[str]) -> fx.GraphModule | None:
     (output,) = (node for node in root.graph.nodes if node.op == "output")
     results = list(output.args[0])
     if len(results) > 2 or not all(isinstance(node, fx.Node) for node in results):
-        raise error("P0807", f"the loss gives {len(results)} values", help="return one number, or (sum, count)")
+        raise error("P0807", "the loss gives no tensor" if len(results) == 1 else f"the loss gives {len(results)} values", help="return one number, or (sum, count)")
     if len(results) == 1 and not _is_mean_of_targets(results[0]):
         return None
     total, count = results if len(results) == 2 else _apart(root.graph, results[0])

@@ -28,12 +28,15 @@ _SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.conti
 _PRODUCTS = {aten.mm.default, aten.matmul.default, aten.bmm.default}
 
 
+_APART = "give this part a tag of its own, so that it is a chunk that is divided in another way or not at all"
+
+
 class Unfit(Exception):
     """A choice of places that does not work, and which operator or value is to blame."""
 
-    def __init__(self, reason: str, at: fx.Node | Slot | None = None) -> None:
+    def __init__(self, reason: str, at: fx.Node | Slot | None = None, help: str = _APART) -> None:
         super().__init__(reason)
-        self.reason, self.at = reason, at
+        self.reason, self.at, self.help = reason, at, help
 
 
 # ---------------------------------------------------------------------------------------------------------- features
@@ -129,8 +132,9 @@ def candidates(
 def _experts(values: Mapping[Slot, torch.Tensor]) -> int:
     found = {value.shape[0] for (kind, _), value in values.items() if kind == "weight" and value.dim() >= 3}
     if len(found) != 1:
-        what = f"its weights of three or more dimensions have {sorted(found)}" if found else "no weight of it has three or more dimensions"
-        raise Unfit(f"the number of experts is the first dimension of such weights, but {what}")
+        if not found:
+            raise Unfit("no weight of it has three or more dimensions, the first of them the experts", help="without experts, say how to divide: `with style=columns`, `rows` or `sequence`")
+        raise Unfit(f"the first dimension of weights of three or more dimensions is the number of experts, but there are {sorted(found)}")
     return found.pop()
 
 
@@ -182,7 +186,7 @@ def refusal(problem: Unfit, divides: Sequence[Divide], nodes: Mapping[Slot, fx.N
     how = " and ".join(f"over {divide.axis} with style={divide.style}" for divide in divides)
     return error(
         "P0411", f"a chunk cannot be divided {how}", notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
-        help="give this part a tag of its own, so that it is a chunk that is divided in another way or not at all",
+        help=problem.help,
     )  # fmt: skip
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from piperlang.diagnostics import did_you_mean, error
+import torch
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.where import line_at, line_of, line_of_function
+from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.source import Source
 
 REQUIRED = ("model", "loss", "data")
@@ -43,18 +47,53 @@ def load_model(path: Path) -> ModelFile:
     if missing:
         near = did_you_mean(missing[0], [name for name in vars(module) if not name.startswith("_")])
         raise error("P0801", f"{path.name} has no function `{missing[0]}`", source.span(0, 0), help=near or f"define `def {missing[0]}(...)`")
-    found = [getattr(module, name, None) for name in REQUIRED + OPTIONAL]
-    return ModelFile(path, *found)  # type: ignore[arg-type]
+    made, loss, data, *others = (getattr(module, name, None) for name in REQUIRED + OPTIONAL)
+    return ModelFile(path, _guarded(source, made), loss, _batches(source, data), *(_guarded(source, other) for other in others))  # type: ignore[arg-type]
+
+
+def _guarded(source: Source, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The same function; what it raises is a diagnostic at its line."""
+    if function is None:
+        return None
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except PiperError:
+            raise
+        except Exception as problem:
+            raise _failed(source, problem) from problem
+
+    return call
+
+
+def _batches(source: Source, data: Callable[[], Iterable[Any]]) -> Callable[[], Iterator[tuple[Any, Any]]]:
+    """The same batches, each looked at before it is used."""
+    span = line_of_function(data)
+
+    def batches() -> Iterator[tuple[Any, Any]]:
+        any_found = False
+        try:
+            for batch in data():
+                any_found = True
+                if not isinstance(batch, tuple | list) or len(batch) != 2:
+                    raise error("P0801", "`data` gives something else than pairs", span, f"gives {type(batch).__name__}", help="yield (input, target) pairs")
+                other = next((x for x in pytree.tree_leaves(batch) if not isinstance(x, torch.Tensor)), None)
+                if other is not None:
+                    raise error("P0801", "a batch has something else than tensors in it", span, f"gives {type(other).__name__}", help="make every part of a batch a tensor whose first dimension counts samples")
+                yield batch[0], batch[1]
+        except PiperError:
+            raise
+        except Exception as problem:
+            raise _failed(source, problem) from problem
+        if not any_found:
+            raise error("P0801", "`data` gives no batch", span, help="yield (input, target) pairs")
+
+    return batches
 
 
 def _failed(source: Source, problem: Exception) -> Exception:
     """Point at the line of model.py that raised, or where its syntax breaks."""
-    line = problem.lineno if isinstance(problem, SyntaxError) else None
-    if line is None:
-        here = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == source.name]
-        line = here[-1] if here else None
-    at = min(line or 1, len(source.line_starts))
-    text = source.line(at)
-    start = source.line_starts[at - 1] + len(text) - len(text.lstrip())
-    span = source.span(start, max(start + 1, source.line_starts[at - 1] + len(text)))
+    span = line_at(source, problem.lineno or 1) if isinstance(problem, SyntaxError) else line_of(problem) or line_at(source, 1)
     return error("P0801", f"{Path(source.name).name} does not run", span, f"{type(problem).__name__}: {problem}", help="run it with python to see the whole trace")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from piperlang.capture.features import features_of
 from piperlang.capture.localize import localize
 from piperlang.capture.samples import Samples, samples
 from piperlang.capture.sizes import Sizes, trace_sizes
-from piperlang.diagnostics import did_you_mean, error
+from piperlang.diagnostics import Diagnostic, did_you_mean, error
 from piperlang.elaborate.directive import ModulePath, Tag
 from piperlang.ir import model as ir
 from piperlang.ir.model import Arrangement
@@ -66,7 +66,8 @@ class Program:
     @cached_property
     def samples(self) -> Samples:
         """How losses of parts of the batch combine, and whether they do at all."""
-        return samples(self.sizes.small, self.sizes.large)
+        found = samples(self.sizes.small, self.sizes.large)
+        return replace(found, mixing=_weights_differ(found.weighted)) if found.weighted and found.mixing is None else found
 
     @property
     def random(self) -> bool:
@@ -143,6 +144,14 @@ class Captured:
             tuple(v.name for v in chunk.inputs), tuple(v.name for v in chunk.outputs), passes, chunk.random,
             tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number],
         )  # fmt: skip
+
+
+def _weights_differ(nodes: Sequence[str]) -> Diagnostic:
+    return Diagnostic(
+        "P0805", "the batch cannot be divided: a mean over targets, some of which may be ignored, is part of the loss",
+        notes=(f"in the loss: {', '.join(nodes)}", "parts of the batch that ignore more targets would have to weigh less"),
+        helps=('divide by a fixed number: `cross_entropy(..., reduction="sum") / target.numel()`; alone, such a mean, or a pair (sum, count), is exact',),
+    )  # fmt: skip
 
 
 def _pass(piece: Piece) -> ir.Pass:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.random import module_of
 from piperlang.capture.trace import Traced, trace
+from piperlang.capture.where import line_of_function, line_of_operator
 from piperlang.diagnostics import error
 
 
@@ -64,15 +65,24 @@ def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], 
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
     size = max(2, samples)
     small = trace(make_model, loss, _resized(batch, samples, size))
+    _refuse_many(small, loss)
     large = trace(make_model, loss, _resized(batch, samples, 2 * size))
     return pair(small, large)
+
+
+def _refuse_many(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
+    """A loss of many numbers has no gradient."""
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    value = traced.value(output.all_input_nodes[0])
+    if value.numel() != 1:
+        raise error("P0807", f"the loss is not one number but has shape {list(value.shape)}", line_of_function(loss), help="return its mean or its sum, or (sum, count)")
 
 
 def pair(small: Traced, large: Traced) -> Sizes:
     first, second = list(small.graph.nodes), list(large.graph.nodes)
     for a, b in zip(first, second, strict=False):
         if (a.op, str(a.target) if a.op == "call_function" else "") != (b.op, str(b.target) if b.op == "call_function" else ""):
-            raise _unclear(a)
+            raise _unclear(b, f"with {large.samples} samples it runs {b.target}, with {small.samples} samples {a.target}")
     if len(first) != len(second):
         raise _unclear(first[-1])
     return Sizes(small, large, dict(zip(first, second, strict=True)))
@@ -95,8 +105,8 @@ def _line(x: int, y: int, samples: int, node: fx.Node) -> tuple[int, int]:
     return int(slope), x - int(slope) * samples
 
 
-def _unclear(node: fx.Node) -> Exception:
+def _unclear(node: fx.Node, what: str = "") -> Exception:
     return error(
-        "P0806", "the program depends on the size of the batch", notes=[f"operator {node.target} {module_of(node)}"],
+        "P0806", "the program depends on the size of the batch", line_of_operator(node), notes=[what or f"operator {node.target}", module_of(node)],
         help="let shapes grow with the batch, and nothing else depend on its size",
     )  # fmt: skip

@@ -7,7 +7,7 @@ device that will run, not meta ones, because operators such as attention choose 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.counted import take_count
 from piperlang.capture.inline import drop_unread, inline_regions
-from piperlang.capture.random import make_counted
-from piperlang.diagnostics import error
+from piperlang.capture.random import make_counted, module_of
+from piperlang.capture.where import line_of, line_of_function, line_of_operator
+from piperlang.diagnostics import PiperError, error
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,14 @@ def _export(training: _Training, inputs: tuple[Any, ...]) -> torch.export.Export
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         dependent = "data-dependent" in str(problem) or "GuardOnDataDependent" in type(problem).__name__
         raise error(
-            "P0802", "the model cannot be traced", notes=[f"torch.export: {reason}"],
+            "P0802", "the model cannot be traced", line_of(problem), notes=[f"torch.export: {reason}"],
             help="branch on shapes, not on values: torch.where, torch.cond" if dependent else "make the model pass torch.export.export(model, inputs, strict=False)",
         ) from problem  # fmt: skip
 
 
 def _traced(program: torch.export.ExportedProgram, training: _Training, mode: FakeTensorMode, samples: int) -> Traced:
     _refuse_changed_buffers(program)
+    _refuse_numbers(program)
     tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(training.named_buffers(remove_duplicate=False))
     shared: dict[int, list[str]] = {}
     for path, tensor in tensors.items():
@@ -123,11 +125,24 @@ def _traced(program: torch.export.ExportedProgram, training: _Training, mode: Fa
     with mode:
         rng = torch.empty(2, dtype=torch.int64)
     inline_regions(program.graph_module)
-    count = take_count(program.graph_module, batch)
+    try:
+        count = take_count(program.graph_module, batch)
+    except PiperError as problem:
+        raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None
     graph = program.graph_module.graph
     drop_unread(graph)
     random = make_counted(graph, samples, rng)
     return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count)
+
+
+def _refuse_numbers(program: torch.export.ExportedProgram) -> None:
+    """A number taken out of a tensor is known only when the model runs."""
+    for node in program.graph.nodes:
+        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            raise error(
+                "P0802", "the model takes a number out of a tensor", line_of_operator(node), "item() here", notes=[module_of(node)],
+                help="compute with the tensor itself",
+            )  # fmt: skip
 
 
 def _refuse_changed_buffers(program: torch.export.ExportedProgram) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from piperlang.cli.report import open_script, parameters, say
 from piperlang.diagnostics import error
@@ -41,21 +40,11 @@ def load(name: str) -> ModelFile:
         return load_model(Path(name))
 
 
-def first_batch(file: ModelFile) -> Any:
-    try:
-        return next(iter(file.data()))
-    except StopIteration:
-        raise error("P0801", f"`data` in {file.path.name} gives no batch", help="yield (input, target) pairs") from None
-    except Exception as problem:
-        where = traceback.extract_tb(problem.__traceback__)[-1]
-        raise error("P0801", f"`data` in {file.path.name} fails", notes=[f"{type(problem).__name__}: {problem}", f"{where.filename}:{where.lineno}"], help="run it with python to see the whole trace") from problem
-
-
 def captured(file: ModelFile) -> Program:
     with doing(f"tracing {file.path.name}"):
         from piperlang.capture.program import capture
 
-        return capture(file.model, file.loss, first_batch(file))
+        return capture(file.model, file.loss, next(iter(file.data())))
 
 
 def scheduled(program: Program, options: argparse.Namespace, after: int | None = None) -> Scheduled:

@@ -78,7 +78,7 @@ class Lanes:
                 if known and steps and not any(lane.devices <= p.devices for p in known):
                     step = next(iter(steps.values()))
                     where = Label(known[0].directive.span, f"placed on {known[0].where} here")
-                    yield Diagnostic("P0403", f"{shown(chunk)} does not run on device {min(lane.devices)}", step.span, "ordered there", (where,), trail=step.trail)
+                    yield Diagnostic("P0403", f"{shown(chunk)} does not run on device {min(lane.devices)}", step.span, "ordered there", (where,), self.placements.notes(chunk), (f"order it on {known[0].where}",), trail=step.trail)
                     return
 
     def unplaced(self) -> Iterator[tuple[Chunk, d.Step]]:
@@ -143,7 +143,7 @@ class Lanes:
             return
         raise error(
             "P0403", f"{shown(chunk)} does not run on {where}", selector.span, "ordered here",
-            also=[Label(p.directive.span, f"placed on {p.where} here") for p in known[:3]], help=f"order it on {known[0].where}, or place it here",
+            also=[Label(p.directive.span, f"placed on {p.where} here") for p in known[:3]], notes=self.placements.notes(chunk), help=f"order it on {known[0].where}, or place it here",
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ microbatches

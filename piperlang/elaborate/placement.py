@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -45,6 +45,8 @@ class Placements:
     """Placements of chunks that only a model can list."""
     model: tuple[Chunk, ...] | None = None
     """All chunks of the model, once there is one: then nothing is taken at its word."""
+    notes: Callable[[Chunk], tuple[str, ...]] = lambda chunk: ()
+    """What a model adds to a diagnostic about a chunk."""
 
     def __post_init__(self) -> None:
         for chunk in self.model or ():
@@ -73,7 +75,7 @@ class Placements:
             if _meet(old.box, new.box):
                 raise error(
                     "P0401", f"{shown(new.chunk)} is placed twice", new.directive.span, f"now on {new.where}",
-                    also=[Label(old.directive.span, f"placed on {old.where} here")],
+                    also=[Label(old.directive.span, f"placed on {old.where} here")], notes=self.notes(new.chunk),
                     help="a chunk runs in one place; to run some microbatches elsewhere, name them: `mb=0:4`",
                 )  # fmt: skip
         known.append(new)

@@ -114,7 +114,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The order on some devices: groups of nodes, each after the one before; and who wrote each."""
+    """The order on some devices, or of a chain on none: groups of nodes, each after the one before; and who wrote each."""
 
     devices: frozenset[int]
     groups: Sequence[Sequence[int]]
@@ -136,6 +136,8 @@ class Graph:
     losses: Sequence[Key] = ()
     next: Mapping[Key, Key] = field(default_factory=dict)
     """What each weight's key is called once it has been updated."""
+    chains: Sequence[Steps] = ()
+    """`order A -> B`, whose edges are in `after`; here for whoever has to say which line asked for them."""
 
     def select(self, selector: Selector) -> Iterator[Node]:
         """The nodes that match, in the order of the graph's families; costs the number of families and of nodes found."""

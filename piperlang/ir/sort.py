@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from piperlang.diagnostics import Diagnostic, Label, PiperError
+from piperlang.elaborate.directive import Step
 from piperlang.ir.graph import Graph
 from piperlang.source import Span
 
@@ -70,22 +71,22 @@ def _circle(graph: Graph, users: Sequence[Sequence[int]], stuck: set[int], count
         now = before[now]
     circle = [i for i in reversed(path[path.index(now) :]) if i < count]
     names = [str(graph.nodes[i]) for i in circle]
-    labels = list(_labels(graph, set(circle)))
+    labels: list[tuple[Step | None, str]] = list(_labels(graph, set(circle)))
     lines = [f"{name} before {names[(i + 1) % len(names)]}" for i, name in enumerate(names)]
     shown = lines if len(lines) <= 12 else [*lines[:11], f"... and {len(lines) - 11} more"]
-    span, text = labels[0] if labels else (None, "")
+    (step, text), *others = labels or [(None, "")]
     return Diagnostic(
-        "P0501", "these nodes wait for each other", span, text, tuple(Label(s, t) for s, t in labels[1:4]), notes=tuple(shown),
-        helps=("move what is waited for before the step that waits",),
+        "P0501", "these nodes wait for each other", step.span if step else None, text, tuple(Label(s.span, t) for s, t in others[:3] if s), notes=tuple(shown),
+        helps=("move what is waited for before the step that waits",), trail=step.trail if step else (),
     )  # fmt: skip
 
 
-def _labels(graph: Graph, circle: set[int]) -> Iterator[tuple[Span, str]]:
-    """The steps of orders that name nodes of the circle."""
+def _labels(graph: Graph, circle: set[int]) -> Iterator[tuple[Step, str]]:
+    """The steps of orders that name nodes of the circle; those of chains first, which a user writes by hand."""
     seen: set[Span] = set()
-    for order in graph.orders:
+    for order in (*graph.chains, *graph.orders):
         for group, step in zip(order.groups, order.written, strict=True):
             for node in group:
                 if node in circle and step.span not in seen:
                     seen.add(step.span)
-                    yield step.span, f"orders {graph.nodes[node]}"
+                    yield step, f"orders {graph.nodes[node]}"

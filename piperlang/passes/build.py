@@ -59,10 +59,9 @@ class _Build:
         temporal = Temporal(self.schedule, self.nodes)
         orders = [] if self.sketch else temporal.orders()
         self.weights.prefetch(orders)
-        if not self.sketch:
-            temporal.chains()
+        chains = [] if self.sketch else temporal.chains()
         n = self.nodes
-        return Graph(self.model, n.nodes, [family for family in n.families if family.points], n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated)
+        return Graph(self.model, n.nodes, [family for family in n.families if family.points], n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated, chains)
 
     # ------------------------------------------------------------------------------------------------- forward
 

@@ -9,22 +9,14 @@ from piperlang.diagnostics import Diagnostic
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.elaborate.placement import shown
-from piperlang.elaborate.values import Slice
+from piperlang.elaborate.values import Mesh, Slice
 from piperlang.ir.layout import axes_of
 from piperlang.passes.schedule import Schedule
 
-MANY = 6
-
 
 def missing(schedule: Schedule) -> Iterator[Diagnostic]:
-    found = [*_unplaced(schedule), *_unused(schedule), *_uneven(schedule)]
+    found = [*_unplaced(schedule), *(list(_idle(schedule)) or _unused(schedule)), *_uneven(schedule)]
     yield from found or schedule.outline.finish()
-
-
-def modules(schedule: Schedule, group: Tagset) -> str:
-    """Where in the model a group of chunks is."""
-    paths = list(dict.fromkeys(path for chunk in schedule.groups[group] for path in chunk.modules))
-    return f"in the model: {', '.join(paths[:MANY])}{', ...' if len(paths) > MANY else ''}" if paths else "in the model itself, in none of its modules"
 
 
 def _unplaced(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -32,7 +24,28 @@ def _unplaced(schedule: Schedule) -> Iterator[Diagnostic]:
         span = next(iter(schedule.meshes)).span
         if not schedule.outline.placements.by_chunk.get(group):
             what = f"[{shown(group)}]" if group else "[pass=*]"
-            yield Diagnostic("P0402", f"{shown(group)} is not placed", span, "on which of these devices?", notes=(modules(schedule, group),), helps=(f"add `place {what} on ...`",))
+            yield Diagnostic("P0402", f"{shown(group)} is not placed", span, "on which of these devices?", notes=(schedule.modules(group),), helps=(f"add `place {what} on ...`",))
+
+
+def _idle(schedule: Schedule) -> Iterator[Diagnostic]:
+    """Axes along which nothing lies that a directive names."""
+    lying: dict[tuple[int, Mesh, str], bool] = {}
+    first: dict[tuple[int, Mesh, str], tuple[Tagset, Slice, d.Replicate | d.Shard]] = {}
+    for group, uses in schedule.uses.items():
+        for (mesh, axis), use in uses.items():
+            for where, placement in schedule.places(group):
+                known = (id(use.directive), mesh, axis)
+                here = where.mesh == mesh and axis in dict(axes_of(where))
+                lying[known] = lying.get(known, False) or here or placement is None
+                first.setdefault(known, (group, where, use.directive))
+    for known, (group, where, by) in first.items():
+        if not lying[known]:
+            _, mesh, axis = known
+            others = ", ".join(f"{where.mesh.name}.{name}" for name, _ in axes_of(where))
+            yield Diagnostic(
+                "P0404", f"axis `{mesh.name}.{axis}` has no use for {shown(group)}", by.span, f"{shown(group)} runs on {where}", notes=(schedule.modules(group),),
+                helps=(f"name an axis that it lies along: {others}" if others else f"place it on several devices along {axis}, or leave this out",), trail=by.trail,
+            )  # fmt: skip
 
 
 def _unused(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -42,7 +55,7 @@ def _unused(schedule: Schedule) -> Iterator[Diagnostic]:
                 if schedule.use(group, where, axis) is None and placement is not None:
                     by = placement.directive
                     yield Diagnostic(
-                        "P0404", f"axis `{axis}` has no use for {shown(group)}", by.span, f"{size} devices along it would do the same work", notes=(modules(schedule, group),),
+                        "P0404", f"axis `{axis}` has no use for {shown(group)}", by.span, f"{size} devices along it would do the same work", notes=(schedule.modules(group),),
                         helps=(f"`replicate` or `shard` it over {where.mesh.name}.{axis}, or place it on one of them: {where.mesh.name}[{axis}=0]",), trail=by.trail,
                     )  # fmt: skip
 
@@ -60,7 +73,7 @@ def _uneven(schedule: Schedule) -> Iterator[Diagnostic]:
             each = f"{samples} samples in {pieces} piece{'s' if pieces > 1 else ''}"
             yield Diagnostic(
                 "P0412", f"the batch of {shown(group)} does not come out even", by.span, f"{each}, each divided among {degree} devices" if degree > 1 else each,
-                notes=(modules(schedule, group),), helps=("choose numbers whose product divides the batch, or change the batch in the model file",), trail=by.trail,
+                notes=(schedule.modules(group),), helps=("choose numbers whose product divides the batch, or change the batch in the model file",), trail=by.trail,
             )  # fmt: skip
             return
 

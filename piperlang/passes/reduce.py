@@ -95,7 +95,8 @@ def _key(nodes: Nodes, home: Home, suffix: str, flat: tuple[str, ...]) -> Key:
 
 def _update(homes: Sequence[Home], grads: Sequence[tuple[Key, ...]], nodes: Nodes) -> dict[Key, Key]:
     first = homes[0]
-    family = nodes.family(Family("update", first.site.chunk.tags, first.where))
+    dividing = next((use.directive for use in first.site.uses.values() if use.level or not use.divides_batch), None)
+    family = nodes.family(Family("update", first.site.chunk.tags, first.where, by=dividing))
     keys = [f"{home.key}'" for home in homes]
     for home, key in zip(homes, keys, strict=True):
         nodes.held[key] = home.held(1)

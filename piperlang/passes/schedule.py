@@ -20,6 +20,7 @@ from piperlang.ir.model import Chunk, Model
 from piperlang.source import Source
 from piperlang.syntax.words import RESERVED_KEYS
 
+MANY = 6
 ALONE = Slice(Mesh("device", (), Source("", "").span(0, 0)))
 """Where everything runs when the script names no devices."""
 
@@ -86,6 +87,7 @@ class Schedule:
         """Placements, splits and orders; what it is asked it answers from the model's chunks."""
         outline = Outline(tuple(self.groups))
         outline.meshes = self.meshes
+        outline.placements.notes = lambda group: (self.modules(group),)
         return outline
 
     @property
@@ -111,6 +113,11 @@ class Schedule:
         return found
 
     # ------------------------------------------------------------------------------------------------------ queries
+
+    def modules(self, group: Tagset) -> str:
+        """Where in the model a group of chunks is."""
+        paths = list(dict.fromkeys(path for chunk in self.groups[group] for path in chunk.modules))
+        return f"in the model: {', '.join(paths[:MANY])}{', ...' if len(paths) > MANY else ''}" if paths else "in the model itself, in none of its modules"
 
     def meant(self, selector: Selector) -> Iterator[tuple[Tagset, Conjunction]]:
         """The groups of chunks that a selector names, by their tags alone; it is an error if there are none."""

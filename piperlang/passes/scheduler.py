@@ -22,13 +22,18 @@ class Scheduler:
         """`limit`: apply only so many directives, and let the others pass."""
         self.schedule = Schedule(program)
         self.limit = limit
+        self.lost = False
+        """Whether a tag or a split has failed: what follows would fail with it."""
 
     def apply(self, directive: d.Directive) -> None:
         if self.limit is not None and len(self.schedule.directives) >= self.limit:
             return
+        if self.lost and not isinstance(directive, d.Tag | d.UseMesh):
+            raise PiperError  # told where the tag or the split failed
         try:
             PASSES[type(directive)](self.schedule, directive)
         except PiperError as problem:
+            self.lost = self.lost or isinstance(directive, d.Tag | d.Split)
             raise PiperError(*(x.within(directive.trail) for x in problem.diagnostics)) from None
         self.schedule.directives.append(directive)
         self._verify()

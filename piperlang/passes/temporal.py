@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from piperlang.diagnostics import Label, PiperError, error
+from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.lanes import Item, Lane, Work
 from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.elaborate.selector import Conjunction, Selector
@@ -59,18 +59,21 @@ class Temporal:
                     taken.add(number)
                     yield number
 
-    def chains(self) -> None:
+    def chains(self) -> list[Steps]:
         """`order A -> B -> C & D`: every node of a step after every node of the step before."""
+        found: list[Steps] = []
         for chain in self.schedule.outline.chains:
-            before: list[int] = []
+            groups: list[list[int]] = [[]]
             for step in chain.steps:
                 now = [number for selector in step.items for number in self._select(selector)]
                 for node in now:
-                    for earlier in before:
+                    for earlier in groups[-1]:
                         if node == earlier:
                             raise _itself(str(self.nodes.nodes[node]), step.items[0])
                         self.nodes.before(node, earlier)
-                before = now
+                groups.append(now)
+            found.append(Steps(frozenset(), groups[1:], chain.steps))
+        return found
 
     def _select(self, selector: Selector) -> Iterator[int]:
         seen: set[int] = set()
@@ -93,4 +96,4 @@ def _conjunctions(work: Work, item: Item) -> Iterator[Conjunction]:
 
 
 def _itself(what: str, selector: Selector) -> PiperError:
-    return error("P0501", f"{what} would have to run before itself", selector.span, also=[Label(selector.span, "in both steps")], help="name different nodes in the steps of an order")
+    return error("P0501", f"{what} would have to run before itself", selector.span, "also in the step before", help="name different nodes in the steps of an order")

@@ -161,5 +161,6 @@ def two_ways(name: str, first: Site, second: Site) -> PiperError:
     spans = [use.directive.span for site in (first, second) for use in site.uses.values()]
     return error(
         "P0414", f"weight {name} would be divided in two ways", spans[-1] if spans else None, f"{second.chunk} reads it too",
-        also=[Label(spans[0], f"here for {first.chunk}")] if len(spans) > 1 else [], help="tied weights on the same devices need the same replicate and shard for both ends",
+        also=[Label(spans[0], f"here for {first.chunk}")] if len(spans) > 1 else [],
+        notes=[f"read in {', '.join(site.chunk.modules) or 'the model itself'}" for site in (first, second)], help="a tied weight needs the same `replicate` and `shard` at both ends",
     )  # fmt: skip

@@ -173,10 +173,10 @@ class Device:
         self._keep(instruction, out)
 
     def _offload(self, instruction: Instruction) -> None:
-        self.values[instruction.writes[0]] = {slot: value.to("cpu") for slot, value in self.values[instruction.reads[0]].items()}
+        self.values[instruction.writes[0]] = {slot: _to(value, torch.device("cpu")) for slot, value in self.values[instruction.reads[0]].items()}
 
     def _fetch(self, instruction: Instruction) -> None:
-        self.values[instruction.writes[0]] = {slot: value.to(self.where) for slot, value in self.values[instruction.reads[0]].items()}
+        self.values[instruction.writes[0]] = {slot: _to(value, self.where) for slot, value in self.values[instruction.reads[0]].items()}
 
     # ------------------------------------------------------------------------------------------------ weights
 
@@ -242,3 +242,8 @@ _OPERATIONS = ("send", "recv", "copy", "all_reduce", "exchange", "offload", "fet
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
     return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])
+
+
+def _to(value: Any, where: torch.device) -> Any:
+    """Activations may be tuples of tensors."""
+    return type(value)(_to(part, where) for part in value) if isinstance(value, tuple | list) else value.to(where)

@@ -55,7 +55,7 @@ class LocalComm(Comm):
 
     def exchange(self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]) -> None:
         me = self.board.groups[group][0].index(self.device)
-        everyone = self._share(group, list(give.split(give_sizes)))
+        everyone = self._share(group, list(torch.split(give, give_sizes)))
         take.copy_(torch.cat([theirs[me] for theirs in everyone]))
 
     def all_gather(self, group: int, mine: torch.Tensor) -> list[torch.Tensor]:

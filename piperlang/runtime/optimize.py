@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import optim
 
-from piperlang.diagnostics import error
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.elaborate.directive import Written
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
@@ -23,16 +24,16 @@ class Optimizers:
         self.make, self.make_schedule = make, make_schedule
         self.made: dict[object, tuple[optim.Optimizer, Any]] = {}
 
-    def step(self, key: object, weight: torch.Tensor, gradient: torch.Tensor, partial: str = "") -> torch.Tensor:
-        """The weight after one step. `partial` names the weight where this is only a part of it."""
+    def step(self, key: object, weight: torch.Tensor, gradient: torch.Tensor, partial: str = "", by: Written | None = None) -> torch.Tensor:
+        """The weight after one step. `partial` names the weight where this is only a part of it, and `by` is who divided it."""
         half = weight.dtype in (torch.bfloat16, torch.float16)
         if key not in self.made:
             optimizer = self.make([torch.nn.Parameter(weight.detach().to(torch.float32 if half else weight.dtype, copy=True))])
             if partial and not isinstance(optimizer, ELEMENTWISE):
-                raise error(
-                    "P0601", f"{type(optimizer).__name__} would see only a part of weight {partial}",
-                    help="use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",
-                )  # fmt: skip
+                raise PiperError(Diagnostic(
+                    "P0601", f"{type(optimizer).__name__} would see only a part of weight {partial}", by.span if by else None, "divided here" if by else "",
+                    helps=("use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",), trail=by.trail if by else (),
+                ))  # fmt: skip
             self.made[key] = optimizer, self.make_schedule(optimizer) if self.make_schedule else None
         optimizer, schedule = self.made[key]
         (parameter,) = optimizer.param_groups[0]["params"]

@@ -125,7 +125,7 @@ class Shards:
             weights = self._part(have, want, values[old])
             mine = self._part(grad, want, gradients)
             partial = have.weight if dividing(want) else ""
-            values[target] = [self.optimizers.step((target, k), w, g, partial) for k, (w, g) in enumerate(zip(weights, mine, strict=True))]
+            values[target] = [self.optimizers.step((target, k), w, g, partial, node.family.by) for k, (w, g) in enumerate(zip(weights, mine, strict=True))]
         return collected
 
 
