@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ OPTIONAL = ("optimizer", "lr_schedule")
 @dataclass(frozen=True)
 class ModelFile:
     path: Path
+    text: str
     model: Callable[[], Any]
     loss: Callable[[Any, Any], Any]
     data: Callable[[], Iterable[tuple[Any, Any]]]
@@ -36,7 +38,15 @@ def load_model(path: Path) -> ModelFile:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise error("P0901", f"cannot read {path}", notes=[str(problem)], help="check the path") from None
+    return from_text(path, text)
+
+
+@lru_cache(maxsize=8)
+def from_text(path: Path, text: str) -> ModelFile:
+    """Run a model file whose text is known. Once: operators that it defines can be defined only once."""
     source = Source(str(path), text)
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours, as it could if python ran it
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     try:
@@ -48,7 +58,24 @@ def load_model(path: Path) -> ModelFile:
         near = did_you_mean(missing[0], [name for name in vars(module) if not name.startswith("_")])
         raise error("P0801", f"{path.name} has no function `{missing[0]}`", source.span(0, 0), help=near or f"define `def {missing[0]}(...)`")
     made, loss, data, *others = (getattr(module, name, None) for name in REQUIRED + OPTIONAL)
-    return ModelFile(path, _guarded(source, made), loss, _batches(source, data), *(_guarded(source, other) for other in others))  # type: ignore[arg-type]
+    return ModelFile(path, text, _guarded(source, made), loss, _batches(source, data), *(_guarded(source, other) for other in others))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A function of a model file for another process: the text travels, not what it made here."""
+
+    path: Path
+    text: str
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return getattr(from_text(self.path, self.text), self.name)(*arguments)
+
+
+def shipped(file: ModelFile, name: str) -> Shipped | None:
+    """The function called `name`, if the file has it."""
+    return Shipped(file.path, file.text, name) if getattr(file, name) is not None else None
 
 
 def _guarded(source: Source, function: Callable[..., Any] | None) -> Callable[..., Any] | None:

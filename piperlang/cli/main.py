@@ -21,6 +21,7 @@ from piperlang.diagnostics.render import FORMATS
 
 FINE, DIAGNOSTICS, USAGE, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 COMMANDS = {
+    "train": "train a model under a schedule; `piperc MODEL.py SCHEDULE.piper` is short for it",
     "check": "check scripts, alone or with a model",
     "fmt": "format scripts",
     "graph": "print the training graph of a model",
@@ -29,7 +30,7 @@ COMMANDS = {
 }
 """Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
 
-FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--diff", "--help", "--version", "-p")
+FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--steps", "--out", "--executor", "--address", "--devices", "--timeout", "--diff", "--help", "--version", "-p")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a narrow terminal is no reason to fail
     format = _wanted_format(words)
     try:
+        if words and words[0].endswith(".py"):
+            words = ["train", *words]
         wanted = next((word for word in words if word in COMMANDS), None)
         options = parser(wanted).parse_args(words)
         code = int(options.run(options))

@@ -1,0 +1,131 @@
+"""Train a model under a schedule: piperc MODEL.py SCHEDULE.piper.
+
+Compiles, checks the plan, starts one worker per device and trains. Leaves a run folder with metrics.jsonl, the script, the plan, the versions and
+the trained weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piperlang.cli.model import captured, doing, load, scheduled
+from piperlang.cli.report import add_parameters, open_script, report
+from piperlang.diagnostics import error
+
+if TYPE_CHECKING:
+    from piperlang.capture.model_file import ModelFile
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL.py")
+    parser.add_argument("script", metavar="SCHEDULE.piper", help="`-` reads standard input")
+    parser.add_argument("--steps", type=int, default=10, help="how many (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout")
+    parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/SCRIPT-N)")
+    parser.add_argument("--executor", choices=("ray", "inline"), default="ray", help="real workers, or threads of this process")
+    parser.add_argument("--address", help="of a Ray cluster to join; without it, Ray starts here and ends with the job")
+    parser.add_argument("--devices", type=int, metavar="N", help="refuse a script that wants more")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long a device waits for another (default: 300)")
+    parser.add_argument("--json", action="store_true", help="a line of JSON a step, on standard output")
+    add_parameters(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.steps < 1:
+        raise error("P0902", f"`--steps {options.steps}` trains nothing", help="train at least 1")
+    file = load(options.model)
+    found = scheduled(captured(file), options)
+    if found.problems:
+        report(found.problems, options.format)
+        return 1
+    with doing("planning"):
+        from piperlang.plan.lower import lower
+
+        graph = found.graph()
+        plan = lower(graph)
+    if options.devices is not None and len(plan.devices) > options.devices:
+        raise error("P0902", f"the script wants {len(plan.devices)} devices, more than {options.devices}", help="use a smaller mesh, or raise --devices")
+    folder = _folder(options)
+    _write_about(folder, options, plan)
+    _train(options, file, found.scheduler.schedule.captured, plan, graph.model.tensors[graph.model.loss].dtype, folder)
+    return 0
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    if options.out:
+        folder = Path(options.out)
+    else:
+        stem = Path(options.script).stem if options.script != "-" else "stdin"
+        folder = next(path for n in range(1, 1_000_000) if not (path := Path("runs") / f"{stem}-{n}").exists())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise error("P0902", f"cannot make the run folder {folder}", notes=[str(problem)], help="choose another with --out") from None
+    return folder
+
+
+def _write_about(folder: Path, options: argparse.Namespace, plan: Any) -> None:
+    import platform
+
+    import torch
+
+    from piperlang import __version__
+    from piperlang.plan.saved import dump
+
+    source, _ = open_script(options.script)
+    (folder / "schedule.piper").write_text(source.text, encoding="utf-8")
+    (folder / "plan.json").write_text(dump(plan), encoding="utf-8")
+    versions = {"piperlang": __version__, "torch": torch.__version__, "python": platform.python_version(), "command": sys.argv[1:], "seed": options.seed, "parameters": options.parameters}
+    (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
+
+
+def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path) -> None:
+    import torch
+
+    from piperlang.capture.model_file import shipped
+    from piperlang.runtime.job import Job, Training
+    from piperlang.runtime.threads import ThreadJob
+
+    make = shipped(file, "model")
+    assert make is not None
+    training = Training(make, shipped(file, "optimizer") or _default_optimizer, shipped(file, "lr_schedule"), options.seed)
+    with doing(f"starting {len(plan.devices)} workers"):
+        if options.executor == "ray":
+            job: Any = Job(plan, cut, training, address=options.address, timeout=options.timeout, loss_dtype=loss_dtype)
+        else:
+            job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
+    with job, (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
+        torch.manual_seed(options.seed)
+        batches = iter(file.data())
+        batch = next(batches)
+        started = time.perf_counter()
+        for step in range(options.steps):
+            begun = job.begin(batch)
+            batch = next(batches, batch) if step + 1 < options.steps else batch  # the next one is made while this one trains
+            done = job.finish(begun)
+            row = {"step": step, "loss": done.loss, "seconds": round(done.seconds, 6), "samples_per_second": round(plan.samples / done.seconds, 2), "memory_bytes": done.memory}
+            metrics.write(json.dumps(row) + "\n")
+            _tell(options, row, step + 1 == options.steps)
+        torch.save(job.weights(), folder / "weights.pt")
+    if not options.json:
+        print(f"trained {options.steps} steps on {len(plan.devices)} devices in {time.perf_counter() - started:.1f} s; {folder}")
+
+
+def _default_optimizer(params: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def _tell(options: argparse.Namespace, row: dict[str, Any], last: bool) -> None:
+    if options.json:
+        print(json.dumps(row), flush=True)
+        return
+    line = f"step {row['step']:4}  loss {row['loss']:.6f}  {row['samples_per_second']:,.0f} samples/s  {1e3 * row['seconds']:.1f} ms  {row['memory_bytes'] / 2**20:,.0f} MiB"
+    live = sys.stdout.isatty()
+    print(("\r" if live else "") + line, end="\n" if last or not live else "", flush=True)

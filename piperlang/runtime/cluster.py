@@ -1,0 +1,180 @@
+"""Ray: started here for one job, or joined by address. The only file that imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from piperlang.runtime.worker import Worker
+
+_JANITOR = """
+import os, shutil, signal, sys, time
+driver, folder = int(sys.argv[1]), sys.argv[2]
+while True:
+    time.sleep(0.5)
+    if not os.path.exists(folder):
+        sys.exit()
+    try:
+        os.kill(driver, 0)
+    except ProcessLookupError:
+        break
+deadline = time.time() + 6
+while time.time() < deadline:
+    left = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = open(f"/proc/{pid}/cmdline", "rb").read()
+            environment = open(f"/proc/{pid}/environ", "rb").read()
+        except OSError:
+            continue
+        if (folder.encode() in words or folder.encode() in environment) and int(pid) != os.getpid():
+            left.append(int(pid))
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+    if not left:
+        break
+    time.sleep(0.2)
+shutil.rmtree(folder, ignore_errors=True)
+"""
+"""Outlives a driver that is killed by just as long as it takes to sweep up after it."""
+
+
+class Lost(Exception):
+    """A worker that died."""
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(f"worker {worker} died")
+        self.worker = worker
+
+
+class Cluster:
+    """Workers, one per device, and what it takes to notice that one of them is gone."""
+
+    def __init__(self, count: int, address: str | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="piper-"))
+        self.own = address is None and not ray.is_initialized()
+        self.janitor: subprocess.Popen[bytes] | None = None
+        if self.own:
+            self._start(count)
+        elif not ray.is_initialized():
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"control": 2}}
+        actor: Any = ray.remote(**options)(_controlled())
+        self.workers: list[Any] = [actor.remote() for _ in range(count)]
+        self.pids: list[int] = ray.get([worker.pid.remote() for worker in self.workers])
+
+    def _start(self, count: int) -> None:
+        os.environ["PIPER_JOB"] = str(self.folder)  # children inherit it: that is how the janitor knows them
+        self.janitor = subprocess.Popen([sys.executable, "-c", _JANITOR, str(os.getpid()), str(self.folder)], start_new_session=True, env={"PATH": os.environ.get("PATH", "")})
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback, for this user, for one job
+        ray.init(
+            num_cpus=max(count, 1), include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1",
+            _temp_dir=str(self.folder / "ray"), _system_config={"prestart_worker_first_driver": False}, object_store_memory=200 * 2**20,
+        )  # fmt: skip
+
+    def call(self, worker: int, method: str, *arguments: Any) -> Any:
+        return getattr(self.workers[worker], method).remote(*arguments)
+
+    def each(self, method: str, arguments: Sequence[Any] | None = None, count: int = 0) -> list[Any]:
+        """A method of the first workers, each with its own argument if there are any, and the results when all have ended."""
+        if arguments is None:
+            return self.wait([self.call(i, method) for i in range(count)])
+        return self.wait([self.call(i, method, argument) for i, argument in enumerate(arguments)])
+
+    def wait(self, futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        results = []
+        for i, future in enumerate(futures):
+            try:
+                results.append(ray.get(future, timeout=timeout))
+            except RayActorError:
+                raise Lost(i) from None
+            except RayTaskError as problem:
+                raise problem.cause from None
+        return results
+
+    def watch(self, futures: Sequence[Any], beat: float = 1.0, limit: float = 3.0) -> tuple[list[Any], int | None]:
+        """Results of all workers; or none, and the worker that has not answered for `limit` seconds.
+
+        A worker that dies raises Lost; one that ends early with a failure ends the wait."""
+        pending = {future: i for i, future in enumerate(futures)}
+        results: list[Any] = [None] * len(futures)
+        pings: dict[int, tuple[Any, float]] = {}
+        last = time.monotonic()
+        while pending:
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=0.2)
+            for future in ready:
+                i = pending.pop(future)
+                try:
+                    results[i] = ray.get(future)
+                except RayActorError:
+                    raise Lost(i) from None
+                if getattr(results[i], "failed", None) is not None:
+                    return results, None
+            now = time.monotonic()
+            if now - last >= beat:
+                last = now
+                for i in set(pending.values()) - pings.keys():
+                    pings[i] = (self.call(i, "ping"), now)
+            for i, (ping, sent) in list(pings.items()):
+                if ray.wait([ping], timeout=0)[0]:
+                    try:
+                        ray.get(ping)
+                    except RayActorError:
+                        raise Lost(i) from None
+                    del pings[i]
+                elif now - sent > limit:
+                    return results, i
+        return results, None
+
+    def ask(self, method: str, whom: Sequence[int], timeout: float = 0.5) -> dict[int, Any]:
+        """What workers answer at once; those that do not are left out."""
+        futures = {i: self.call(i, method) for i in whom}
+        if not futures:
+            return {}
+        ready, _ = ray.wait(list(futures.values()), num_returns=len(futures), timeout=timeout)
+        found = {}
+        for i, future in futures.items():
+            if future in ready:
+                with contextlib.suppress(RayActorError, RayTaskError):
+                    found[i] = ray.get(future)
+        return found
+
+    def kill(self) -> None:
+        """End every worker now; those blocked in communication cannot be asked to."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        if self.own:
+            ray.shutdown()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.janitor is not None:
+            self.janitor.kill()
+            self.janitor.wait()
+            self.janitor = None
+            os.environ.pop("PIPER_JOB", None)
+
+
+def _controlled() -> type:
+    """The worker with the methods that must answer while a step runs."""
+    for name in ("ping", "running"):
+        setattr(Worker, name, ray.method(concurrency_group="control")(getattr(Worker, name)))
+    return Worker

@@ -1,0 +1,178 @@
+"""A plan on real workers: set up once, a call a step, one clear error when something goes wrong, nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from ray import cloudpickle
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.differentiate import Piece, Pieces
+from piperlang.diagnostics import error
+from piperlang.ir.model import Arrangement
+from piperlang.plan.instruction import Plan
+from piperlang.runtime.assemble import assembled
+from piperlang.runtime.boxes import take
+from piperlang.runtime.cluster import Cluster, Lost
+from piperlang.runtime.worker import Report, Setup
+
+
+class Captured(Protocol):
+    @property
+    def batch_names(self) -> Sequence[str]: ...
+
+    def count(self, batch: Sequence[torch.Tensor]) -> float: ...
+
+    def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces: ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """What to train, besides the plan: functions that every worker calls for itself."""
+
+    make_model: Callable[[], Any]
+    optimizer: Callable[[Any], Any]
+    lr_schedule: Callable[[Any], Any] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    seconds: float
+    memory: int
+    """Of the worker that has most."""
+
+
+class Job:
+    def __init__(
+        self, plan: Plan, captured: Captured, training: Training, digest: str = "", address: str | None = None, timeout: float = 300.0, loss_dtype: str = "float32",
+        cluster: Cluster | None = None,
+    ) -> None:  # fmt: skip
+        """`cluster`: workers that are there already, and stay when the job ends."""
+        self.plan, self.captured = plan, captured
+        self.borrowed = cluster is not None
+        self.cluster = cluster or Cluster(len(plan.devices), address)
+        try:
+            self._set_up(training, digest, timeout, loss_dtype)
+        except BaseException:
+            if not self.borrowed:
+                self.cluster.close()
+            raise
+
+    def _set_up(self, training: Training, digest: str, timeout: float, loss_dtype: str) -> None:
+        folder = Path(tempfile.mkdtemp(dir=self.cluster.folder))
+        self.progress = folder / "progress"
+        self.progress.write_bytes(struct.pack("<i", -1) * len(self.plan.devices))
+        self.progress_file = self.progress.open("rb")
+        ranks = {device.device: rank for rank, device in enumerate(self.plan.devices)}
+        made: dict[int, bytes] = {}
+        packed = []
+        for device in self.plan.devices:
+            kinds = sorted({i.args["kind"] for i in device.instructions if "kind" in i.args})
+            setup = Setup(
+                device, self.plan.kinds, self._pieces(tuple(kinds), made), self.plan.groups, ranks, str(folder / "store"), str(self.progress), digest, training.seed, timeout,
+                loss_dtype, training.make_model, training.optimizer, training.lr_schedule,
+            )  # fmt: skip
+            packed.append(cloudpickle.dumps(setup))  # type: ignore[no-untyped-call]
+        try:
+            digests = self.cluster.each("setup", packed)
+        except Lost as lost:
+            raise error("P0602", f"device {self.plan.devices[lost.worker].device} died while it was set up", help="is there enough memory for the model on every worker?") from None
+        assert set(digests) == {digest}
+
+    def _pieces(self, kinds: tuple[int, ...], made: dict[int, bytes]) -> bytes:
+        """The pieces that a device runs, at their places in the plan's list of kinds."""
+        key = hash(kinds)
+        if key not in made:
+            found: list[Piece | None] = [None] * len(self.plan.kinds)
+            for i in kinds:
+                kind = self.plan.kinds[i]
+                pieces = self.captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
+                found[i] = getattr(pieces, "F" if kind["op"] == "R" else kind["op"])
+            buffer = io.BytesIO()
+            pickle.dump(found, buffer)
+            made[key] = buffer.getvalue()
+        return made[key]
+
+    # --------------------------------------------------------------------------------------------------- steps
+
+    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> Step:
+        return self.finish(self.begin(batch, gradients))
+
+    def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
+        """Start a step; the caller may prepare the next batch meanwhile."""
+        flat = pytree.tree_leaves(batch)
+        named = dict(zip(self.captured.batch_names, flat, strict=True))
+        count = self.captured.count(flat)
+        futures = []
+        for i, device in enumerate(self.plan.devices):
+            feeds = {key: take(named[name], box).contiguous() for key, name, box in device.feeds}
+            futures.append(self.cluster.call(i, "step", feeds, count, gradients))
+        return futures
+
+    def finish(self, futures: list[Any]) -> Step:
+        try:
+            reports, hung = self.cluster.watch(futures)
+        except Lost as lost:
+            raise self._gone("P0602", "died", lost.worker) from None
+        if hung is not None:
+            raise self._gone("P0603", "does not answer", hung)
+        for i, report in enumerate(reports):
+            if report is not None and report.failed is not None:
+                raise self._gone("P0604", "failed", i, report)
+        return Step(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
+
+    def _gone(self, code: str, what: str, worker: int, report: Report | None = None) -> Exception:
+        """One error that says who, at what, asked for by which line, and what the others were waiting for."""
+        device = self.plan.devices[worker]
+        at = report.failed[0] if report and report.failed else self._last(worker)
+        notes = [report.failed[1]] if report and report.failed else []
+        notes.append(f"it was at {self._named(worker, at)}" if at >= 0 else "it was between two steps")
+        for other, streams in self.cluster.ask("running", [i for i in range(len(self.plan.devices)) if i != worker]).items():
+            waiting = [self._named(other, i) for i in streams.values()][:1]
+            notes += [f"device {self.plan.devices[other].device} was at {name}" for name in waiting]
+        self.cluster.close()
+        helps = {"P0602": "look for a lack of memory (dmesg), or who killed it", "P0603": "its process is stopped or stuck: look at it with a debugger", "P0604": "run the same step with `--executor inline` to see it in one process"}
+        return error(code, f"device {device.device} {what}", notes=notes[:9], help=helps[code])
+
+    def _last(self, worker: int) -> int:
+        self.progress_file.seek(4 * worker)
+        (at,) = struct.unpack("<i", self.progress_file.read(4))
+        return int(at)
+
+    def _named(self, worker: int, at: int) -> str:
+        instruction = self.plan.devices[worker].instructions[at]
+        line = self.plan.lines[instruction.node]
+        return f"{instruction.do} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All weights, whole, as they are now."""
+        return assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)))
+
+    def gradients(self) -> list[dict[str, torch.Tensor]]:
+        return self.cluster.each("gradients", count=len(self.plan.devices))
+
+    def close(self) -> None:
+        """Workers leave in order if they can, and are ended if not."""
+        try:
+            self.cluster.wait([self.cluster.call(i, "close") for i in range(len(self.plan.devices))], timeout=2.0)
+        except Exception:  # whatever they say now: they are ended next
+            self.borrowed = False
+        self.progress_file.close()
+        if not self.borrowed:
+            self.cluster.close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

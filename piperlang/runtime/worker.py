@@ -1,0 +1,138 @@
+"""One device of a job: a Ray actor that keeps its part of the model and runs its part of the plan, a call a step."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from piperlang.plan.instruction import DevicePlan, Instruction
+from piperlang.runtime.comm import Comm
+from piperlang.runtime.execute import Device
+from piperlang.runtime.optimize import Optimizers
+from piperlang.runtime.streams import Failed, Streams
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker needs to know once."""
+
+    plan: DevicePlan
+    kinds: list[dict[str, Any]]
+    pieces: bytes
+    groups: list[tuple[tuple[int, ...], str]]
+    ranks: dict[int, int]
+    store: str
+    progress: str
+    digest: str
+    seed: int
+    timeout: float
+    loss_dtype: str
+    make_model: Callable[[], Any]
+    optimizer: Callable[[Any], Any]
+    lr_schedule: Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step gave on one device."""
+
+    loss: float
+    seconds: float
+    memory: int
+    failed: tuple[int, str] | None = None
+    """The index of the instruction that raised, and what it said."""
+
+
+class Worker:
+    """Not yet an actor: the driver makes it one, so that this file needs no Ray."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.device: Device | None = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def ping(self) -> float:
+        """Answered on a thread of its own: a process that is stopped does not."""
+        return time.time()
+
+    def setup(self, packed: bytes) -> str:
+        self.close()
+        setup: Setup = pickle.loads(packed)
+        rank = setup.ranks[setup.plan.device]
+        self.comm = Comm(rank, len(setup.ranks), setup.store, setup.groups, setup.ranks, setup.timeout)
+        torch.manual_seed(setup.seed)
+        model = setup.make_model()
+        weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        # After the model: what it defines, operators of its own above all, is what pieces call.
+        pieces = pickle.loads(setup.pieces)
+        self.device = Device(setup.plan, setup.kinds, pieces, weights, Optimizers(setup.optimizer, setup.lr_schedule), self.comm, torch.device("cpu"), setup.seed)
+        self.device.loss_dtype = getattr(torch, setup.loss_dtype)
+        self._open_progress(setup.progress, rank)
+        self.streams = Streams(setup.plan.instructions, self._execute, f"{setup.plan.device}:")
+        self.positions = {id(instruction): i for i, instruction in enumerate(setup.plan.instructions)}
+        self.steps = 0
+        del model, weights
+        return setup.digest
+
+    def _open_progress(self, path: str, rank: int) -> None:
+        """One number that the driver can read even when this process is dead: the instruction last begun."""
+        with Path(path).open("r+b") as file:
+            self.progress = mmap.mmap(file.fileno(), 0)
+        self.slot = 4 * rank
+
+    def _execute(self, instruction: Instruction) -> None:
+        assert self.device is not None
+        struct.pack_into("<i", self.progress, self.slot, self.positions[id(instruction)])
+        self.device.execute(instruction)
+
+    def step(self, feeds: dict[str, torch.Tensor], count: float, gradients: bool = False) -> Report:
+        assert self.device is not None
+        started = time.perf_counter()
+        self.device.last_gradients = {} if gradients else None
+        self.device.begin(self.steps, feeds, count)
+        try:
+            with torch.no_grad():
+                self.streams.step()
+            self.comm.settle()
+        except Failed as failure:
+            at = self.positions[id(failure.instruction)]
+            return Report(0.0, 0.0, 0, (at, str(failure)))
+        loss = self.device.end()
+        self.steps += 1
+        struct.pack_into("<i", self.progress, self.slot, -1)
+        return Report(loss, time.perf_counter() - started, _resident())
+
+    def running(self) -> dict[str, int]:
+        """Which instruction each stream is at, for a message about somebody else."""
+        return dict(self.streams.running) if self.device is not None else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        assert self.device is not None
+        return dict(self.device.kept)
+
+    def gradients(self) -> dict[str, Any]:
+        assert self.device is not None
+        return dict(self.device.last_gradients or {})
+
+    def close(self) -> None:
+        if self.device is not None:
+            self.device = None
+            self.streams.close()
+            self.comm.close()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has."""
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,67 @@
+"""Plans on real Ray workers over gloo equal the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from piperlang.runtime.cluster import Cluster
+from tests.equivalence import program
+from tests.jobs import assert_trains
+from tests.models import CASES
+
+PIPE = """
+from std.pipeline import {name}, {place}
+mesh gpu = pp: {ranks}, dp: {width}
+split batch into 4 as mb
+{place}(gpu, {arguments})
+{data}
+{name}(gpu, {ranks}, 4)
+"""
+
+
+def pipeline(name: str, place: str, ranks: int, width: int = 1, data: str = "", arguments: str = "") -> str:
+    return PIPE.format(name=name, place=place, ranks=ranks, width=width, data=data, arguments=arguments or str(ranks))
+
+
+REPLICATE = "replicate [pass=*] over gpu.dp"
+DP = "mesh gpu = dp: 4\nplace [pass=*] on gpu\nsplit batch into 2 as mb\nreplicate [pass=*] over gpu.dp{}\n"
+SCHEDULES = {
+    "1f1b": ("gpt", pipeline("one_f_one_b", "loop", 4)),
+    "1f1b x dp": ("unet", pipeline("one_f_one_b", "loop", 4, 2, REPLICATE)),
+    "zbv x zero3": ("gpt", pipeline("zbv", "vee", 2, 2, f"{REPLICATE} with params=sharded")),
+    "dualpipe x zero2": ("mlp", pipeline("dualpipe", "mirror", 4, 2, f"{REPLICATE} with grads=sharded", "4, 4")),
+    "dp": ("gpt", DP.format("")),
+    "zero1": ("mlp", DP.format(" with states=sharded")),
+    "zero3": ("unet", DP.format(" with params=sharded, prefetch=1")),
+    "ep": ("moe", "mesh gpu = ep: 4\nplace [pass=*] on gpu\nshard [expert=*] over gpu.ep\nreplicate [!expert] over gpu.ep\nsplit batch into 2 as mb\n"),
+    "pp x ep": (
+        "moe",
+        "mesh gpu = pp: 2, ep: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nshard [expert=*] over gpu.ep\nreplicate [!expert] over gpu.ep with grads=sharded\n",
+    ),
+    "uneven": ("mlp", "mesh gpu = d: 4\nplace [stage=0] on gpu[d=3]\nplace [stage=1] on gpu[d=0:2]\nplace [stage=2:4] on gpu\nreplicate [stage!=0] over gpu.d\nsplit batch into 2 as mb\n"),
+    "columns and rows": (
+        "gpt",
+        'tag part="up" at blocks[*].up\ntag part="down" at blocks[*].down\nmesh gpu = tp: 2\nplace [pass=*] on gpu\nshard [part="up"] over gpu.tp with style=columns\n'
+        'shard [part="down"] over gpu.tp with style=rows\nreplicate [!part] over gpu.tp\n',
+    ),
+    "recompute and offload": ("unet", 'recompute [stage=1]\noffload [stage=2]\nsplit batch into 2 as mb\nstream [stage=3, pass=W] on "weights"\n'),
+    "ranks wait for each other": (
+        "mlp",
+        "mesh gpu = pp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nsplit batch into 2 as mb\norder [stage=3, pass=F, mb=0] -> [stage=0, pass=F, mb=1]\n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    found = Cluster(8)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_trains_as_one_device_would(name: str, cluster: Cluster) -> None:
+    model, script = SCHEDULES[name]
+    assert_trains(cluster, CASES[model], program(model), script)
