@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError
 
 from piperlang.runtime.worker import Worker
@@ -53,6 +54,12 @@ while time.time() < deadline:
 shutil.rmtree(folder, ignore_errors=True)
 """
 """Outlives a driver that is killed by just as long as it takes to sweep up after it."""
+
+
+def pack(value: object) -> bytes:
+    """For another process, functions that it cannot import included."""
+    packed: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    return packed
 
 
 class Lost(Exception):
@@ -117,7 +124,7 @@ class Cluster:
         pings: dict[int, tuple[Any, float]] = {}
         last = time.monotonic()
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=0.2)
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=0.1)
             for future in ready:
                 i = pending.pop(future)
                 try:

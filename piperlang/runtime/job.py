@@ -6,13 +6,13 @@ import io
 import pickle
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from ray import cloudpickle
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece, Pieces
@@ -21,7 +21,7 @@ from piperlang.ir.model import Arrangement
 from piperlang.plan.instruction import Plan
 from piperlang.runtime.assemble import assembled
 from piperlang.runtime.boxes import take
-from piperlang.runtime.cluster import Cluster, Lost
+from piperlang.runtime.cluster import Cluster, Lost, pack
 from piperlang.runtime.worker import Report, Setup
 
 
@@ -60,6 +60,7 @@ class Job:
         """`cluster`: workers that are there already, and stay when the job ends."""
         self.plan, self.captured = plan, captured
         self.borrowed = cluster is not None
+        self.ending: threading.Thread | None = None
         self.cluster = cluster or Cluster(len(plan.devices), address)
         try:
             self._set_up(training, digest, timeout, loss_dtype)
@@ -82,7 +83,7 @@ class Job:
                 device, self.plan.kinds, self._pieces(tuple(kinds), made), self.plan.groups, ranks, str(folder / "store"), str(self.progress), digest, training.seed, timeout,
                 loss_dtype, training.make_model, training.optimizer, training.lr_schedule,
             )  # fmt: skip
-            packed.append(cloudpickle.dumps(setup))  # type: ignore[no-untyped-call]
+            packed.append(pack(setup))
         try:
             digests = self.cluster.each("setup", packed)
         except Lost as lost:
@@ -137,12 +138,18 @@ class Job:
         at = report.failed[0] if report and report.failed else self._last(worker)
         notes = [report.failed[1]] if report and report.failed else []
         notes.append(f"it was at {self._named(worker, at)}" if at >= 0 else "it was between two steps")
-        for other, streams in self.cluster.ask("running", [i for i in range(len(self.plan.devices)) if i != worker]).items():
+        for other, streams in self.cluster.ask("running", [i for i in range(len(self.plan.devices)) if i != worker], 0.3).items():
             waiting = [self._named(other, i) for i in streams.values()][:1]
             notes += [f"device {self.plan.devices[other].device} was at {name}" for name in waiting]
-        self.cluster.close()
+        self._end()
         helps = {"P0602": "look for a lack of memory (dmesg), or who killed it", "P0603": "its process is stopped or stuck: look at it with a debugger", "P0604": "run the same step with `--executor inline` to see it in one process"}
         return error(code, f"device {device.device} {what}", notes=notes[:9], help=helps[code])
+
+    def _end(self) -> None:
+        """Workers end at once; Ray takes longer to leave, and the error need not wait for it."""
+        self.cluster.kill()
+        self.ending = threading.Thread(target=self.cluster.close)
+        self.ending.start()
 
     def _last(self, worker: int) -> int:
         self.progress_file.seek(4 * worker)
@@ -163,6 +170,9 @@ class Job:
 
     def close(self) -> None:
         """Workers leave in order if they can, and are ended if not."""
+        if self.ending is not None:
+            self.ending.join()
+            return
         try:
             self.cluster.wait([self.cluster.call(i, "close") for i in range(len(self.plan.devices))], timeout=2.0)
         except Exception:  # whatever they say now: they are ended next

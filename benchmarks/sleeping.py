@@ -1,0 +1,209 @@
+"""Networks that sleep instead of computing, so that schedules can be timed on any machine, and what runs them under a script.
+
+A layer is y = work(x) * weigh(w). Sleeping takes no processor: four devices on two cores wait for each other as four machines would. The operators are two because
+autograd sees a custom operator's backward as one node, and torch's own split of a backward in halves would run that node twice; a product of two is
+divided by torch and by us alike: I is the backward of `work`, W the backward of `weigh`.
+
+Whoever imports this file has the operators; workers do, because they unpickle functions from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from piperlang.capture.annotate import annotate
+from piperlang.capture.program import Captured, capture
+from piperlang.diagnostics import PiperError
+from piperlang.ir.graph import Graph
+from piperlang.plan.lower import lower
+from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.job import Job, Training
+from piperlang.session import schedule
+from piperlang.source import Source
+
+WIDTH = 4
+TIMELINE = "PIPER_TIMELINE"
+"""A folder: workers write there what they did and when."""
+
+
+@torch.library.custom_op("sleeping::nap", mutates_args=())
+def nap(x: torch.Tensor, ms: float) -> torch.Tensor:
+    """Sleeps, and has no gradient: what backwards are made of."""
+    time.sleep(ms / 1e3)
+    return x.clone()
+
+
+@torch.library.custom_op("sleeping::work", mutates_args=())
+def work(x: torch.Tensor, ms: float) -> torch.Tensor:
+    """Sleeps forward and backward."""
+    time.sleep(ms / 1e3)
+    return x.clone()
+
+
+@torch.library.custom_op("sleeping::weigh", mutates_args=())
+def weigh(w: torch.Tensor, ms: float) -> torch.Tensor:
+    """Sleeps backward only."""
+    return w.clone()
+
+
+def _same(x: torch.Tensor, ms: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _remember(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+    ctx.ms = inputs[1]
+
+
+def _back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return nap(gradient.contiguous(), ctx.ms), None
+
+
+for _operator in (nap, work, weigh):
+    _operator.register_fake(_same)
+for _operator in (work, weigh):
+    _operator.register_autograd(_back, setup_context=_remember)
+
+
+# ---------------------------------------------------------------------------------------------------------- network
+
+
+class Layer(nn.Module):
+    """F, I and W take `ms` each; an exchange before and after it, each way, takes `exchange` and learns nothing."""
+
+    def __init__(self, ms: float, exchange: float = 0.0) -> None:
+        super().__init__()
+        self.ms, self.exchange = ms, exchange
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self._exchanged(x, "dispatch")
+        x = work(x, self.ms) * weigh(self.weight, self.ms)
+        return self._exchanged(x, "combine")
+
+    def _exchanged(self, x: torch.Tensor, part: str) -> torch.Tensor:
+        if not self.exchange:
+            return x
+        with annotate("part", part):
+            return work(x, self.exchange)
+
+
+class Network(nn.Module):
+    """Layers in stages, after a chunk that takes no time: with it the first layer, too, gives a gradient of its input."""
+
+    def __init__(self, layers: int, stages: int, ms: float, exchange: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.per = layers // stages
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.layers = nn.ModuleList(Layer(ms, exchange) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0), annotate("part", "entry"):
+            x = x * self.scale
+        for i, layer in enumerate(self.layers):
+            with annotate("stage", i // self.per):
+                x = layer(x)
+        return x
+
+
+def make_model(layers: int, stages: int, ms: float, exchange: float = 0.0) -> Network:
+    if TIMELINE in os.environ:
+        _record(Path(os.environ[TIMELINE]))
+    return Network(layers, stages, ms, exchange)
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(samples, WIDTH, generator=made), torch.randn(samples, WIDTH, generator=made)
+
+
+def plain_loss(network: Network, samples: int) -> float:
+    """The loss of the plain model: no schedule, no sleep."""
+    for layer in network.layers:
+        layer.ms = layer.exchange = 0.0  # type: ignore[assignment]
+    x, target = batch(samples)
+    return float(mse_loss(network(x), target))
+
+
+# -------------------------------------------------------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True)
+class Timed:
+    loss: float
+    ms: float
+    """Of the shortest step: other work on the machine can only make a step longer."""
+
+
+def compiled(make: Callable[[], Network], samples: int, script: str) -> tuple[Graph, Captured]:
+    found = schedule(capture(make, mse_loss, batch(samples)), Source("benchmark.piper", script))
+    if found.problems:
+        raise PiperError(*found.problems)
+    captured = found.scheduler.schedule.captured
+    assert isinstance(captured, Captured)
+    return found.graph(), captured
+
+
+def timed(cluster: Cluster, make: partial[Network], samples: int, script: str, steps: int) -> Timed:
+    """The first loss and the shortest of some steps, after one that does not count."""
+    graph, captured = compiled(make, samples, script)
+    with Job(lower(graph), captured, Training(make, optimizer), timeout=60, cluster=cluster) as job:
+        done = [job.step(batch(samples)) for _ in range(steps + 1)]
+    return Timed(done[0].loss, 1e3 * min(step.seconds for step in done[1:]))
+
+
+def _record(folder: Path) -> None:
+    """In a worker: keep the start and end of every instruction, and write them down whenever a step ends."""
+    from piperlang.runtime.execute import Device
+
+    execute, end = Device.execute, Device.end
+    if execute.__name__ == "recorded":
+        return
+    rows: list[tuple[str, str, int, float, float]] = []
+
+    def recorded(self: Device, instruction: Any) -> None:
+        start = time.time()
+        execute(self, instruction)
+        rows.append((instruction.do, instruction.stream, instruction.node, start, time.time()))
+
+    def written(self: Device) -> float:
+        (folder / f"{self.plan.device}.json").write_text(json.dumps(rows))
+        rows.clear()
+        return end(self)
+
+    Device.execute, Device.end = recorded, written  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------------------------------------------ output
+
+
+def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"rows": rows}, indent=2))
+        return
+    widths = {key: max(len(key), *(len(str(row[key])) for row in rows)) for key in rows[0]}
+    for line in ({key: key for key in widths}, *rows):
+        print("  ".join(f"{line[key]!s:>{width}}" for key, width in widths.items()))
+
+
+def options(about: str | None, steps: int = 5) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=steps, help=f"of which the shortest counts (default: {steps})")
+    return parser

@@ -1,0 +1,124 @@
+"""Whether a plan can run and means what it should: from its instructions alone, since a plan may come from a file.
+
+Backends notice next to nothing when partners disagree, so whatever could lose, mix up or never deliver a value is refused here. Four questions, each
+asked only if those before it were answered well: does every instruction make sense by itself, do partners agree, is every value there when it
+is read and is nothing lost, and does everybody come to an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
+from piperlang.ir.graph import COMPUTE
+from piperlang.plan.instruction import Instruction, Plan
+
+COLLECTIVE = ("exchange", "all_reduce", "gather", "scatter", "reduce")
+"""What all members of a group enter together."""
+REBUILD = "make the plan again from its script, with `piperc plan`"
+
+
+class At(NamedTuple):
+    """An instruction of a plan."""
+
+    device: int
+    """Its place in the plan's list, which is not its number."""
+    index: int
+    does: Instruction
+
+
+class Stop(Exception):
+    """Enough was found."""
+
+
+@dataclass
+class Checked:
+    """A plan with its instructions by what they do, and what was found wrong."""
+
+    plan: Plan
+    of: dict[str, list[At]] = field(default_factory=dict)
+    found: list[Diagnostic] = field(default_factory=list)
+    steps: int = 0
+    """How much work it was, in instructions and parts looked at: tests see from it that the work grows with the plan."""
+
+    def __post_init__(self) -> None:
+        known = {name for name in (*COMPUTE, *COLLECTIVE, "send", "recv", "update", "copy", "offload", "fetch")}
+        of = self.of = {name: [] for name in known}
+        for d, device in enumerate(self.plan.devices):
+            for i, instruction in enumerate(device.instructions):
+                if instruction[0] not in known:
+                    self.wrong("P0504", f"nobody knows how to `{instruction.do}`", At(d, i, instruction), help=REBUILD)
+                else:
+                    of[instruction[0]].append(At(d, i, instruction))
+
+    def all(self, *names: str) -> Iterator[At]:
+        for name in names:
+            yield from self.of[name]
+
+    def name(self, at: At) -> str:
+        """An instruction as its author knows it."""
+        plan, node = self.plan, at.does.node
+        line = f", {plan.lines[node]}" if plan.lines[node] else ""
+        return f"{at.does.do} of {plan.names[node]} (device {plan.devices[at.device].device}, instruction {at.index}{line})"
+
+    def wrong(self, code: str, message: str, *involved: At, notes: tuple[str, ...] = (), help: str = REBUILD) -> None:
+        named = tuple(f"{'and ' if k else ''}{self.name(at)}" for k, at in enumerate(involved))
+        self.found.append(Diagnostic(code, message, notes=(*named, *notes), helps=(help,)))
+        if len(self.found) >= LIMIT:
+            raise Stop
+
+
+def check(plan: Plan, *, buffered: bool = True) -> None:
+    """Raise what is wrong with a plan. `buffered=False`: a send ends only when its message is being received, as backends without buffers do."""
+    measured(plan, buffered=buffered)
+
+
+def measured(plan: Plan, *, buffered: bool = True) -> int:
+    """The same, and how many steps it took."""
+    # Here, as these modules name what they find through this one.
+    from piperlang.plan import check_compute, check_order, check_partners, check_values, check_weights
+
+    _frame(plan)
+    checked = Checked.__new__(Checked)
+    try:
+        Checked.__init__(checked, plan)
+        for questions in (
+            (check_compute.compute, check_partners.moves, check_weights.entries),
+            (check_partners.messages, check_partners.collectives),
+            (check_values.values, check_weights.flow, check_compute.losses, check_compute.data),
+            (check_order.order if buffered else check_order.rendezvous,),
+        ):  # fmt: skip
+            for ask in questions:
+                ask(checked)
+            if checked.found:
+                raise Stop
+    except Stop:
+        raise PiperError(*checked.found) from None
+    return checked.steps
+
+
+def _frame(plan: Plan) -> None:
+    """What names and finds instructions must be right before anything can be said about them."""
+    nodes = len(plan.names)
+
+    def stop(message: str, *notes: str) -> None:
+        raise PiperError(Diagnostic("P0504", message, notes=notes, helps=(REBUILD,)))
+
+    if len(plan.lines) != nodes:
+        stop(f"the plan has {nodes} names and {len(plan.lines)} lines of nodes")
+    numbers = [device.device for device in plan.devices]
+    if len(set(numbers)) < len(numbers):
+        stop("a device is in the plan twice", f"devices {numbers}")
+    for device in plan.devices:
+        count = len(device.instructions)
+        for i, (do, _, node, _, _, waits, _) in enumerate(device.instructions):
+            if not 0 <= node < nodes:
+                stop(f"instruction {i} of device {device.device}, `{do}`, is of no node", f"it says {node}, and there are {nodes}")
+            for other in waits:
+                if not 0 <= other < count:
+                    stop(f"{plan.names[node]} on device {device.device} waits for an instruction that is not there", f"instruction {i}, `{do}`, waits for number {other} of {count}")
+    for number, (members, _) in enumerate(plan.groups):
+        if len(set(members)) < len(members) or not set(members) <= set(numbers):
+            stop(f"group {number} has members that are no devices of the plan, or has one twice", f"members {list(members)}")

@@ -1,0 +1,250 @@
+"""Devices that talk to each other must mean the same: messages one by one, collectives round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+from piperlang.ir.graph import Key
+from piperlang.plan.check import COLLECTIVE, At, Checked
+
+CODE = "P0503"
+BOTH = "both ends of a communication come from one node of the graph; make the plan again"
+
+
+# ------------------------------------------------------------------------------------------------- by themselves
+
+
+def moves(checked: Checked) -> None:
+    """Whatever puts parts together must fill what it gives, each element once, and say in its reads what it takes."""
+    for at in checked.all("send"):
+        _, _, _, reads, _, _, args = at.does
+        if reads != (() if args["key"] is None else (args["key"],)):
+            checked.wrong("P0504", f"a send of {args['key']} that reads {_listed(reads)}", at)
+        for _, _, box, shape in args["parts"]:
+            if box is not None and _size(box) != tuple(shape):
+                checked.wrong(CODE, f"a send takes {box} and calls it {list(shape)}", at)
+    for at in checked.all("recv", "copy", "exchange"):
+        args = at.does.args
+        own = args.get("own", ())
+        shape = tuple(args["shape"])
+        taking = [(box, size) for *_, box, size in args.get("parts", args.get("take", ()))]
+        checked.steps += len(taking) + len(own)
+        if at.does.do != "exchange" and set(at.does.reads) != {key for key, _, _ in own} and (own or at.does.do == "recv"):
+            checked.wrong("P0504", f"{at.does.do} reads {_listed(at.does.reads)} and moves {_listed([key for key, _, _ in own])}", at)
+        for box, size in [*taking, *((put, _size(taken)) for _, taken, put in own)]:
+            if tuple(size) != (shape if box is None else _size(box)):
+                checked.wrong(CODE, f"{at.does.do} puts {list(size)} into {box or list(shape)}", at)
+        boxes = [box for box, _ in taking] + [put for _, _, put in own]
+        if (boxes or at.does.do != "copy") and not fills(boxes, shape):
+            checked.wrong(CODE, f"the parts of {at.does.do} do not make up its result {list(shape)}", at, notes=(f"they are {boxes}",))
+        for key in at.does.reads if at.does.do != "recv" else ():
+            _moved(checked, key, at.does.writes[0], at, at)
+    for at in checked.all("all_reduce"):
+        for key in at.does.reads:
+            _moved(checked, key, at.does.writes[0], at, at)
+
+
+def _moved(checked: Checked, key: Key, arrived: Key, source: At, target: At) -> None:
+    """Values keep their names when they move: what arrives is called what was sent, and a suffix. Joined parts are called by what they share."""
+    if not arrived.startswith(key) and not (arrived.endswith("+") and key.startswith(arrived[:-1])):
+        checked.wrong("P0504", f"{key} cannot become {arrived}", *dict.fromkeys((source, target)))
+
+
+def fills(boxes: Sequence[Any], shape: tuple[int, ...]) -> bool:
+    """Whether boxes (None: all of it) make up a shape, without a gap and without overlapping."""
+    if len(boxes) == 1:
+        return boxes[0] is None or all(low == 0 and high == size for (low, high), size in zip(boxes[0], shape, strict=True)) or not prod(shape)
+    if None in boxes:
+        return False
+    inside = all(0 <= low <= high <= size for box in boxes for (low, high), size in zip(box, shape, strict=True))
+    return inside and sum(prod(_size(box)) for box in boxes) == prod(shape) and _apart([box for box in boxes if prod(_size(box))], 0, len(shape))
+
+
+def _apart(boxes: list[Any], dim: int, dims: int) -> bool:
+    """Whether no two boxes overlap: they are parted along one dim after the other, so that many parts do not take their square."""
+    if len(boxes) < 2:
+        return True
+    if dim == dims:
+        return False
+    boxes.sort(key=lambda box: box[dim])
+    cluster, end = [boxes[0]], boxes[0][dim][1]
+    clusters = [cluster]
+    for box in boxes[1:]:
+        if box[dim][0] >= end:
+            cluster = []
+            clusters.append(cluster)
+        cluster.append(box)
+        end = max(end, box[dim][1])
+    return all(_apart(part, dim + 1, dims) for part in clusters)
+
+
+def _size(box: Any) -> tuple[int, ...]:
+    return tuple([high - low for low, high in box])
+
+
+def _listed(keys: Sequence[Key]) -> str:
+    return ", ".join(keys) or "nothing"
+
+
+# ------------------------------------------------------------------------------------------------------ messages
+
+
+def messages(checked: Checked) -> None:
+    """Every part that is sent is received once, as what it was sent."""
+    numbers = [device.device for device in checked.plan.devices]
+    sent: dict[tuple[int, int, int], tuple[At, Any, str]] = {}
+    for at in checked.of["send"]:
+        me, args = numbers[at.device], at.does.args
+        for target, tag, _, shape in args["parts"]:
+            message = me, target, tag
+            if message in sent:
+                checked.wrong(CODE, f"device {me} sends device {target} two messages with tag {tag}", sent[message][0], at, help=BOTH)
+            sent[message] = at, shape, args["dtype"]
+    taken: dict[tuple[int, int, int], At] = {}
+    alone: list[tuple[tuple[int, int, int], At]] = []
+    for at in checked.of["recv"]:
+        me, args = numbers[at.device], at.does.args
+        dtype = args["dtype"]
+        for source, tag, _, shape in args["parts"]:
+            message = source, me, tag
+            partner = sent.pop(message, None)
+            if partner is None:
+                if message in taken:
+                    checked.wrong(CODE, f"device {me} receives message {tag} of device {source} twice", taken[message], at, help=BOTH)
+                else:
+                    alone.append((message, at))
+                continue
+            taken[message] = at
+            if shape != partner[1] or dtype != partner[2]:
+                what = f"{partner[2]}{list(partner[1])} is sent and {dtype}{list(shape)} received"
+                checked.wrong(CODE, f"from device {source} to device {me}, {what}", partner[0], at, help=BOTH)
+            key = partner[0].does.args["key"]
+            if key is not None or at.does.writes[0][:4] != "now:":
+                _moved(checked, key or "", at.does.writes[0], partner[0], at) if key else checked.wrong(CODE, "a signal is received as a value", partner[0], at, help=BOTH)
+    checked.steps += 2 * len(taken)
+    _unpaired(checked, [(message, at) for message, (at, _, _) in sent.items()], alone)
+
+
+def _unpaired(checked: Checked, sent: list[tuple[tuple[int, int, int], At]], received: list[tuple[tuple[int, int, int], At]]) -> None:
+    """What is left over on both sides between the same two devices was most likely meant for each other; failing that, at either of them."""
+    for message, at in received:
+        source, target, tag = message
+        likely = [other for other in sent if other[0][:2] == (source, target)] or [other for other in sent if other[0][0] == source or other[0][1] == target]
+        if not likely:
+            checked.wrong(CODE, f"device {target} waits for message {tag} of device {source}, which nobody sends", at, help=BOTH)
+            continue
+        near, other = min(likely, key=lambda found: abs(found[0][2] - tag))
+        sent.remove((near, other))
+        checked.wrong(CODE, f"device {target} waits for message {tag} of device {source}, but message {near[2]} is sent from {near[0]} to {near[1]}", other, at, help=BOTH)
+    for (source, target, tag), at in sent:
+        checked.wrong(CODE, f"device {source} sends device {target} message {tag}, which nobody receives", at, help=BOTH)
+
+
+# --------------------------------------------------------------------------------------------------- collectives
+
+
+def collectives(checked: Checked) -> None:
+    """All members of a group do the same things in the same order."""
+    plan = checked.plan
+    numbers = [device.device for device in plan.devices]
+    rounds: dict[int, dict[int, list[At]]] = {}
+    # By device and place: a group's stream has them in this order.
+    for at in sorted(checked.all(*COLLECTIVE), key=lambda at: (at.device, at.index)):
+        args, me = at.does.args, numbers[at.device]
+        group = args["group"]
+        if not 0 <= group < len(plan.groups):
+            checked.wrong(CODE, f"{at.does.do} in group {group}, and there are {len(plan.groups)}", at)
+            continue
+        members, stream = plan.groups[group]
+        if me not in members or stream != at.does.stream or tuple(args.get("members", members)) != tuple(members):
+            checked.wrong(CODE, f"group {group} is of devices {list(members)} on stream {stream}, not of {args.get('members', me)} on {at.does.stream}", at)
+            continue
+        rounds.setdefault(group, {}).setdefault(me, []).append(at)
+    for group, entered in rounds.items():
+        members = plan.groups[group][0]
+        lists = [entered.get(member, []) for member in members]
+        for together in zip(*lists, strict=False):
+            checked.steps += len(together)
+            _agree(checked, together, members)
+        shortest, longest = min(lists, key=len), max(lists, key=len)
+        if len(shortest) < len(longest):
+            other = members[lists.index(shortest)]
+            last = shortest[-1:] or [at for device, plans in enumerate(plan.devices) if plans.device == other for at in _last(device, plans.instructions)]
+            checked.wrong(CODE, f"device {other} does not take part in round {len(shortest)} of group {group}", longest[len(shortest)], *last, notes=("the last that it does there",) if last else (), help=BOTH)
+
+
+def _last(device: int, instructions: Sequence[Any]) -> list[At]:
+    return [At(device, len(instructions) - 1, instructions[-1])] if instructions else []
+
+
+def _agree(checked: Checked, together: Sequence[At], members: Sequence[int]) -> None:
+    first = together[0]
+    about = _about(first)
+    if about[2] not in (None, "sum"):
+        checked.wrong(CODE, f"`{about[2]}` is no way to reduce that a device knows", first, together[-1], help="only sums are reduced")
+        return
+    for other in together[1:]:
+        if first.does.node != other.does.node:
+            checked.wrong(CODE, "members of a group would meet in different nodes", first, other, help=BOTH)
+            return
+        if _about(other) != about:
+            names = ("what they do", "dtypes", "ways to reduce", "sizes")
+            differing = [f"{name}: {mine} and {theirs}" for name, mine, theirs in zip_longest(names, about, _about(other)) if mine != theirs]
+            checked.wrong(CODE, f"members of a group differ in {differing[0].partition(':')[0]}", first, other, notes=tuple(differing), help=BOTH)
+            return
+    if first.does.do == "exchange":
+        _exchanged(checked, together, members)
+    elif first.does.do == "reduce":
+        _shares(checked, together)
+
+
+def _about(at: At) -> tuple[Any, ...]:
+    """What all members must say alike."""
+    do, args = at.does.do, at.does.args
+    if do == "exchange":
+        return do, args["dtype"], None, None
+    if do == "all_reduce":
+        return do, args["dtype"], args["reduce"], args["shape"]
+    return do, args["dtype"], args["reduce"], [(entry["cuts"], entry["shape"]) for entry in args["weights"]]
+
+
+def _exchanged(checked: Checked, together: Sequence[At], members: Sequence[int]) -> None:
+    """What a gives b is what b takes from a, in the order in which it lies in the message."""
+    place = {member: k for k, member in enumerate(members)}
+    lists: list[dict[str, list[list[Any]]]] = []
+    for at in together:
+        sides: dict[str, list[list[Any]]] = {}
+        for side in ("give", "take"):
+            parts = at.does.args[side]
+            order = [place.get(peer, -1) for peer, _, _ in parts]
+            if -1 in order or order != sorted(order):
+                checked.wrong(CODE, f"parts of an exchange are not in the order of its members {list(members)}", at, together[-1] if at is not together[-1] else together[0])
+                return
+            sides[side] = [[] for _ in members]
+            for k, (_, box, shape) in zip(order, parts, strict=True):
+                sides[side][k].append(tuple(shape))
+                if side == "give" and box is not None and _size(box) != tuple(shape):
+                    checked.wrong(CODE, f"an exchange takes {box} and calls it {list(shape)}", at)
+            checked.steps += len(parts)
+        lists.append(sides)
+    for a, giver in enumerate(lists):
+        for b, taker in enumerate(lists):
+            if giver["give"][b] != taker["take"][a]:
+                checked.wrong(CODE, f"device {members[a]} gives device {members[b]} {giver['give'][b]}, which takes {taker['take'][a]}", together[a], together[b], help=BOTH)
+                return
+
+
+def _shares(checked: Checked, together: Sequence[At]) -> None:
+    """Members that have the same sum already count for it together."""
+    alike: dict[Any, list[At]] = {}
+    for at in together:
+        if "share" in at.does.args:
+            alike.setdefault(at.does.writes, []).append(at)
+    for same in alike.values():
+        if any(abs(at.does.args["share"] * len(same) - 1) > 1e-9 for at in same):
+            odd = max(same, key=lambda at: abs(at.does.args["share"] * len(same) - 1))
+            checked.wrong(CODE, f"{len(same)} devices have the same part of a gradient, and one counts for {odd.does.args['share']:g} of it", odd, together[0] if odd is not together[0] else together[-1])
+            return

@@ -1,0 +1,157 @@
+"""Every value is made once, before it is read, and for somebody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from piperlang.ir.graph import Key
+from piperlang.plan.check import At, Checked
+from piperlang.plan.instruction import DevicePlan, Instruction
+
+CODE = "P0504"
+LATE = "a wait for the instruction that makes it is missing, or comes too late"
+SPMD = ("F", "B", "I", "W", "R", "exchange", "all_reduce", "gather", "scatter", "update", "copy", "offload", "fetch")
+"""What is the same on all devices of a node, but for sizes and places."""
+
+
+def values(checked: Checked) -> None:
+    used: set[Key] = set()
+    for d, device in enumerate(checked.plan.devices):
+        made = _made(checked, d, device)
+        _read(checked, d, device, made)
+        _kept(checked, d, device, made)
+        for instruction in device.instructions:
+            used.update(instruction.reads)
+        used.update(device.losses)
+        used.update(device.next.values())
+    _alike(checked)
+    _unread(checked, used)
+
+
+def _made(checked: Checked, d: int, device: DevicePlan) -> dict[Key, int]:
+    made: dict[Key, int] = {}
+    instructions = device.instructions
+    for i, instruction in enumerate(instructions):
+        for key in instruction[4]:
+            if key in made:
+                checked.wrong(CODE, f"{key} is made twice on device {device.device}", At(d, made[key], instructions[made[key]]), At(d, i, instruction))
+            made[key] = i
+    fed: set[Key] = set()
+    for key in (*device.weights, *(key for key, _, _ in device.feeds)):
+        if key in made:
+            checked.wrong(CODE, f"{key} is on device {device.device} from the start, and is made there again", At(d, made[key], instructions[made[key]]))
+        if key in fed:
+            checked.wrong(CODE, f"{key} is given to device {device.device} twice", *([At(d, 0, instructions[0])] if instructions else []))
+        fed.add(key)
+    return made
+
+
+def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) -> None:
+    """A read after the write in the same stream, or behind a wait for it."""
+    instructions = device.instructions
+    given = device.weights.keys() | {key for key, _, _ in device.feeds}
+    streams = [instruction[1] for instruction in instructions]
+    before: _Before | None = None
+    for i, (_, stream, _, reads, _, waits, _) in enumerate(instructions):
+        for key in reads:
+            maker = made.get(key)
+            if maker is None:
+                if key not in given:
+                    _missing(checked, At(d, i, instructions[i]), key, device)
+                continue
+            if maker in waits or (maker < i and streams[maker] == stream):
+                continue
+            before = before or _Before(instructions, streams)
+            if not before.surely(maker, i):
+                checked.wrong(CODE, f"{key} is read on stream {stream} of device {device.device} before stream {streams[maker]} has surely made it", At(d, maker, instructions[maker]), At(d, i, instructions[i]), help=LATE)
+        checked.steps += 1 + len(reads)
+
+
+def _missing(checked: Checked, at: At, key: Key, device: DevicePlan) -> None:
+    elsewhere = next((At(d, i, x) for d, other in enumerate(checked.plan.devices) for i, x in enumerate(other.instructions) if key in x.writes), None)
+    notes = () if elsewhere else ("nobody makes it",)
+    checked.wrong(CODE, f"device {device.device} reads {key}, which is not there", at, *([elsewhere] if elsewhere else []), notes=notes)
+
+
+class _Before:
+    """Which instructions have ended when another one starts: for each, the latest of every stream."""
+
+    def __init__(self, instructions: Sequence[Instruction], streams: Sequence[str]) -> None:
+        self.streams = streams
+        self.latest: list[dict[str, int] | None] = [None] * len(instructions)
+        last: dict[str, int] = {}
+        self.before: list[list[int]] = []
+        for i, instruction in enumerate(instructions):
+            self.before.append([*instruction.waits, *([last[streams[i]]] if streams[i] in last else [])])
+            last[streams[i]] = i
+        for i in range(len(instructions)):
+            self._fill(i)
+
+    def _fill(self, start: int) -> None:
+        """Waits may point ahead in the list; what waits for itself has no answer, and is found as a circle later."""
+        stack = [start]
+        open_: set[int] = set()
+        while stack:
+            i = stack[-1]
+            if self.latest[i] is not None:
+                stack.pop()
+                continue
+            todo = [j for j in self.before[i] if self.latest[j] is None and j not in open_]
+            open_.add(i)
+            if todo:
+                stack += todo
+                continue
+            known: dict[str, int] = {}
+            for j in self.before[i]:
+                for stream, k in (*(self.latest[j] or {}).items(), (self.streams[j], j)):
+                    if known.get(stream, -1) < k:
+                        known[stream] = k
+            self.latest[i] = known
+            stack.pop()
+
+    def surely(self, earlier: int, later: int) -> bool:
+        return (self.latest[later] or {}).get(self.streams[earlier], -1) >= earlier
+
+
+def _kept(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) -> None:
+    instructions = device.instructions
+    for old, new in device.next.items():
+        if old not in device.weights or new not in made:
+            readers = [At(d, i, x) for i, x in enumerate(instructions) if x.do == "update" and old in x.reads][:1]
+            checked.wrong(CODE, f"device {device.device} should keep {new} as the next {old}, and does not have it", *readers)
+    for key in device.losses:
+        if key not in made:
+            checked.wrong(CODE, f"device {device.device} counts {key}, which it does not compute", *([At(d, 0, instructions[0])] if instructions else []))
+
+
+def _alike(checked: Checked) -> None:
+    """All devices of a node read and write the same keys, on the same stream, as the same thing."""
+    first: dict[int, At] = {}
+    for at in checked.all(*SPMD):
+        other = first.setdefault(at.does[2], at)
+        if other is at:
+            continue
+        mine, theirs = at.does, other.does
+        # Where a device has all it needs by itself it may read more: what is sent is compared in check_partners.
+        if mine[0] != theirs[0] or mine[1] != theirs[1] or mine[3] != theirs[3] or mine[4] != theirs[4] or mine[6].get("dtype") != theirs[6].get("dtype"):
+            differing = next(name for name, a, b in zip(("do", "stream", "reads", "writes", "dtype"), _facts(mine), _facts(theirs), strict=True) if a != b)
+            checked.wrong(CODE, f"devices of one node differ in its {differing if differing != 'do' else 'kind'}", other, at)
+        elif at.device == other.device and at.index != other.index:
+            checked.wrong(CODE, f"device {checked.plan.devices[at.device].device} does the same twice", other, at)
+
+
+def _facts(instruction: Instruction) -> tuple[object, ...]:
+    return instruction.do, instruction.stream, instruction.reads, instruction.writes, instruction.args.get("dtype")
+
+
+def _unread(checked: Checked, used: set[Key]) -> None:
+    """A value that nobody reads is a value that somebody lost."""
+    seen: set[Key] = set()
+    for name, found in checked.of.items():
+        if name == "send":
+            continue
+        for at in found:
+            for key in at.does[4]:
+                if key not in used and key not in seen and not key.startswith("now:"):
+                    seen.add(key)
+                    checked.wrong(CODE, f"nobody reads {key}", at)

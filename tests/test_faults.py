@@ -1,0 +1,103 @@
+"""A worker that dies, hangs or raises ends the job with one clear error, and nothing of the job is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from piperlang.capture.program import capture
+from piperlang.diagnostics import PiperError
+from piperlang.plan.lower import lower
+from piperlang.runtime.job import Job, Training
+from tests.equivalence import compiled, optimizer
+from tests.sleepy import CASE, SCRIPT
+
+
+def processes(folder: Path) -> list[int]:
+    """Processes of a job: those that it started name its folder."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            text = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            continue
+        if str(folder).encode() in text and int(pid) != os.getpid() and stat.rpartition(")")[2].split()[0] != "Z":
+            found.append(int(pid))
+    return found
+
+
+def gone(folder: Path, within: float) -> float:
+    started = time.monotonic()
+    while time.monotonic() - started < within:
+        if not processes(folder) and not folder.exists():
+            return time.monotonic() - started
+        time.sleep(0.05)
+    raise AssertionError(f"still there after {within} s: {processes(folder)}, {folder.exists()}")
+
+
+def job() -> Job:
+    graph, captured = compiled(capture(CASE.model, CASE.loss, CASE.batch(8)), SCRIPT)
+    return Job(lower(graph), captured, Training(CASE.model, optimizer))
+
+
+def struck(worker: int, number: int, delay: float, within: float) -> PiperError:
+    """A step during which a worker is hit by a signal, and the error it ends in, which must come in time."""
+    running = job()
+    folder = running.cluster.folder
+    try:
+        running.step(CASE.batch(8))
+        hit: list[float] = []
+
+        def strike() -> None:
+            hit.append(time.monotonic())
+            os.kill(running.cluster.pids[worker], number)
+
+        if delay:
+            threading.Timer(delay, strike).start()
+        else:
+            strike()
+        with pytest.raises(PiperError) as found:
+            running.step(CASE.batch(8))
+        assert time.monotonic() - hit[0] < within
+        gone(folder, 5.0)
+        return found.value
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize(
+    ("worker", "delay"),
+    [(0, 0.1), (1, 0.1), pytest.param(0, 0.0, marks=pytest.mark.slow), pytest.param(1, 1.0, marks=pytest.mark.slow), pytest.param(0, 1.7, marks=pytest.mark.slow)],
+    ids=["computing", "waiting", "between steps", "backward", "late"],
+)
+def test_a_worker_that_is_killed(worker: int, delay: float) -> None:
+    (diagnostic,) = struck(worker, signal.SIGKILL, delay, 1.0).diagnostics
+    assert diagnostic.code == "P0602"
+    assert f"device {worker} died" in diagnostic.message
+    if delay:
+        assert any("it was at" in note and f"stage={worker}" in note for note in diagnostic.notes), diagnostic.notes
+        assert any(f"device {1 - worker} was at" in note for note in diagnostic.notes), diagnostic.notes
+
+
+def test_a_worker_that_is_stopped() -> None:
+    (diagnostic,) = struck(1, signal.SIGSTOP, 0.3, 5.0).diagnostics
+    assert diagnostic.code == "P0603"
+    assert "device 1 does not answer" in diagnostic.message
+
+
+def test_a_driver_that_is_killed() -> None:
+    driver = subprocess.Popen([sys.executable, "-c", "from tests.sleepy import main; main()"], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    folder = Path(driver.stdout.readline().strip())
+    assert len(processes(folder)) > 2
+    driver.kill()
+    driver.wait()
+    gone(folder, 10.0)
