@@ -1,6 +1,6 @@
 """Networks that sleep instead of computing, so that schedules can be timed on any machine, and what runs them under a script.
 
-A layer is y = work(x) * weigh(w). Sleeping takes no processor: four devices on two cores wait for each other as four machines would. The operators are two because
+A layer is tanh(work(x) * weigh(w)). Sleeping takes no processor: four devices on two cores wait for each other as four machines would. The operators are two because
 autograd sees a custom operator's backward as one node, and torch's own split of a backward in halves would run that node twice; a product of two is
 divided by torch and by us alike: I is the backward of `work`, W the backward of `weigh`.
 
@@ -89,7 +89,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self._exchanged(x, "dispatch")
-        x = work(x, self.ms) * weigh(self.weight, self.ms)
+        x = torch.tanh(work(x, self.ms) * weigh(self.weight, self.ms))
         return self._exchanged(x, "combine")
 
     def _exchanged(self, x: torch.Tensor, part: str) -> torch.Tensor:

@@ -7,12 +7,13 @@ is read and is nothing lost, and does everybody come to an end.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
-from piperlang.ir.graph import COMPUTE
+from piperlang.ir.graph import COMPUTE, Key
 from piperlang.plan.instruction import Instruction, Plan
 
 COLLECTIVE = ("exchange", "all_reduce", "gather", "scatter", "reduce")
@@ -40,18 +41,21 @@ class Checked:
     plan: Plan
     of: dict[str, list[At]] = field(default_factory=dict)
     found: list[Diagnostic] = field(default_factory=list)
+    made: list[dict[Key, int]] = field(default_factory=list)
+    """By device: which instruction makes each value."""
     steps: int = 0
     """How much work it was, in instructions and parts looked at: tests see from it that the work grows with the plan."""
 
-    def __post_init__(self) -> None:
-        known = {name for name in (*COMPUTE, *COLLECTIVE, "send", "recv", "update", "copy", "offload", "fetch")}
-        of = self.of = {name: [] for name in known}
+    def sort(self) -> None:
+        self.of = {name: [] for name in (*COMPUTE, *COLLECTIVE, "send", "recv", "update", "copy", "offload", "fetch")}
+        adds = {name: found.append for name, found in self.of.items()}
         for d, device in enumerate(self.plan.devices):
             for i, instruction in enumerate(device.instructions):
-                if instruction[0] not in known:
-                    self.wrong("P0504", f"nobody knows how to `{instruction.do}`", At(d, i, instruction), help=REBUILD)
+                add = adds.get(instruction[0])
+                if add is not None:
+                    add(At(d, i, instruction))
                 else:
-                    of[instruction[0]].append(At(d, i, instruction))
+                    self.wrong("P0504", f"nobody knows how to `{instruction.do}`", At(d, i, instruction))
 
     def all(self, *names: str) -> Iterator[At]:
         for name in names:
@@ -81,9 +85,12 @@ def measured(plan: Plan, *, buffered: bool = True) -> int:
     from piperlang.plan import check_compute, check_order, check_partners, check_values, check_weights
 
     _frame(plan)
-    checked = Checked.__new__(Checked)
+    checked = Checked(plan)
+    # Hundreds of thousands of tuples, none in a cycle: looking for garbage among them takes longer than the check.
+    collecting = gc.isenabled()
+    gc.disable()
     try:
-        Checked.__init__(checked, plan)
+        checked.sort()
         for questions in (
             (check_compute.compute, check_partners.moves, check_weights.entries),
             (check_partners.messages, check_partners.collectives),
@@ -96,6 +103,9 @@ def measured(plan: Plan, *, buffered: bool = True) -> int:
                 raise Stop
     except Stop:
         raise PiperError(*checked.found) from None
+    finally:
+        if collecting:
+            gc.enable()
     return checked.steps
 
 

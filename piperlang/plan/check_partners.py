@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -11,6 +11,8 @@ from piperlang.ir.graph import Key
 from piperlang.plan.check import COLLECTIVE, At, Checked
 
 CODE = "P0503"
+Message = tuple[int, int, int]
+"""From, to, and the tag."""
 BOTH = "both ends of a communication come from one node of the graph; make the plan again"
 
 
@@ -19,32 +21,39 @@ BOTH = "both ends of a communication come from one node of the graph; make the p
 
 def moves(checked: Checked) -> None:
     """Whatever puts parts together must fill what it gives, each element once, and say in its reads what it takes."""
-    for at in checked.all("send"):
-        _, _, _, reads, _, _, args = at.does
-        if reads != (() if args["key"] is None else (args["key"],)):
+    for at in checked.of["send"]:
+        reads, args = at[2][3], at[2][6]
+        key = args["key"]
+        if (reads != (key,)) if key is not None else reads:
             checked.wrong("P0504", f"a send of {args['key']} that reads {_listed(reads)}", at)
         for _, _, box, shape in args["parts"]:
             if box is not None and _size(box) != tuple(shape):
                 checked.wrong(CODE, f"a send takes {box} and calls it {list(shape)}", at)
-    for at in checked.all("recv", "copy", "exchange"):
-        args = at.does.args
-        own = args.get("own", ())
-        shape = tuple(args["shape"])
-        taking = [(box, size) for *_, box, size in args.get("parts", args.get("take", ()))]
-        checked.steps += len(taking) + len(own)
-        if at.does.do != "exchange" and set(at.does.reads) != {key for key, _, _ in own} and (own or at.does.do == "recv"):
-            checked.wrong("P0504", f"{at.does.do} reads {_listed(at.does.reads)} and moves {_listed([key for key, _, _ in own])}", at)
-        for box, size in [*taking, *((put, _size(taken)) for _, taken, put in own)]:
-            if tuple(size) != (shape if box is None else _size(box)):
-                checked.wrong(CODE, f"{at.does.do} puts {list(size)} into {box or list(shape)}", at)
-        boxes = [box for box, _ in taking] + [put for _, _, put in own]
-        if (boxes or at.does.do != "copy") and not fills(boxes, shape):
-            checked.wrong(CODE, f"the parts of {at.does.do} do not make up its result {list(shape)}", at, notes=(f"they are {boxes}",))
-        for key in at.does.reads if at.does.do != "recv" else ():
-            _moved(checked, key, at.does.writes[0], at, at)
-    for at in checked.all("all_reduce"):
+    for at in checked.of["recv"]:
+        args = at[2][6]
+        parts = args["parts"]
+        if len(parts) != 1 or args["own"] or parts[0][2] is not None or parts[0][3] != args["shape"] or at[2][3]:
+            _filled(checked, at, args)
+    for at in checked.all("copy", "exchange"):
+        _filled(checked, at, at.does.args)
+    for at in checked.all("copy", "exchange", "all_reduce"):
         for key in at.does.reads:
             _moved(checked, key, at.does.writes[0], at, at)
+
+
+def _filled(checked: Checked, at: At, args: Mapping[str, Any]) -> None:
+    own = args.get("own", ())
+    shape = tuple(args["shape"])
+    taking = [(box, size) for *_, box, size in args.get("parts", args.get("take", ()))]
+    checked.steps += len(taking) + len(own)
+    if at.does.do != "exchange" and set(at.does.reads) != {key for key, _, _ in own} and (own or at.does.do == "recv"):
+        checked.wrong("P0504", f"{at.does.do} reads {_listed(at.does.reads)} and moves {_listed([key for key, _, _ in own])}", at)
+    for box, size in [*taking, *((put, _size(taken)) for _, taken, put in own)]:
+        if tuple(size) != (shape if box is None else _size(box)):
+            checked.wrong(CODE, f"{at.does.do} puts {list(size)} into {box or list(shape)}", at)
+    boxes = [box for box, _ in taking] + [put for _, _, put in own]
+    if (boxes or at.does.do != "copy") and not fills(boxes, shape):
+        checked.wrong(CODE, f"the parts of {at.does.do} do not make up its result {list(shape)}", at, notes=(f"they are {boxes}",))
 
 
 def _moved(checked: Checked, key: Key, arrived: Key, source: At, target: At) -> None:
@@ -95,43 +104,41 @@ def _listed(keys: Sequence[Key]) -> str:
 def messages(checked: Checked) -> None:
     """Every part that is sent is received once, as what it was sent."""
     numbers = [device.device for device in checked.plan.devices]
-    sent: dict[tuple[int, int, int], tuple[At, Any, str]] = {}
+    sent: dict[Message, tuple[At, Any]] = {}
     for at in checked.of["send"]:
-        me, args = numbers[at.device], at.does.args
-        for target, tag, _, shape in args["parts"]:
+        me = numbers[at[0]]
+        for target, tag, _, shape in at[2][6]["parts"]:
             message = me, target, tag
             if message in sent:
                 checked.wrong(CODE, f"device {me} sends device {target} two messages with tag {tag}", sent[message][0], at, help=BOTH)
-            sent[message] = at, shape, args["dtype"]
-    taken: dict[tuple[int, int, int], At] = {}
-    alone: list[tuple[tuple[int, int, int], At]] = []
+            sent[message] = at, shape
+    checked.steps += 2 * len(sent)
+    alone: list[tuple[Message, At]] = []
     for at in checked.of["recv"]:
-        me, args = numbers[at.device], at.does.args
-        dtype = args["dtype"]
+        me, args = numbers[at[0]], at[2][6]
         for source, tag, _, shape in args["parts"]:
-            message = source, me, tag
-            partner = sent.pop(message, None)
+            partner = sent.pop((source, me, tag), None)
             if partner is None:
-                if message in taken:
-                    checked.wrong(CODE, f"device {me} receives message {tag} of device {source} twice", taken[message], at, help=BOTH)
-                else:
-                    alone.append((message, at))
+                alone.append(((source, me, tag), at))
                 continue
-            taken[message] = at
-            if shape != partner[1] or dtype != partner[2]:
-                what = f"{partner[2]}{list(partner[1])} is sent and {dtype}{list(shape)} received"
-                checked.wrong(CODE, f"from device {source} to device {me}, {what}", partner[0], at, help=BOTH)
-            key = partner[0].does.args["key"]
-            if key is not None or at.does.writes[0][:4] != "now:":
-                _moved(checked, key or "", at.does.writes[0], partner[0], at) if key else checked.wrong(CODE, "a signal is received as a value", partner[0], at, help=BOTH)
-    checked.steps += 2 * len(taken)
-    _unpaired(checked, [(message, at) for message, (at, _, _) in sent.items()], alone)
+            other, gives = partner
+            given = other[2][6]
+            if shape != gives or args["dtype"] != given["dtype"]:
+                what = f"{given['dtype']}{list(gives)} is sent and {args['dtype']}{list(shape)} received"
+                checked.wrong(CODE, f"from device {source} to device {me}, {what}", other, at, help=BOTH)
+            if not at[2][4][0].startswith(given["key"] or "now:"):
+                _moved(checked, given["key"] or "a signal", at.does.writes[0], other, at)
+    _unpaired(checked, [(message, at) for message, (at, _) in sent.items()], alone)
 
 
-def _unpaired(checked: Checked, sent: list[tuple[tuple[int, int, int], At]], received: list[tuple[tuple[int, int, int], At]]) -> None:
+def _unpaired(checked: Checked, sent: list[tuple[Message, At]], received: list[tuple[Message, At]]) -> None:
     """What is left over on both sides between the same two devices was most likely meant for each other; failing that, at either of them."""
     for message, at in received:
         source, target, tag = message
+        twice = _again(checked, message, at)
+        if twice is not None:
+            checked.wrong(CODE, f"device {target} receives message {tag} of device {source} twice", twice, at, help=BOTH)
+            continue
         likely = [other for other in sent if other[0][:2] == (source, target)] or [other for other in sent if other[0][0] == source or other[0][1] == target]
         if not likely:
             checked.wrong(CODE, f"device {target} waits for message {tag} of device {source}, which nobody sends", at, help=BOTH)
@@ -141,6 +148,15 @@ def _unpaired(checked: Checked, sent: list[tuple[tuple[int, int, int], At]], rec
         checked.wrong(CODE, f"device {target} waits for message {tag} of device {source}, but message {near[2]} is sent from {near[0]} to {near[1]}", other, at, help=BOTH)
     for (source, target, tag), at in sent:
         checked.wrong(CODE, f"device {source} sends device {target} message {tag}, which nobody receives", at, help=BOTH)
+
+
+def _again(checked: Checked, message: Message, late: At) -> At | None:
+    """Who has received a message already."""
+    source, target, tag = message
+    for at in checked.of["recv"]:
+        if checked.plan.devices[at.device].device == target and (at.device, at.index) != (late.device, late.index) and any(part[:2] == (source, tag) for part in at.does.args["parts"]):
+            return at
+    return None
 
 
 # --------------------------------------------------------------------------------------------------- collectives

@@ -18,6 +18,7 @@ def values(checked: Checked) -> None:
     used: set[Key] = set()
     for d, device in enumerate(checked.plan.devices):
         made = _made(checked, d, device)
+        checked.made.append(made)
         _read(checked, d, device, made)
         _kept(checked, d, device, made)
         for instruction in device.instructions:
@@ -145,13 +146,15 @@ def _facts(instruction: Instruction) -> tuple[object, ...]:
 
 
 def _unread(checked: Checked, used: set[Key]) -> None:
-    """A value that nobody reads is a value that somebody lost."""
+    """A value that nobody reads is a value that somebody lost. Only activations may turn out not to be needed, and of what has no samples one microbatch's may do for all."""
+    bases = {key.partition("#")[0] for key in used}
     seen: set[Key] = set()
     for name, found in checked.of.items():
         if name == "send":
             continue
         for at in found:
             for key in at.does[4]:
-                if key not in used and key not in seen and not key.startswith("now:"):
+                if key not in used and key not in seen and not key.startswith(("now:", "saved:", "kept:")):
                     seen.add(key)
-                    checked.wrong(CODE, f"nobody reads {key}", at)
+                    if name != "F" or key.partition("#")[0] not in bases:
+                        checked.wrong(CODE, f"nobody reads {key}", at)

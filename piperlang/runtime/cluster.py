@@ -73,7 +73,7 @@ class Lost(Exception):
 class Cluster:
     """Workers, one per device, and what it takes to notice that one of them is gone."""
 
-    def __init__(self, count: int, address: str | None = None) -> None:
+    def __init__(self, count: int, address: str | None = None, cuda: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="piper-"))
         self.own = address is None and not ray.is_initialized()
         self.janitor: subprocess.Popen[bytes] | None = None
@@ -82,8 +82,12 @@ class Cluster:
         elif not ray.is_initialized():
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"control": 2}}
+        if cuda:
+            options["num_gpus"] = ray.cluster_resources().get("GPU", 1) / count  # workers share GPUs where there are fewer
         actor: Any = ray.remote(**options)(_controlled())
-        self.workers: list[Any] = [actor.remote() for _ in range(count)]
+        # Several workers may share a GPU: NCCL must then take them for different hosts.
+        environment = [{"NCCL_HOSTID": f"piper-{i}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if cuda else {} for i in range(count)]
+        self.workers: list[Any] = [actor.remote(environment[i]) for i in range(count)]
         self.pids: list[int] = ray.get([worker.pid.remote() for worker in self.workers])
 
     def _start(self, count: int) -> None:

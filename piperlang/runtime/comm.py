@@ -17,22 +17,51 @@ from torch._C._distributed_c10d import FileStore
 
 
 class Comm:
-    def __init__(self, rank: int, world: int, store: str, groups: Sequence[tuple[tuple[int, ...], str]], ranks: dict[int, int], timeout: float) -> None:
-        """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan."""
+    def __init__(
+        self, rank: int, world: int, store: str, groups: Sequence[tuple[tuple[int, ...], str]], ranks: dict[int, int], timeout: float, pairs: Sequence[tuple[int, int]] = (),
+        cuda: bool = False,
+    ) -> None:  # fmt: skip
+        """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan; `pairs`: who sends to whom."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         limit = timedelta(seconds=timeout)
-        self.rank, self.ranks = rank, ranks
-        dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        self.rank, self.ranks, self.cuda = rank, ranks, cuda
+        dist.init_process_group("nccl" if cuda else "gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=limit)
         # Every process makes every group, in the same order: torch asks for it.
         self.groups = [dist.new_group([ranks[d] for d in members], timeout=limit) if len(members) > 1 else None for members, _ in groups]
         self.sizes = [len(members) for members, _ in groups]
+        # On NCCL each direction of each pair has a communicator of its own: messages of one communicator wait for each other.
+        self.pairs = {pair: dist.new_group([ranks[d] for d in pair], timeout=limit) for pair in pairs} if cuda else {}
         self.pending: list[tuple[Any, torch.Tensor]] = []
+        if cuda:
+            self._meet(groups)
+
+    def _meet(self, groups: Sequence[tuple[tuple[int, ...], str]]) -> None:
+        """NCCL connects at first use, and waits for all members: so the first use is here, in one order for everybody."""
+        token = torch.zeros(1, device="cuda")
+        for (members, _), group in zip(groups, self.groups, strict=True):
+            if group is not None and self.rank in [self.ranks[d] for d in members]:
+                dist.all_reduce(token, group=group)
+        for (source, target), group in self.pairs.items():
+            if self.rank in (self.ranks[source], self.ranks[target]):
+                dist.all_reduce(token, group=group)
+        torch.cuda.synchronize()
+
+    def device_of(self, rank: int) -> int:
+        return next(device for device, number in self.ranks.items() if number == rank)
 
     def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
-        self.pending.append((dist.isend(tensor, self.ranks[device], tag=tag), tensor))
+        if self.cuda:
+            work = dist.isend(tensor, self.ranks[device], group=self.pairs[self.device_of(self.rank), device])
+        else:
+            work = dist.isend(tensor, self.ranks[device], tag=tag)
+        self.pending.append((work, tensor))
 
     def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
-        work = dist.irecv(tensor, self.ranks[device], tag=tag)
+        """On CUDA this makes the current stream wait, not the host."""
+        if self.cuda:
+            work = dist.irecv(tensor, self.ranks[device], group=self.pairs[device, self.device_of(self.rank)])
+        else:
+            work = dist.irecv(tensor, self.ranks[device], tag=tag)
         assert work is not None
         work.wait()
 

@@ -32,6 +32,7 @@ class Device:
             for key in instruction.reads:
                 self.uses[key] = self.uses.get(key, 0) + 1
         self.permanent = set(plan.next.values()) | set(plan.losses)
+        self.sums = _accumulators(plan)
         self.left: dict[Key, int] = {}
         self.last_gradients: dict[str, Any] | None = None
         self.run: dict[str, Callable[[Instruction], None]] = {name: getattr(self, f"_{name}") for name in _OPERATIONS} | dict.fromkeys("FBIWR", self._compute)
@@ -46,7 +47,7 @@ class Device:
     # --------------------------------------------------------------------------------------------------- a step
 
     def begin(self, step: int, feeds: Mapping[Key, torch.Tensor], count: float) -> None:
-        self.values = {**self.kept, **feeds}
+        self.values = {**self.kept, **{key: value.to(self.where, non_blocking=True) for key, value in feeds.items()}}
         self.left = dict(self.uses)
         self.step, self.count = step, count
 
@@ -94,8 +95,22 @@ class Device:
         else:
             written = [gave[slot] for slot in kind["gives"] if slot[0] not in ("saved", "kept")] + ([saved] if kind["op"] == "F" else [kept] if kept else [])
         for key, value in zip(instruction.writes, written, strict=False):
-            if key in self.uses or key in self.permanent:
+            if key in self.sums:
+                self._accumulate(self.sums[key], value)
+            elif key in self.uses or key in self.permanent:
                 self.values[key] = value
+
+    def _accumulate(self, total: Key, value: torch.Tensor) -> None:
+        """Gradients of microbatches are added up as they come, in float32 where they are in half precision."""
+        known = self.values.get(total)
+        if known is None:
+            self.values[total] = value.to(torch.float32) if value.dtype in (torch.bfloat16, torch.float16) else value
+        else:
+            known += value
+
+    def _total(self, keys: Sequence[Key]) -> torch.Tensor:
+        """A gradient: what has been added up already, or its parts."""
+        return self.values[self.sums[keys[0]]] if keys[0] in self.sums else added([self.values[key] for key in keys])
 
     def _gradient(self, output: int, keys: Sequence[Key], args: Mapping[str, Any], kind: Mapping[str, Any]) -> torch.Tensor:
         if output == kind["loss"]:
@@ -199,7 +214,7 @@ class Device:
         args = instruction.args
         assert self.comm is not None
         entries = args["weights"]
-        totals = [added([self.values[key] for key in entry["from"]]).flatten() for entry in entries]
+        totals = [self._total(entry["from"]).flatten() for entry in entries]
         sizes = [max(high - low for low, high in entry["cuts"]) for entry in entries]
         count = len(entries[0]["cuts"])
         parts = [
@@ -217,7 +232,7 @@ class Device:
         args = instruction.args
         assert self.comm is not None
         entries = args["weights"]
-        totals = [added([self.values[key] for key in entry["from"]]) for entry in entries]
+        totals = [self._total(entry["from"]) for entry in entries]
         flat = torch.cat([total.flatten() for total in totals]) * args.get("share", 1.0)
         self.comm.all_reduce(args["group"], flat)
         start = 0
@@ -226,18 +241,35 @@ class Device:
             start += total.numel()
 
     def _update(self, instruction: Instruction) -> None:
-        for entry in instruction.args["weights"]:
-            gradient = added([self.values[key] for key in entry["grads"]])
+        """In place: the plan lets nobody read the old weights any more."""
+        entries = instruction.args["weights"]
+        weights, gradients = [], []
+        for entry in entries:
+            gradient = self._total(entry["grads"])
             if self.last_gradients is not None:
                 self.last_gradients[entry["old"]] = gradient.detach().clone()
-            if entry["take_grad"] is not None:
-                gradient = gradient.flatten()[slice(*entry["take_grad"])]
             weight = self.values[entry["old"]]
-            part = weight if entry["take"] is None else weight.flatten()[slice(*entry["take"])]
-            self.values[entry["new"]] = self.optimizers.step(entry["old"], part, gradient, entry["weight"] if entry["partial"] else "")
+            weights.append(weight if entry["take"] is None else weight.view(-1)[slice(*entry["take"])])
+            gradients.append(gradient if entry["take_grad"] is None else gradient.flatten()[slice(*entry["take_grad"])])
+        partial = next((entry["weight"] for entry in entries if entry["partial"]), "")
+        self.optimizers.update(instruction.writes[0], weights, gradients, partial)
+        for entry, weight in zip(entries, weights, strict=True):
+            self.values[entry["new"]] = weight
 
 
 _OPERATIONS = ("send", "recv", "copy", "all_reduce", "exchange", "offload", "fetch", "gather", "scatter", "reduce", "update")
+
+
+def _accumulators(plan: DevicePlan) -> dict[Key, Key]:
+    """Which gradients are added up into which, as they come: those of one weight that one stream makes, so that the order is always the same."""
+    stream = {key: instruction.stream for instruction in plan.instructions for key in instruction.writes}
+    found: dict[Key, Key] = {}
+    for instruction in plan.instructions:
+        for entry in instruction.args.get("weights", ()):
+            keys = entry.get("grads") or entry.get("from") or ()
+            if len(keys) > 1 and all(key.startswith("dw:") for key in keys) and len({stream[key] for key in keys}) == 1:
+                found.update(dict.fromkeys(keys, f"sum:{keys[0]}"))
+    return found
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
@@ -246,4 +278,6 @@ def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
 
 def _to(value: Any, where: torch.device) -> Any:
     """Activations may be tuples of tensors."""
-    return type(value)(_to(part, where) for part in value) if isinstance(value, tuple | list) else value.to(where)
+    if isinstance(value, tuple | list):
+        return [_to(part, where) for part in value]
+    return value.to(where)

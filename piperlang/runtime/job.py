@@ -42,6 +42,8 @@ class Training:
     optimizer: Callable[[Any], Any]
     lr_schedule: Callable[[Any], Any] | None = None
     seed: int = 0
+    masters: bool = False
+    """Keep float32 masters of weights in half precision. Plain training does not, so it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,15 @@ class Step:
 class Job:
     def __init__(
         self, plan: Plan, captured: Captured, training: Training, digest: str = "", address: str | None = None, timeout: float = 300.0, loss_dtype: str = "float32",
-        cluster: Cluster | None = None,
+        cluster: Cluster | None = None, cuda: bool | None = None, compiles: bool | None = None,
     ) -> None:  # fmt: skip
-        """`cluster`: workers that are there already, and stay when the job ends."""
+        """`cluster`: workers that are there already, and stay when the job ends. CUDA is used where it is, and chunks are compiled there."""
         self.plan, self.captured = plan, captured
+        self.cuda = torch.cuda.is_available() if cuda is None else cuda
+        self.compiles = self.cuda if compiles is None else compiles
         self.borrowed = cluster is not None
         self.ending: threading.Thread | None = None
-        self.cluster = cluster or Cluster(len(plan.devices), address)
+        self.cluster = cluster or Cluster(len(plan.devices), address, self.cuda)
         try:
             self._set_up(training, digest, timeout, loss_dtype)
         except BaseException:
@@ -81,7 +85,7 @@ class Job:
             kinds = sorted({i.args["kind"] for i in device.instructions if "kind" in i.args})
             setup = Setup(
                 device, self.plan.kinds, self._pieces(tuple(kinds), made), self.plan.groups, ranks, str(folder / "store"), str(self.progress), digest, training.seed, timeout,
-                loss_dtype, training.make_model, training.optimizer, training.lr_schedule,
+                loss_dtype, self._pairs(), self.cuda, self.compiles, training.masters, training.make_model, training.optimizer, training.lr_schedule,
             )  # fmt: skip
             packed.append(pack(setup))
         try:
@@ -89,6 +93,10 @@ class Job:
         except Lost as lost:
             raise error("P0602", f"device {self.plan.devices[lost.worker].device} died while it was set up", help="is there enough memory for the model on every worker?") from None
         assert set(digests) == {digest}
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        sends = {(device.device, part[0]) for device in self.plan.devices for i in device.instructions if i.do == "send" for part in i.args["parts"]}
+        return sorted(sends)
 
     def _pieces(self, kinds: tuple[int, ...], made: dict[int, bytes]) -> bytes:
         """The pieces that a device runs, at their places in the plan's list of kinds."""

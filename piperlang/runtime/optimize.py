@@ -18,22 +18,19 @@ ELEMENTWISE = (
 
 
 class Optimizers:
-    """Weights in half precision have a master in float32, which is what is updated."""
-
-    def __init__(self, make: Callable[[Any], optim.Optimizer], make_schedule: Callable[[Any], Any] | None = None) -> None:
-        self.make, self.make_schedule = make, make_schedule
+    def __init__(self, make: Callable[[Any], optim.Optimizer], make_schedule: Callable[[Any], Any] | None = None, masters: bool = False) -> None:
+        """`masters`: weights in half precision have a master in float32, which is what is updated."""
+        self.make, self.make_schedule, self.masters = make, make_schedule, masters
         self.made: dict[object, tuple[optim.Optimizer, Any]] = {}
+        self.owned: dict[object, list[torch.nn.Parameter]] = {}
 
     def step(self, key: object, weight: torch.Tensor, gradient: torch.Tensor, partial: str = "", by: Written | None = None) -> torch.Tensor:
         """The weight after one step. `partial` names the weight where this is only a part of it, and `by` is who divided it."""
-        half = weight.dtype in (torch.bfloat16, torch.float16)
+        half = self.masters and weight.dtype in (torch.bfloat16, torch.float16)
         if key not in self.made:
             optimizer = self.make([torch.nn.Parameter(weight.detach().to(torch.float32 if half else weight.dtype, copy=True))])
             if partial and not isinstance(optimizer, ELEMENTWISE):
-                raise PiperError(Diagnostic(
-                    "P0601", f"{type(optimizer).__name__} would see only a part of weight {partial}", by.span if by else None, "divided here" if by else "",
-                    helps=("use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",), trail=by.trail if by else (),
-                ))  # fmt: skip
+                raise _needs_whole(optimizer, partial, by)
             self.made[key] = optimizer, self.make_schedule(optimizer) if self.make_schedule else None
         optimizer, schedule = self.made[key]
         (parameter,) = optimizer.param_groups[0]["params"]
@@ -44,6 +41,37 @@ class Optimizers:
         if schedule is not None:
             schedule.step()
         return parameter.detach().to(weight.dtype, copy=True)  # type: ignore[no-any-return]
+
+
+    def update(self, key: object, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], partial: str = "") -> None:
+        """One step for several weights, in place."""
+        half = self.masters and weights[0].dtype in (torch.bfloat16, torch.float16)
+        if key not in self.made:
+            owned = [torch.nn.Parameter(weight.detach().float() if half else weight.detach()) for weight in weights]
+            optimizer = self.make(owned)
+            if partial and not isinstance(optimizer, ELEMENTWISE):
+                raise _needs_whole(optimizer, partial, None)
+            self.made[key] = optimizer, self.make_schedule(optimizer) if self.make_schedule else None
+            self.owned[key] = owned
+        optimizer, schedule = self.made[key]
+        for parameter, weight, gradient in zip(self.owned[key], weights, gradients, strict=True):
+            if not half:
+                parameter.data = weight
+            parameter.grad = gradient.view_as(weight).to(parameter.dtype)
+        optimizer.step()
+        for parameter, weight in zip(self.owned[key], weights, strict=True):
+            parameter.grad = None
+            if half:
+                weight.copy_(parameter)
+        if schedule is not None:
+            schedule.step()
+
+
+def _needs_whole(optimizer: optim.Optimizer, weight: str, by: Written | None) -> PiperError:
+    return PiperError(Diagnostic(
+        "P0601", f"{type(optimizer).__name__} would see only a part of weight {weight}", by.span if by else None, "divided here" if by else "",
+        helps=("use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",), trail=by.trail if by else (),
+    ))  # fmt: skip
 
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from piperlang.plan.instruction import DevicePlan, Instruction
 from piperlang.runtime.comm import Comm
+from piperlang.runtime.cuda import CudaStreams, compiled
 from piperlang.runtime.execute import Device
 from piperlang.runtime.optimize import Optimizers
 from piperlang.runtime.streams import Failed, Streams
@@ -36,6 +37,10 @@ class Setup:
     seed: int
     timeout: float
     loss_dtype: str
+    pairs: list[tuple[int, int]]
+    cuda: bool
+    compiles: bool
+    masters: bool
     make_model: Callable[[], Any]
     optimizer: Callable[[Any], Any]
     lr_schedule: Callable[[Any], Any] | None
@@ -55,7 +60,8 @@ class Report:
 class Worker:
     """Not yet an actor: the driver makes it one, so that this file needs no Ray."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        os.environ.update(environment or {})
         torch.set_num_threads(1)
         self.device: Device | None = None
 
@@ -70,16 +76,24 @@ class Worker:
         self.close()
         setup: Setup = pickle.loads(packed)
         rank = setup.ranks[setup.plan.device]
-        self.comm = Comm(rank, len(setup.ranks), setup.store, setup.groups, setup.ranks, setup.timeout)
+        where = torch.device("cuda", rank % torch.cuda.device_count()) if setup.cuda else torch.device("cpu")
+        if setup.cuda:
+            torch.cuda.set_device(where)
+        self.comm = Comm(rank, len(setup.ranks), setup.store, setup.groups, setup.ranks, setup.timeout, setup.pairs, setup.cuda)
         torch.manual_seed(setup.seed)
         model = setup.make_model()
         weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         # After the model: what it defines, operators of its own above all, is what pieces call.
         pieces = pickle.loads(setup.pieces)
-        self.device = Device(setup.plan, setup.kinds, pieces, weights, Optimizers(setup.optimizer, setup.lr_schedule), self.comm, torch.device("cpu"), setup.seed)
+        if setup.compiles:
+            pieces = compiled(pieces)
+        self.device = Device(setup.plan, setup.kinds, pieces, weights, Optimizers(setup.optimizer, setup.lr_schedule, setup.masters), self.comm, where, setup.seed)
         self.device.loss_dtype = getattr(torch, setup.loss_dtype)
         self._open_progress(setup.progress, rank)
-        self.streams = Streams(setup.plan.instructions, self._execute, f"{setup.plan.device}:")
+        made = CudaStreams if setup.cuda else Streams
+        self.streams: Streams | CudaStreams = made(setup.plan.instructions, self._execute, f"{setup.plan.device}:")
+        if isinstance(self.streams, CudaStreams):
+            self.streams.values = self.device
         self.positions = {id(instruction): i for i, instruction in enumerate(setup.plan.instructions)}
         self.steps = 0
         del model, weights
@@ -111,7 +125,8 @@ class Worker:
         loss = self.device.end()
         self.steps += 1
         struct.pack_into("<i", self.progress, self.slot, -1)
-        return Report(loss, time.perf_counter() - started, _resident())
+        memory = torch.cuda.max_memory_allocated() if self.comm.cuda else _resident()
+        return Report(loss, time.perf_counter() - started, memory)
 
     def running(self) -> dict[str, int]:
         """Which instruction each stream is at, for a message about somebody else."""
@@ -119,11 +134,11 @@ class Worker:
 
     def weights(self) -> dict[str, torch.Tensor]:
         assert self.device is not None
-        return dict(self.device.kept)
+        return {key: value.cpu() for key, value in self.device.kept.items()}
 
     def gradients(self) -> dict[str, Any]:
         assert self.device is not None
-        return dict(self.device.last_gradients or {})
+        return {key: value.cpu() for key, value in (self.device.last_gradients or {}).items()}
 
     def close(self) -> None:
         if self.device is not None:

@@ -1,0 +1,88 @@
+"""The schedules of tests/test_job.py on CUDA over NCCL, four ranks sharing what GPUs there are, against plain training on one.
+
+    python -m benchmarks.nccl [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from piperlang.capture.program import capture
+from piperlang.plan.lower import lower
+from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.job import Job, Training
+from tests.equivalence import SAMPLES, compiled, optimizer, relative
+from tests.models import CASES
+from tests.test_job import SCHEDULES
+
+RANKS = 4
+
+
+def compare(cluster: Cluster, model: str, script: str, compiles: bool) -> dict[str, Any]:
+    case = CASES[model]
+
+    def batch(step: int, device: str) -> Any:
+        torch.manual_seed(100 + step)
+        return tuple(t.to(device) for t in case.batch(SAMPLES))
+
+    graph, captured = compiled(capture(case.model, case.loss, batch(0, "cuda")), script)
+    plan = lower(graph)
+    if len(plan.devices) > RANKS:
+        return {"devices": len(plan.devices), "skipped": f"needs {len(plan.devices)} ranks"}
+    torch.manual_seed(0)
+    plain = case.model().cuda()
+    eager = optimizer([p for p in plain.parameters() if p.requires_grad])
+    worst = {"loss": 0.0, "gradients": 0.0}
+    with Job(plan, captured, Training(case.model, optimizer), timeout=60, cluster=cluster, cuda=True, compiles=compiles) as job:
+        for step in range(2):
+            done = job.step(batch(step, "cpu"), gradients=True)
+            inputs, target = batch(step, "cuda")
+            eager.zero_grad()
+            loss = case.loss(plain(inputs), target)
+            loss.backward()
+            worst["loss"] = max(worst["loss"], abs(done.loss - loss.item()) / abs(loss.item()))
+            expected = {name: p.grad.cpu() for name, p in plain.named_parameters() if p.grad is not None}
+            for found in job.gradients():
+                for key, gradient in found.items():
+                    name = graph.held[key].weight
+                    if gradient.shape == expected[name].shape:
+                        worst["gradients"] = max(worst["gradients"], relative(gradient, expected[name]))
+            eager.step()
+        weights = job.weights()
+    worst["weights"] = max(relative(weights[name], p.detach().cpu()) for name, p in plain.named_parameters())
+    return {"devices": len(plan.devices), **worst}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    cluster = Cluster(RANKS, cuda=True)
+    try:
+        for name, (model, script) in SCHEDULES.items():
+            started = time.perf_counter()
+            script = script.replace("dp: 2", "dp: 1") if "pp: 4" in script else script  # four ranks are what there is
+            try:
+                row: dict[str, Any] = compare(cluster, model, script, options.compile)
+            except Exception as problem:
+                traceback.print_exc()
+                row = {"error": f"{type(problem).__name__}: {problem}"[:300]}
+            rows.append({"schedule": name, "model": model, **row, "seconds": round(time.perf_counter() - started, 1)})
+            if not options.json:
+                print(rows[-1], flush=True)
+    finally:
+        cluster.close()
+    if options.json:
+        print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

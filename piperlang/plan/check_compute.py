@@ -1,0 +1,222 @@
+"""Passes of chunks: they take and give what their kind says, every sample is seen once, and every loss counts once.
+
+Keys are names: `NAME#POINT` is the value NAME of a microbatch, `d:NAME:C.i` its gradient through input i of chunk C, `dw:WEIGHT@C.i` that of weight i,
+`saved:C` what a forward keeps. So it can be seen without a graph that a chunk is given what it is given elsewhere, and of one microbatch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from piperlang.ir.graph import COMPUTE, Key
+from piperlang.ir.model import Slot
+from piperlang.plan.check import At, Checked
+from piperlang.plan.check_partners import fills
+from piperlang.plan.instruction import Plan
+
+CODE = "P0504"
+GIVEN = ("seed", "rng")
+SUFFIX = re.compile(r"@\d+|[~!+]")
+BUNDLES = ("saved", "kept")
+
+
+def compute(checked: Checked) -> None:
+    names = _Names(checked)
+    seen: dict[int, At] = {}
+    kinds, last = checked.plan.kinds, checked.plan.samples
+    parts = [(kind["samples"], _share(checked.plan, kind), kind["arranged"][0]) for kind in kinds]
+    for at in checked.all(*COMPUTE):
+        do, _, node, reads, writes, _, args = at[2]
+        number = args["kind"]
+        if not 0 <= number < len(kinds):
+            checked.wrong(CODE, f"a pass of kind {number}, and there are {len(kinds)}", at)
+            continue
+        other = seen.setdefault(node, at)
+        theirs = other[2][6]
+        if other is at or theirs["reads"] != args["reads"] or other[2][4] != writes or other[2][3] != reads:
+            checked.steps += len(reads) + len(writes)
+            if _fits(checked, at, do, reads, writes, args["reads"], kinds[number]):
+                names.learn(at, kinds[number])
+        if theirs["kind"] != number:
+            checked.wrong(CODE, "devices of one node run different pieces of the model", other, at)
+        samples, share, divides = parts[number]
+        if not 0 <= args["first"] <= last - samples or args.get("share", share) != share or divides or args["at"]:
+            _placed(checked, at, args, kinds[number], share)
+
+
+def _fits(checked: Checked, at: At, do: str, reads: Sequence[Key], writes: Sequence[Key], groups: Sequence[Sequence[Key]], kind: Mapping[str, Any]) -> bool:
+    """The right number of everything, and reads that say what is taken."""
+    single = [slot for slot in kind["gives"] if slot[0] not in BUNDLES]
+    least, most = (1, 1) if do == "R" else (len(single), len(single) + (do in ("F", "I")))
+    if do != kind["op"]:
+        return _no(checked, f"{do} of a piece that is a {kind['op']}", at)
+    if len(groups) != len(kind["slots"]):
+        return _no(checked, f"{len(groups)} things are read for {len(kind['slots'])} slots", at)
+    if tuple([key for keys in groups for key in keys if key not in GIVEN]) != tuple(reads):
+        return _no(checked, "a pass does not take what it says it reads", at)
+    if not least <= len(writes) <= most:
+        return _no(checked, f"{len(writes)} values are written, and a {do} gives {least}", at)
+    for slot, keys in zip(kind["slots"], groups, strict=True):
+        if len(keys) != 1 and slot[0] != "grad_output":
+            return _no(checked, f"{len(keys)} values for {_slot(slot)}", at)
+        if slot[0] == "grad_output" and not keys and slot[1] not in at.does.args.get("zeros", {}):
+            return _no(checked, f"no gradient for {_slot(slot)}", at)
+    return True
+
+
+def _no(checked: Checked, message: str, at: At) -> bool:
+    checked.wrong(CODE, message, at)
+    return False
+
+
+def _slot(slot: Slot) -> str:
+    return f"{slot[0].replace('_', ' of ')} {slot[1]}"
+
+
+class _Names:
+    """What stands in each slot of each chunk, as the passes of all microbatches say."""
+
+    def __init__(self, checked: Checked) -> None:
+        self.checked = checked
+        self.known: dict[tuple[int, str, int], tuple[str, At]] = {}
+        self.makers: dict[str, tuple[int, At]] = {}
+
+    def learn(self, at: At, kind: Mapping[str, Any]) -> None:
+        chunk, writes = kind["chunk"], at.does.writes
+        gives = [("saved", 0)] if at.does.do == "R" else [slot for slot in kind["gives"] if slot[0] not in BUNDLES]
+        if len(writes) > len(gives):
+            gives.append(("saved" if at.does.do == "F" else "kept", 0))
+        point = _point(writes[0].partition("#")[2])
+        for slot, keys in (*zip(kind["slots"], at.does.args["reads"], strict=True), *((slot, (key,)) for slot, key in zip(gives, writes, strict=True))):
+            for key in keys:
+                base, _, where = key.partition("#")
+                if key not in GIVEN:
+                    self._one(at, chunk, slot, base, key)
+                    if not _same_piece(_point(where), point) and slot[0] != "weight":
+                        self.checked.wrong(CODE, f"{key} is of another part of the batch than {writes[0]}", at)
+        for slot, key in zip(gives, writes, strict=True):
+            if slot[0] == "output":
+                maker = self.makers.setdefault(key.partition("#")[0], (chunk, at))
+                if maker[0] != chunk:
+                    self.checked.wrong(CODE, f"two chunks make {key.partition('#')[0]}", maker[1], at)
+
+    def _one(self, at: At, chunk: int, slot: Slot, base: str, key: Key) -> None:
+        said = _said(slot, base, chunk)
+        if said is None:
+            self.checked.wrong(CODE, f"{key} is no {_slot(slot)} of chunk {chunk}", at)
+            return
+        name, other = self.known.setdefault((chunk, slot[0].removeprefix("grad_"), slot[1]), (said, at))
+        if name != said:
+            self.checked.wrong(CODE, f"{_slot(slot)} of chunk {chunk} is {said} here and {name} elsewhere", *dict.fromkeys((other, at)))
+
+
+def _said(slot: Slot, base: str, chunk: int) -> str | None:
+    """The name in a key, if it can stand in the slot."""
+    kind, i = slot
+    head, _, rest = base.partition(":")
+    if kind in BUNDLES:
+        return kind if base == f"{kind}:{chunk}" else None
+    if kind == "weight":
+        name, _, home = rest.rpartition("@")
+        return name if head == "w" and (":" not in home or home.partition(":")[2][:-1] == str(chunk)) else None
+    if kind == "grad_weight":
+        return rest.rpartition("@")[0] if head == "dw" and rest.endswith(f"@{chunk}.{i}") else None
+    if kind == "batch":
+        name, _, reader = base.rpartition("@")
+        return name if reader == str(chunk) else None
+    if kind in ("grad_input", "grad_output"):
+        name, _, reader = rest.rpartition(":")
+        return name if head == "d" and (kind == "grad_output" or reader == f"{chunk}.{i}") else None
+    return base if head not in ("w", "d", "dw", "g", "saved", "kept", "host", "now") or not rest else None
+
+
+def _point(where: str) -> str:
+    return SUFFIX.sub("", where).replace("/", ".").strip(".")
+
+
+def _same_piece(a: str, b: str) -> bool:
+    """Of the same microbatch, or one of a part of the other's."""
+    return a == b or not a or not b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+# -------------------------------------------------------------------------------------------------- data and losses
+
+
+def _share(plan: Plan, kind: Mapping[str, Any]) -> float:
+    """What the loss of a piece counts for."""
+    return float(kind["samples"] / plan.samples) if plan.combine == "mean" else 1.0
+
+
+def _placed(checked: Checked, at: At, args: Mapping[str, Any], kind: Mapping[str, Any], share: float) -> None:
+    """Which samples a device has, and what they count for."""
+    plan, samples, first = checked.plan, kind["samples"], args["first"]
+    divides = kind["arranged"][0]
+    if not 0 <= first <= plan.samples - samples or len(args["at"]) != len(divides) or any(not 0 <= k < d.size for k, d in zip(args["at"], divides, strict=True)):
+        checked.wrong(CODE, f"{samples} samples from number {first} at {args['at']}: there is no such part of {plan.samples}", at)
+    if abs(args.get("share", share) - share) > 1e-12:
+        checked.wrong(CODE, f"a loss of {samples} of {plan.samples} samples counts for {args['share']:g}", at, notes=(f"it should count for {share:g}",))
+
+
+def losses(checked: Checked) -> None:
+    """What is counted makes up the batch."""
+    plan = checked.plan
+    found: list[tuple[int, int, At]] = []
+    makers = {(at.device, key): at for at in checked.of["F"] for key in at.does.writes}
+    for d, device in enumerate(plan.devices):
+        for key, share in device.losses.items():
+            at = makers.get((d, key))
+            kind = plan.kinds[at.does.args["kind"]] if at else None
+            if at is None or kind is None or kind["loss"] is None or at.does.writes[kind["loss"]] != key:
+                checked.wrong(CODE, f"{key} is no loss", *([at] if at else []))
+                continue
+            expected = _share(plan, kind)
+            if abs(share - expected) > 1e-12:
+                checked.wrong(CODE, f"a loss of {kind['samples']} of {plan.samples} samples counts for {share:g}", at, notes=(f"it should count for {expected:g}",))
+            found.append((at.does.args["first"], at.does.args["first"] + kind["samples"], at))
+    found.sort(key=lambda item: item[:2])
+    checked.steps += len(found)
+    for (_, end, one), (start, _, other) in zip(found, found[1:], strict=False):
+        if start != end:
+            checked.wrong(CODE, f"samples {min(start, end)} to {max(start, end)} count {'twice' if start < end else 'nowhere'} in the loss", one, other)
+    if found and (found[0][0] != 0 or found[-1][1] != plan.samples):
+        checked.wrong(CODE, f"losses are of samples {found[0][0]} to {found[-1][1]}, and the batch has {plan.samples}", found[0][2], *([found[-1][2]] if found[1:] else []))
+    if not found:
+        checked.wrong(CODE, "no device counts a loss")
+
+
+def data(checked: Checked) -> None:
+    """Of every tensor of the batch, each chunk that reads it sees all samples."""
+    plan = checked.plan
+    parts: dict[str, dict[Any, int]] = {}
+    feeds: list[dict[Key, Any]] = []
+    for d, device in enumerate(plan.devices):
+        feeds.append({key: box for key, _, box in device.feeds})
+        for key, name, box in device.feeds:
+            base = key.partition("#")[0]
+            if base.rpartition("@")[0] != name:
+                checked.wrong(CODE, f"device {device.device} is given {name} as {key}", *_reader(checked, d, key))
+            parts.setdefault(base, {}).setdefault(tuple(box), d)
+    extents: dict[str, tuple[tuple[int, ...], str]] = {}
+    for base, boxes in parts.items():
+        extent = tuple(max(high for _, high in dim) for dim in zip(*boxes, strict=True))
+        checked.steps += len(boxes)
+        whole, other = extents.setdefault(base.rpartition("@")[0], (extent, base))
+        if not extent or extent[0] % plan.samples or whole != extent or not fills(list(boxes), extent):
+            readers = [at for d in dict.fromkeys((*boxes.values(),)) for at in _reader(checked, d, base)][:2]
+            notes = (f"{base} is given in parts {sorted(boxes)}", *((f"{other} has {list(whole)}",) if whole != extent else ()))
+            checked.wrong(CODE, f"the parts of {base.rpartition('@')[0]} do not make up the batch of {plan.samples} samples", *readers, notes=notes)
+    fed = [[k for k, slot in enumerate(kind["slots"]) if slot[0] == "batch"] for kind in plan.kinds]
+    for at in checked.all(*COMPUTE):
+        args = at[2][6]
+        for k in fed[args["kind"]]:
+            key, samples = args["reads"][k][0], plan.kinds[args["kind"]]["samples"]
+            box = feeds[at[0]].get(key)
+            if box and (box[0][0] * samples != args["first"] * (box[0][1] - box[0][0]) or not prod(high - low for low, high in box)):
+                checked.wrong(CODE, f"{key} is {list(box[0])} of the batch, and the pass is of {samples} samples from number {args['first']}", at)
+
+
+def _reader(checked: Checked, d: int, base: str) -> list[At]:
+    return [At(d, i, x) for i, x in enumerate(checked.plan.devices[d].instructions) if any(key.startswith(base) for key in x.reads)][:1]

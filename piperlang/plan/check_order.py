@@ -1,0 +1,172 @@
+"""Whether everybody comes to an end: streams as queues, run as far as they go, each woken by what it waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from piperlang.diagnostics import Diagnostic
+from piperlang.plan.check import COLLECTIVE, At, Checked, Stop
+from piperlang.plan.instruction import Instruction
+
+Message = tuple[int, int, int]
+
+
+def order(checked: Checked) -> None:
+    """With sends that never wait, as the runtime has them."""
+    _Run(checked, True).run()
+
+
+def rendezvous(checked: Checked) -> None:
+    """With sends that end only once every receiver has come to take its part."""
+    _Run(checked, False).run()
+
+
+class _Queue:
+    """One stream of one device."""
+
+    __slots__ = ("at", "device", "list", "entered")
+
+    def __init__(self, device: int) -> None:
+        self.device, self.at, self.entered = device, 0, False
+        self.list: list[int] = []
+
+
+class _Run:
+    def __init__(self, checked: Checked, buffered: bool) -> None:
+        self.checked, self.plan, self.buffered = checked, checked.plan, buffered
+        self.numbers = [device.device for device in self.plan.devices]
+        self.queues: list[dict[str, _Queue]] = []
+        for d, device in enumerate(self.plan.devices):
+            queues: dict[str, _Queue] = {}
+            for i, instruction in enumerate(device.instructions):
+                queue = queues.get(instruction[1])
+                if queue is None:
+                    queue = queues[instruction[1]] = _Queue(d)
+                queue.list.append(i)
+            self.queues.append(queues)
+        self.done = [bytearray(len(device.instructions)) for device in self.plan.devices]
+        self.waiting: list[dict[int, list[_Queue]]] = [{} for _ in self.plan.devices]
+        self.sent: set[Message] = set()
+        self.taken: set[Message] = set()
+        self.for_message: dict[tuple[bool, Message], _Queue] = {}
+        self.arrived: list[list[_Queue]] = [[] for _ in self.plan.groups]
+        self.work = [queue for queues in self.queues for queue in queues.values()]
+
+    def run(self) -> None:
+        while self.work:
+            self._advance(self.work.pop())
+        if any(queue.at < len(queue.list) for queues in self.queues for queue in queues.values()):
+            self._stuck()
+
+    def _advance(self, queue: _Queue) -> None:
+        """One stream as far as it goes. All that is done for every instruction is here: it has to be quick."""
+        d = queue.device
+        instructions, done, waiting = self.plan.devices[d].instructions, self.done[d], self.waiting[d]
+        order = queue.list
+        start = queue.at
+        for place in range(start, len(order)):
+            queue.at = place
+            i = order[place]
+            do, _, _, _, _, waits, args = instructions[i]
+            for earlier in waits:
+                if not done[earlier]:
+                    waiting.setdefault(earlier, []).append(queue)
+                    self.checked.steps += place - start
+                    return
+            if (do == "send" and not self._send(queue, args)) or (do == "recv" and not self._recv(queue, args)) or (do in COLLECTIVE and not self._meet(queue, args["group"])):
+                self.checked.steps += place - start
+                return
+            queue.entered = False
+            done[i] = 1
+            if i in waiting:
+                self.work += waiting.pop(i)
+        queue.at = len(order)
+        self.checked.steps += len(order) - start
+
+    def _send(self, queue: _Queue, args: dict[str, Any]) -> bool:
+        me = self.numbers[queue.device]
+        for target, tag, *_ in args["parts"]:
+            message = (me, target, tag)
+            self.sent.add(message)
+            receiver = self.for_message.pop((True, message), None)
+            if receiver is not None:
+                self.work.append(receiver)
+        return self.buffered or self._all(queue, [(me, part[0], part[1]) for part in args["parts"]], self.taken, False)
+
+    def _recv(self, queue: _Queue, args: dict[str, Any]) -> bool:
+        me = self.numbers[queue.device]
+        messages = [(part[0], me, part[1]) for part in args["parts"]]
+        if not self.buffered and not queue.entered:
+            queue.entered = True
+            for message in messages:
+                self.taken.add(message)
+                sender = self.for_message.pop((False, message), None)
+                if sender is not None:
+                    self.work.append(sender)
+        return self._all(queue, messages, self.sent, True)
+
+    def _all(self, queue: _Queue, messages: list[Message], there: set[Message], receiving: bool) -> bool:
+        for message in messages:
+            if message not in there:
+                self.for_message[receiving, message] = queue
+                return False
+        return True
+
+    def _meet(self, queue: _Queue, group: int) -> bool:
+        """The last member to come lets everybody go on."""
+        arrived = self.arrived[group]
+        if queue.entered:
+            return True
+        arrived.append(queue)
+        if len(arrived) < len(self.plan.groups[group][0]):
+            return False
+        self.arrived[group] = []
+        for other in arrived:
+            other.entered = True
+            if other is not queue:
+                self.work.append(other)
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- stuck
+
+    def _stuck(self) -> None:
+        """Follow who waits for whom until somebody comes up again."""
+        self.sender: dict[Message, At] = {(self.numbers[at.device], part[0], part[1]): at for at in self.checked.of["send"] for part in at.does.args["parts"]}
+        self.receiver: dict[Message, At] = {(part[0], self.numbers[at.device], part[1]): at for at in self.checked.of["recv"] for part in at.does.args["parts"]}
+        queue = next(queue for queues in self.queues for queue in queues.values() if queue.at < len(queue.list))
+        path: list[_Queue] = []
+        reasons: list[tuple[At, At]] = []
+        while queue not in path:
+            path.append(queue)
+            here = self._head(queue)
+            there = self._awaited(here)
+            reasons.append((here, there))
+            queue = self.queues[there.device][there.does.stream]
+        circle = reasons[path.index(queue) :]
+        notes = tuple(f"{self.checked.name(here)} waits for {self.checked.name(there)}" for here, there in circle[:12])
+        lines = dict.fromkeys(line for here, _ in circle if (line := self.plan.lines[here.does.node]))
+        helps = (f"look at the order that {', '.join(list(lines)[:6])} ask{'s' if len(lines) == 1 else ''} for",) if lines else ("make the plan again from its script",)
+        devices = sorted({self.numbers[here.device] for here, _ in circle})
+        who = f"devices {', '.join(map(str, devices[:8]))}{' ...' if devices[8:] else ''} wait for each other" if len(devices) > 1 else f"streams of device {devices[0]} wait for each other"
+        self.checked.found.append(Diagnostic("P0501", who, notes=notes, helps=helps))
+        raise Stop
+
+    def _head(self, queue: _Queue) -> At:
+        i = queue.list[queue.at]
+        return At(queue.device, i, self.plan.devices[queue.device].instructions[i])
+
+    def _awaited(self, here: At) -> At:
+        """What keeps an instruction from going on: of several, the first."""
+        does: Instruction = here.does
+        instructions, me = self.plan.devices[here.device].instructions, self.numbers[here.device]
+        for earlier in does.waits:
+            if not self.done[here.device][earlier]:
+                return At(here.device, earlier, instructions[earlier])
+        if does.do == "recv":
+            return next(self.sender[part[0], me, part[1]] for part in does.args["parts"] if (part[0], me, part[1]) not in self.sent)
+        if does.do == "send":
+            return next(self.receiver[me, part[0], part[1]] for part in does.args["parts"] if (me, part[0], part[1]) not in self.taken)
+        group = does.args["group"]
+        here_already = {queue.device for queue in self.arrived[group]}
+        member = next(d for d, number in enumerate(self.numbers) if number in self.plan.groups[group][0] and d not in here_already)
+        return next(At(member, i, x) for i, x in enumerate(self.plan.devices[member].instructions) if x.args.get("group") == group and not self.done[member][i])

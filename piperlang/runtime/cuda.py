@@ -1,0 +1,84 @@
+"""Logical streams on CUDA: the host issues instructions in the order of the plan, each on its own CUDA stream, and never waits inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from piperlang.capture.differentiate import Piece
+from piperlang.plan.instruction import Instruction
+from piperlang.runtime.execute import Device
+from piperlang.runtime.streams import Failed
+
+
+class CudaStreams:
+    """The same interface as Streams."""
+
+    values: Device
+
+    def __init__(self, instructions: Sequence[Instruction], execute: Callable[[Instruction], None], name: str = "") -> None:
+        self.instructions, self.execute = instructions, execute
+        self.streams: dict[str, Any] = {stream: torch.cuda.Stream() for stream in dict.fromkeys(i.stream for i in instructions)}  # type: ignore[no-untyped-call]
+        waited = {i for instruction in instructions for i in instruction.waits}
+        self.events: dict[int, Any] = {i: torch.cuda.Event() for i in waited}  # type: ignore[no-untyped-call]
+        self.made = {key: instruction.stream for instruction in instructions for key in instruction.writes}
+        self.running: dict[str, int] = {}
+
+    def step(self) -> None:
+        start = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        start.record()
+        for stream in self.streams.values():
+            stream.wait_event(start)
+        for i, instruction in enumerate(self.instructions):
+            self.running = {instruction.stream: i}
+            stream = self.streams[instruction.stream]
+            with torch.cuda.stream(stream):
+                for earlier in instruction.waits:
+                    stream.wait_event(self.events[earlier])
+                self._borrow(instruction, stream)
+                try:
+                    self.execute(instruction)
+                except BaseException as problem:
+                    raise Failed(instruction, problem) from problem
+                if i in self.events:
+                    self.events[i].record()
+        current = torch.cuda.current_stream()
+        for stream in self.streams.values():
+            current.wait_stream(stream)
+        self.running = {}
+
+    def _borrow(self, instruction: Instruction, stream: Any) -> None:
+        """What another stream made must not be given to anybody else while this stream reads it."""
+        for key in instruction.reads:
+            if self.made.get(key, instruction.stream) != instruction.stream:
+                for tensor in _tensors(self.values.values.get(key)):
+                    tensor.record_stream(stream)
+
+    def close(self) -> None:
+        self.streams.clear()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda:
+            yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def compiled(pieces: Sequence[Piece | None]) -> list[Piece | None]:
+    """Pieces compiled by Inductor, each distinct one once."""
+    known: dict[int, Piece] = {}
+    found: list[Piece | None] = []
+    for piece in pieces:
+        if piece is not None and id(piece) not in known:
+            known[id(piece)] = replace(piece, module=torch.compile(piece.module, fullgraph=True, dynamic=False))  # type: ignore[arg-type]
+        found.append(known[id(piece)] if piece is not None else None)
+    return found
