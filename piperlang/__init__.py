@@ -4,15 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from piperlang.capture.annotate import annotate
+    from piperlang.runtime.api import compile
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "annotate"]
+__all__ = ["__version__", "annotate", "compile"]
 
 
 def __getattr__(name: str) -> Any:
-    """`piperlang.annotate` needs torch, which the rest of the front end must not import."""
+    """`piperlang.annotate` and `piperlang.compile` need torch, which the rest of the front end must not import."""
     if name == "annotate":
         from piperlang.capture.annotate import annotate
 
         return annotate
+    if name == "compile":
+        from piperlang.runtime.api import compile
+
+        return compile
     raise AttributeError(f"module 'piperlang' has no attribute {name!r}")

@@ -49,7 +49,9 @@ def job() -> Job:
 
 
 def struck(worker: int, number: int, delay: float, within: float) -> PiperError:
-    """A step during which a worker is hit by a signal, and the error it ends in, which must come in time."""
+    """A step during which a worker is hit by a signal, and the error it ends in, which must come in time.
+
+    On a quiet machine errors come in 0.5 s (killed) and 4 s (stopped); the limits here are for a busy one, `-m slow` has the promised ones."""
     running = job()
     folder = running.cluster.folder
     try:
@@ -73,13 +75,18 @@ def struck(worker: int, number: int, delay: float, within: float) -> PiperError:
         running.close()
 
 
+BUSY, PROMISED = 4.0, 1.0
+
+
 @pytest.mark.parametrize(
-    ("worker", "delay"),
-    [(0, 0.1), (1, 0.1), pytest.param(0, 0.0, marks=pytest.mark.slow), pytest.param(1, 1.0, marks=pytest.mark.slow), pytest.param(0, 1.7, marks=pytest.mark.slow)],
-    ids=["computing", "waiting", "between steps", "backward", "late"],
-)
-def test_a_worker_that_is_killed(worker: int, delay: float) -> None:
-    (diagnostic,) = struck(worker, signal.SIGKILL, delay, 1.0).diagnostics
+    ("worker", "delay", "within"),
+    [
+        (0, 0.1, BUSY), *(pytest.param(worker, delay, PROMISED, marks=pytest.mark.slow) for worker in (0, 1) for delay in (0.0, 0.1, 1.0, 1.7)),
+    ],
+)  # fmt: skip
+def test_a_worker_that_is_killed(worker: int, delay: float, within: float) -> None:
+    """Between steps, in the first forward (where worker 1 still waits), in the middle, and late."""
+    (diagnostic,) = struck(worker, signal.SIGKILL, delay, within).diagnostics
     assert diagnostic.code == "P0602"
     assert f"device {worker} died" in diagnostic.message
     if delay:
@@ -87,8 +94,9 @@ def test_a_worker_that_is_killed(worker: int, delay: float) -> None:
         assert any(f"device {1 - worker} was at" in note for note in diagnostic.notes), diagnostic.notes
 
 
-def test_a_worker_that_is_stopped() -> None:
-    (diagnostic,) = struck(1, signal.SIGSTOP, 0.3, 5.0).diagnostics
+@pytest.mark.parametrize("within", [10.0, pytest.param(5.0, marks=pytest.mark.slow)])
+def test_a_worker_that_is_stopped(within: float) -> None:
+    (diagnostic,) = struck(1, signal.SIGSTOP, 0.3, within).diagnostics
     assert diagnostic.code == "P0603"
     assert "device 1 does not answer" in diagnostic.message
 
@@ -100,4 +108,4 @@ def test_a_driver_that_is_killed() -> None:
     assert len(processes(folder)) > 2
     driver.kill()
     driver.wait()
-    gone(folder, 10.0)
+    gone(folder, 20.0)

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import fx
 
-import piperlang
 from piperlang.source import Source, Span
 
-_OTHERS = (sysconfig.get_path("stdlib"), str(Path(piperlang.__file__).parent), "<")
+_OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 

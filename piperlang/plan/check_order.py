@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from piperlang.diagnostics import Diagnostic
@@ -48,9 +49,11 @@ class _Run:
         self.waiting: list[dict[int, list[_Queue]]] = [{} for _ in self.plan.devices]
         self.sent: set[Message] = set()
         self.taken: set[Message] = set()
-        self.for_message: dict[tuple[bool, Message], _Queue] = {}
+        self.receivers: dict[Message, _Queue] = {}
+        self.senders: dict[Message, _Queue] = {}
         self.arrived: list[list[_Queue]] = [[] for _ in self.plan.groups]
-        self.work = [queue for queues in self.queues for queue in queues.values()]
+        # First in, first out: by the time it is a receiver's turn, more than one message may have come.
+        self.work = deque(queue for queues in self.queues for queue in queues.values())
 
     def run(self) -> None:
         while self.work:
@@ -60,20 +63,39 @@ class _Run:
 
     def _advance(self, queue: _Queue) -> None:
         """One stream as far as it goes. All that is done for every instruction is here: it has to be quick."""
-        d = queue.device
+        d, order, start = queue.device, queue.list, queue.at
         instructions, done, waiting = self.plan.devices[d].instructions, self.done[d], self.waiting[d]
-        order = queue.list
-        start = queue.at
+        me, buffered, sent, receivers = self.numbers[d], self.buffered, self.sent, self.receivers
         for place in range(start, len(order)):
-            queue.at = place
             i = order[place]
             do, _, _, _, _, waits, args = instructions[i]
+            open_ = True
             for earlier in waits:
                 if not done[earlier]:
                     waiting.setdefault(earlier, []).append(queue)
-                    self.checked.steps += place - start
-                    return
-            if (do == "send" and not self._send(queue, args)) or (do == "recv" and not self._recv(queue, args)) or (do in COLLECTIVE and not self._meet(queue, args["group"])):
+                    open_ = False
+                    break
+            else:
+                if do == "recv":
+                    if not buffered:
+                        self._come(queue, me, args)
+                    for part in args["parts"]:
+                        message = part[0], me, part[1]
+                        if message not in sent:
+                            receivers[message] = queue
+                            open_ = False
+                            break
+                elif do == "send":
+                    for part in args["parts"]:
+                        message = me, part[0], part[1]
+                        sent.add(message)
+                        if message in receivers:
+                            self.work.append(receivers.pop(message))
+                    open_ = buffered or self._delivered(queue, me, args)
+                elif do in COLLECTIVE:
+                    open_ = self._meet(queue, args["group"])
+            if not open_:
+                queue.at = place
                 self.checked.steps += place - start
                 return
             queue.entered = False
@@ -83,32 +105,21 @@ class _Run:
         queue.at = len(order)
         self.checked.steps += len(order) - start
 
-    def _send(self, queue: _Queue, args: dict[str, Any]) -> bool:
-        me = self.numbers[queue.device]
-        for target, tag, *_ in args["parts"]:
-            message = (me, target, tag)
-            self.sent.add(message)
-            receiver = self.for_message.pop((True, message), None)
-            if receiver is not None:
-                self.work.append(receiver)
-        return self.buffered or self._all(queue, [(me, part[0], part[1]) for part in args["parts"]], self.taken, False)
-
-    def _recv(self, queue: _Queue, args: dict[str, Any]) -> bool:
-        me = self.numbers[queue.device]
-        messages = [(part[0], me, part[1]) for part in args["parts"]]
-        if not self.buffered and not queue.entered:
+    def _come(self, queue: _Queue, me: int, args: dict[str, Any]) -> None:
+        """A receiver is there: whoever has been waiting to send to it may."""
+        if not queue.entered:
             queue.entered = True
-            for message in messages:
+            for part in args["parts"]:
+                message = part[0], me, part[1]
                 self.taken.add(message)
-                sender = self.for_message.pop((False, message), None)
-                if sender is not None:
-                    self.work.append(sender)
-        return self._all(queue, messages, self.sent, True)
+                if message in self.senders:
+                    self.work.append(self.senders.pop(message))
 
-    def _all(self, queue: _Queue, messages: list[Message], there: set[Message], receiving: bool) -> bool:
-        for message in messages:
-            if message not in there:
-                self.for_message[receiving, message] = queue
+    def _delivered(self, queue: _Queue, me: int, args: dict[str, Any]) -> bool:
+        for part in args["parts"]:
+            message = me, part[0], part[1]
+            if message not in self.taken:
+                self.senders[message] = queue
                 return False
         return True
 

@@ -83,7 +83,8 @@ class Cluster:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"control": 2}}
         if cuda:
-            options["num_gpus"] = ray.cluster_resources().get("GPU", 1) / count  # workers share GPUs where there are fewer
+            options["num_gpus"] = ray.cluster_resources().get("GPU", 1) / count  # type: ignore[no-untyped-call]
+            # workers share GPUs where there are fewer
         actor: Any = ray.remote(**options)(_controlled())
         # Several workers may share a GPU: NCCL must then take them for different hosts.
         environment = [{"NCCL_HOSTID": f"piper-{i}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if cuda else {} for i in range(count)]

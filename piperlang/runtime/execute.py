@@ -266,7 +266,7 @@ def _accumulators(plan: DevicePlan) -> dict[Key, Key]:
     found: dict[Key, Key] = {}
     for instruction in plan.instructions:
         for entry in instruction.args.get("weights", ()):
-            keys = entry.get("grads") or entry.get("from") or ()
+            keys: Sequence[Key] = entry.get("grads") or entry.get("from") or []
             if len(keys) > 1 and all(key.startswith("dw:") for key in keys) and len({stream[key] for key in keys}) == 1:
                 found.update(dict.fromkeys(keys, f"sum:{keys[0]}"))
     return found
