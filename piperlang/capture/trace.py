@@ -78,14 +78,15 @@ def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], 
     """Trace model and loss on the shapes of `batch`. No weight is allocated."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, layout = pytree.tree_flatten(batch)
-    with mode:
+    device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
+    with mode, device:  # operators choose their kernels by device while they are traced
         model = make_model()
         inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
     training = _Training(model, loss)
     training.layout = layout
     program = _export(training, inputs)
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
-    return _traced(program, training, mode, samples)
+    return _traced(program, training, mode, samples, device)
 
 
 def _export(training: _Training, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
@@ -101,7 +102,7 @@ def _export(training: _Training, inputs: tuple[Any, ...]) -> torch.export.Export
         ) from problem  # fmt: skip
 
 
-def _traced(program: torch.export.ExportedProgram, training: _Training, mode: FakeTensorMode, samples: int) -> Traced:
+def _traced(program: torch.export.ExportedProgram, training: _Training, mode: FakeTensorMode, samples: int, device: torch.device) -> Traced:
     _refuse_changed_buffers(program)
     _refuse_numbers(program)
     tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(training.named_buffers(remove_duplicate=False))
@@ -123,7 +124,7 @@ def _traced(program: torch.export.ExportedProgram, training: _Training, mode: Fa
             made[id(tensor)] = Weight(first, tuple(others), tensor, not buffer and tensor.requires_grad, buffer)
         weights[place] = made[id(tensor)]
     with mode:
-        rng = torch.empty(2, dtype=torch.int64)
+        rng = torch.empty(2, dtype=torch.int64, device=device)
     inline_regions(program.graph_module)
     try:
         count = take_count(program.graph_module, batch)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.report import open_script, parameters, say
 from piperlang.diagnostics import error
@@ -44,7 +44,15 @@ def captured(file: ModelFile) -> Program:
     with doing(f"tracing {file.path.name}"):
         from piperlang.capture.program import capture
 
-        return capture(file.model, file.loss, next(iter(file.data())))
+        return capture(file.model, file.loss, _on_device(next(iter(file.data()))))
+
+
+def _on_device(batch: Any) -> Any:
+    """Traced for the devices that will run: CUDA where there is any."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map(lambda t: t.to("cuda"), batch) if torch.cuda.is_available() else batch
 
 
 def scheduled(program: Program, options: argparse.Namespace, after: int | None = None) -> Scheduled:

@@ -49,13 +49,20 @@ class Checked:
     def sort(self) -> None:
         self.of = {name: [] for name in (*COMPUTE, *COLLECTIVE, "send", "recv", "update", "copy", "offload", "fetch")}
         adds = {name: found.append for name, found in self.of.items()}
+        nodes = len(self.plan.names)
         for d, device in enumerate(self.plan.devices):
+            count = len(device.instructions)
             for i, instruction in enumerate(device.instructions):
-                add = adds.get(instruction[0])
-                if add is not None:
-                    add(At(d, i, instruction))
-                else:
-                    self.wrong("P0504", f"nobody knows how to `{instruction.do}`", At(d, i, instruction))
+                do, _, node, _, _, waits, _ = instruction
+                if not 0 <= node < nodes:
+                    raise _stop(f"instruction {i} of device {device.device}, `{do}`, is of no node", f"it says {node}, and there are {nodes}")
+                if do not in adds:
+                    self.wrong("P0504", f"nobody knows how to `{do}`", At(d, i, instruction))
+                    continue
+                adds[do](At(d, i, instruction))
+                for other in waits:
+                    if not 0 <= other < count:
+                        self.wrong("P0504", f"instruction {other} is waited for, and device {device.device} has {count}", At(d, i, instruction))
 
     def all(self, *names: str) -> Iterator[At]:
         for name in names:
@@ -111,24 +118,15 @@ def measured(plan: Plan, *, buffered: bool = True) -> int:
 
 def _frame(plan: Plan) -> None:
     """What names and finds instructions must be right before anything can be said about them."""
-    nodes = len(plan.names)
-
-    def stop(message: str, *notes: str) -> None:
-        raise PiperError(Diagnostic("P0504", message, notes=notes, helps=(REBUILD,)))
-
-    if len(plan.lines) != nodes:
-        stop(f"the plan has {nodes} names and {len(plan.lines)} lines of nodes")
+    if len(plan.lines) != len(plan.names):
+        raise _stop(f"the plan has {len(plan.names)} names and {len(plan.lines)} lines of nodes")
     numbers = [device.device for device in plan.devices]
     if len(set(numbers)) < len(numbers):
-        stop("a device is in the plan twice", f"devices {numbers}")
-    for device in plan.devices:
-        count = len(device.instructions)
-        for i, (do, _, node, _, _, waits, _) in enumerate(device.instructions):
-            if not 0 <= node < nodes:
-                stop(f"instruction {i} of device {device.device}, `{do}`, is of no node", f"it says {node}, and there are {nodes}")
-            for other in waits:
-                if not 0 <= other < count:
-                    stop(f"{plan.names[node]} on device {device.device} waits for an instruction that is not there", f"instruction {i}, `{do}`, waits for number {other} of {count}")
+        raise _stop("a device is in the plan twice", f"devices {numbers}")
     for number, (members, _) in enumerate(plan.groups):
         if len(set(members)) < len(members) or not set(members) <= set(numbers):
-            stop(f"group {number} has members that are no devices of the plan, or has one twice", f"members {list(members)}")
+            raise _stop(f"group {number} has members that are no devices of the plan, or has one twice", f"members {list(members)}")
+
+
+def _stop(message: str, *notes: str) -> PiperError:
+    return PiperError(Diagnostic("P0504", message, notes=notes, helps=(REBUILD,)))

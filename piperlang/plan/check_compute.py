@@ -29,7 +29,7 @@ def compute(checked: Checked) -> None:
     kinds, last = checked.plan.kinds, checked.plan.samples
     parts = [(kind["samples"], _share(checked.plan, kind), kind["arranged"][0]) for kind in kinds]
     for at in checked.all(*COMPUTE):
-        do, _, node, reads, writes, _, args = at[2]
+        do, stream, node, reads, writes, _, args = at[2]
         number = args["kind"]
         if not 0 <= number < len(kinds):
             checked.wrong(CODE, f"a pass of kind {number}, and there are {len(kinds)}", at)
@@ -40,8 +40,12 @@ def compute(checked: Checked) -> None:
             checked.steps += len(reads) + len(writes)
             if _fits(checked, at, do, reads, writes, args["reads"], kinds[number]):
                 names.learn(at, kinds[number])
-        if theirs["kind"] != number:
-            checked.wrong(CODE, "devices of one node run different pieces of the model", other, at)
+            if other is not at:
+                checked.wrong(CODE, "devices of one node do not read and write the same", other, at)
+        if theirs["kind"] != number or other[2][1] != stream:
+            checked.wrong(CODE, f"devices of one node run different {'pieces of the model' if theirs['kind'] != number else 'streams'}", other, at)
+        elif other[0] == at[0] and other is not at:
+            checked.wrong(CODE, "a device does the same twice", other, at)
         samples, share, divides = parts[number]
         if not 0 <= args["first"] <= last - samples or args.get("share", share) != share or divides or args["at"]:
             _placed(checked, at, args, kinds[number], share)

@@ -21,19 +21,6 @@ BOTH = "both ends of a communication come from one node of the graph; make the p
 
 def moves(checked: Checked) -> None:
     """Whatever puts parts together must fill what it gives, each element once, and say in its reads what it takes."""
-    for at in checked.of["send"]:
-        reads, args = at[2][3], at[2][6]
-        key = args["key"]
-        if (reads != (key,)) if key is not None else reads:
-            checked.wrong("P0504", f"a send of {args['key']} that reads {_listed(reads)}", at)
-        for _, _, box, shape in args["parts"]:
-            if box is not None and _size(box) != tuple(shape):
-                checked.wrong(CODE, f"a send takes {box} and calls it {list(shape)}", at)
-    for at in checked.of["recv"]:
-        args = at[2][6]
-        parts = args["parts"]
-        if len(parts) != 1 or args["own"] or parts[0][2] is not None or parts[0][3] != args["shape"] or at[2][3]:
-            _filled(checked, at, args)
     for at in checked.all("copy", "exchange"):
         _filled(checked, at, at.does.args)
     for at in checked.all("copy", "exchange", "all_reduce"):
@@ -106,8 +93,13 @@ def messages(checked: Checked) -> None:
     numbers = [device.device for device in checked.plan.devices]
     sent: dict[Message, tuple[At, Any]] = {}
     for at in checked.of["send"]:
-        me = numbers[at[0]]
-        for target, tag, _, shape in at[2][6]["parts"]:
+        _, _, _, reads, _, _, args = at[2]
+        me, key = numbers[at[0]], args["key"]
+        if (reads != (key,)) if key is not None else reads:
+            checked.wrong("P0504", f"a send of {key} that reads {_listed(reads)}", at)
+        for target, tag, box, shape in args["parts"]:
+            if box is not None and _size(box) != shape:
+                checked.wrong(CODE, f"a send takes {box} and calls it {list(shape)}", at)
             message = me, target, tag
             if message in sent:
                 checked.wrong(CODE, f"device {me} sends device {target} two messages with tag {tag}", sent[message][0], at, help=BOTH)
@@ -116,7 +108,10 @@ def messages(checked: Checked) -> None:
     alone: list[tuple[Message, At]] = []
     for at in checked.of["recv"]:
         me, args = numbers[at[0]], at[2][6]
-        for source, tag, _, shape in args["parts"]:
+        parts = args["parts"]
+        if len(parts) != 1 or args["own"] or parts[0][2] is not None or parts[0][3] != args["shape"] or at[2][3]:
+            _filled(checked, at, args)
+        for source, tag, _, shape in parts:
             partner = sent.pop((source, me, tag), None)
             if partner is None:
                 alone.append(((source, me, tag), at))

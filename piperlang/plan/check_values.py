@@ -10,8 +10,8 @@ from piperlang.plan.instruction import DevicePlan, Instruction
 
 CODE = "P0504"
 LATE = "a wait for the instruction that makes it is missing, or comes too late"
-SPMD = ("F", "B", "I", "W", "R", "exchange", "all_reduce", "gather", "scatter", "update", "copy", "offload", "fetch")
-"""What is the same on all devices of a node, but for sizes and places."""
+SPMD = ("exchange", "all_reduce", "gather", "scatter", "update", "copy", "offload", "fetch")
+"""What is the same on all devices of a node, but for sizes and places; of compute, check_compute sees to it."""
 
 
 def values(checked: Checked) -> None:
@@ -19,10 +19,8 @@ def values(checked: Checked) -> None:
     for d, device in enumerate(checked.plan.devices):
         made = _made(checked, d, device)
         checked.made.append(made)
-        _read(checked, d, device, made)
+        _read(checked, d, device, made, used)
         _kept(checked, d, device, made)
-        for instruction in device.instructions:
-            used.update(instruction.reads)
         used.update(device.losses)
         used.update(device.next.values())
     _alike(checked)
@@ -47,13 +45,14 @@ def _made(checked: Checked, d: int, device: DevicePlan) -> dict[Key, int]:
     return made
 
 
-def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) -> None:
+def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], used: set[Key]) -> None:
     """A read after the write in the same stream, or behind a wait for it."""
     instructions = device.instructions
     given = device.weights.keys() | {key for key, _, _ in device.feeds}
     streams = [instruction[1] for instruction in instructions]
     before: _Before | None = None
     for i, (_, stream, _, reads, _, waits, _) in enumerate(instructions):
+        used.update(reads)
         for key in reads:
             maker = made.get(key)
             if maker is None:
@@ -147,14 +146,12 @@ def _facts(instruction: Instruction) -> tuple[object, ...]:
 
 def _unread(checked: Checked, used: set[Key]) -> None:
     """A value that nobody reads is a value that somebody lost. Only activations may turn out not to be needed, and of what has no samples one microbatch's may do for all."""
-    bases = {key.partition("#")[0] for key in used}
+    bases: set[str] = set()
     seen: set[Key] = set()
-    for name, found in checked.of.items():
-        if name == "send":
-            continue
-        for at in found:
-            for key in at.does[4]:
-                if key not in used and key not in seen and not key.startswith(("now:", "saved:", "kept:")):
-                    seen.add(key)
-                    if name != "F" or key.partition("#")[0] not in bases:
-                        checked.wrong(CODE, f"nobody reads {key}", at)
+    for d, made in enumerate(checked.made):
+        for key in sorted(made.keys() - used - seen):
+            seen.add(key)
+            at = At(d, made[key], checked.plan.devices[d].instructions[made[key]])
+            bases = bases or {other.partition("#")[0] for other in used}
+            if not key.startswith(("now:", "saved:", "kept:")) and (at.does.do != "F" or key.partition("#")[0] not in bases):
+                checked.wrong(CODE, f"nobody reads {key}", at)
