@@ -112,7 +112,7 @@ def _rank(rank: int, names: Sequence[str], steps: int, folder: str) -> None:
 
 def _steps(case: Case, rank: int, steps: int) -> list[float]:
     """How long each step took here, but for the first one, in which torch works out shapes."""
-    network = make_model(LAYERS, case.stages, MS)
+    network = make_model(LAYERS, case.stages, ms=MS)
     stages = [pipelining.PipelineStage(Stage(network, i), i, case.stages, torch.device("cpu")) for i in case.mine(rank)]
     schedule = case.torch_class(stages[0] if case.stages == RANKS else stages, MICRO, loss_fn=mse_loss)
     update = optimizer([parameter for stage in stages for parameter in stage.submod.parameters()])
@@ -141,14 +141,14 @@ def torch_times(names: Sequence[str], steps: int) -> dict[str, float]:
 def piper_times(names: Sequence[str], steps: int) -> dict[str, Timed]:
     cluster = Cluster(RANKS)
     try:
-        return {name: timed(cluster, partial(make_model, LAYERS, CASES[name].stages, MS), MICRO, CASES[name].script, steps) for name in names}
+        return {name: timed(cluster, partial(make_model, LAYERS, CASES[name].stages, ms=MS), MICRO, CASES[name].script, steps) for name in names}
     finally:
         cluster.close()
 
 
 def measure(names: Sequence[str], steps: int) -> list[dict[str, Any]]:
     ours, theirs = piper_times(names, steps), torch_times(names, steps)
-    expected = plain_loss(make_model(LAYERS, LAYERS, MS), MICRO)
+    expected = plain_loss(make_model(LAYERS, LAYERS), MICRO)
     rows = []
     for name in names:
         assert abs(ours[name].loss - expected) <= 1e-5 * expected, (name, ours[name].loss, expected)

@@ -268,3 +268,8 @@ def test_samples_inside_a_dimension_move_but_are_not_divided_anew() -> None:
     with pytest.raises(PiperError, match="cannot be divided anew") as refused:
         compiled(traced, same.replace("gpu[pp=1]", "gpu[pp=1, dp=0]"))
     assert refused.value.diagnostics[0].span is not None
+
+
+def test_an_axis_of_one_device_is_no_mistake() -> None:
+    """Scripts have parameters, and one of them may be 1."""
+    compiled(program("mlp"), "param width = 1\nmesh gpu = dp: width\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\n")

@@ -35,7 +35,7 @@ def _idle(schedule: Schedule) -> Iterator[Diagnostic]:
         for (mesh, axis), use in uses.items():
             for where, placement in schedule.places(group):
                 known = (id(use.directive), mesh, axis)
-                here = where.mesh == mesh and axis in dict(axes_of(where))
+                here = mesh.shape[axis] == 1 or (where.mesh == mesh and axis in dict(axes_of(where)))  # an axis of one device is no mistake: scripts have parameters
                 lying[known] = lying.get(known, False) or here or placement is None
                 first.setdefault(known, (group, where, use.directive))
     for known, (group, where, by) in first.items():

@@ -51,7 +51,6 @@ class Checked:
         adds = {name: found.append for name, found in self.of.items()}
         nodes = len(self.plan.names)
         for d, device in enumerate(self.plan.devices):
-            count = len(device.instructions)
             for i, instruction in enumerate(device.instructions):
                 do, _, node, _, _, waits, _ = instruction
                 if not 0 <= node < nodes:
@@ -61,8 +60,15 @@ class Checked:
                     continue
                 adds[do](At(d, i, instruction))
                 for other in waits:
-                    if not 0 <= other < count:
-                        self.wrong("P0504", f"instruction {other} is waited for, and device {device.device} has {count}", At(d, i, instruction))
+                    if not 0 <= other < i:
+                        self._ahead(At(d, i, instruction), other)
+
+    def _ahead(self, at: At, other: int) -> None:
+        """Some devices issue their instructions one by one, and can wait only for what was issued before."""
+        instructions = self.plan.devices[at.device].instructions
+        there = [At(at.device, other, instructions[other])] if 0 <= other < len(instructions) else []
+        what = "that comes later" if there else f"{other}, which is not there"
+        self.wrong("P0501", f"device {self.plan.devices[at.device].device} waits for an instruction {what}", at, *there)
 
     def all(self, *names: str) -> Iterator[At]:
         for name in names:
@@ -82,7 +88,7 @@ class Checked:
 
 
 def check(plan: Plan, *, buffered: bool = True) -> None:
-    """Raise what is wrong with a plan. `buffered=False`: a send ends only when its message is being received, as backends without buffers do."""
+    """Raise what is wrong with a plan. `buffered=False`: for backends (NCCL) that tell messages apart by order alone, and whose sends end only when they are received."""
     measured(plan, buffered=buffered)
 
 
@@ -100,9 +106,9 @@ def measured(plan: Plan, *, buffered: bool = True) -> int:
         checked.sort()
         for questions in (
             (check_compute.compute, check_partners.moves, check_weights.entries),
-            (check_partners.messages, check_partners.collectives),
+            (check_partners.collectives, *(() if buffered else (check_partners.messages, check_partners.in_order))),
             (check_values.values, check_weights.flow, check_compute.losses, check_compute.data),
-            (check_order.order if buffered else check_order.rendezvous,),
+            (check_order.order if buffered else check_order.rendezvous,),  # which looks at messages, too
         ):  # fmt: skip
             for ask in questions:
                 ask(checked)

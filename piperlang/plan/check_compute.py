@@ -168,13 +168,15 @@ def losses(checked: Checked) -> None:
     """What is counted makes up the batch."""
     plan = checked.plan
     found: list[tuple[int, int, At]] = []
-    makers = {(at.device, key): at for at in checked.of["F"] for key in at.does.writes}
     for d, device in enumerate(plan.devices):
         for key, share in device.losses.items():
-            at = makers.get((d, key))
-            kind = plan.kinds[at.does.args["kind"]] if at else None
-            if at is None or kind is None or kind["loss"] is None or at.does.writes[kind["loss"]] != key:
-                checked.wrong(CODE, f"{key} is no loss", *([at] if at else []))
+            i = checked.made[d].get(key)
+            if i is None:
+                continue  # told already
+            at = At(d, i, device.instructions[i])
+            kind = plan.kinds[at.does.args["kind"]] if at.does.do == "F" else {"loss": None}
+            if kind["loss"] is None or at.does.writes[kind["loss"]] != key:
+                checked.wrong(CODE, f"{key} is no loss", at)
                 continue
             expected = _share(plan, kind)
             if abs(share - expected) > 1e-12:

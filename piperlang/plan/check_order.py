@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from piperlang.diagnostics import Diagnostic
+from piperlang.ir.graph import Key
 from piperlang.plan.check import COLLECTIVE, At, Checked, Stop
+from piperlang.plan.check_partners import Message, messages
 from piperlang.plan.instruction import Instruction
 
-Message = tuple[int, int, int]
+BLOCKING = {"send": "send", "recv": "recv", **dict.fromkeys(COLLECTIVE, "collective")}
 
 
 def order(checked: Checked) -> None:
@@ -25,11 +26,13 @@ def rendezvous(checked: Checked) -> None:
 class _Queue:
     """One stream of one device."""
 
-    __slots__ = ("at", "device", "list", "entered")
+    __slots__ = ("at", "entered", "has", "list")
 
-    def __init__(self, device: int) -> None:
-        self.device, self.at, self.entered = device, 0, False
+    def __init__(self, *has: Any) -> None:
+        self.has = has
+        """The device: place in the plan, number, instructions, which of them are done, and who waits for which."""
         self.list: list[int] = []
+        self.at, self.entered = 0, False
 
 
 class _Run:
@@ -37,73 +40,102 @@ class _Run:
         self.checked, self.plan, self.buffered = checked, checked.plan, buffered
         self.numbers = [device.device for device in self.plan.devices]
         self.queues: list[dict[str, _Queue]] = []
+        self.done = [bytearray(len(device.instructions)) for device in self.plan.devices]
         for d, device in enumerate(self.plan.devices):
             queues: dict[str, _Queue] = {}
+            waiting: dict[int, list[_Queue]] = {}
             for i, instruction in enumerate(device.instructions):
                 queue = queues.get(instruction[1])
                 if queue is None:
-                    queue = queues[instruction[1]] = _Queue(d)
+                    queue = queues[instruction[1]] = _Queue(d, device.device, device.instructions, self.done[d], waiting)
                 queue.list.append(i)
             self.queues.append(queues)
-        self.done = [bytearray(len(device.instructions)) for device in self.plan.devices]
-        self.waiting: list[dict[int, list[_Queue]]] = [{} for _ in self.plan.devices]
-        self.sent: set[Message] = set()
+        self.sent: dict[Message, tuple[Any, dict[str, Any]] | None] = {}
+        """The part of a send that a message is, and all of it; None once it has been taken."""
+        self.left = 0
+        self.odd = False
         self.taken: set[Message] = set()
         self.receivers: dict[Message, _Queue] = {}
         self.senders: dict[Message, _Queue] = {}
         self.arrived: list[list[_Queue]] = [[] for _ in self.plan.groups]
-        # First in, first out: by the time it is a receiver's turn, more than one message may have come.
-        self.work = deque(queue for queues in self.queues for queue in queues.values())
+        # Last in, first out: who was woken last runs on what is still in the cache.
+        self.work = [queue for queues in self.queues for queue in queues.values()]
 
     def run(self) -> None:
         while self.work:
             self._advance(self.work.pop())
-        if any(queue.at < len(queue.list) for queues in self.queues for queue in queues.values()):
+        stuck = any(queue.at < len(queue.list) for queues in self.queues for queue in queues.values())
+        if stuck or self.odd or self.left:
+            # Partners that disagree explain more than whoever waits for them.
+            messages(self.checked)
+            if self.checked.found:
+                raise Stop
             self._stuck()
 
     def _advance(self, queue: _Queue) -> None:
         """One stream as far as it goes. All that is done for every instruction is here: it has to be quick."""
-        d, order, start = queue.device, queue.list, queue.at
-        instructions, done, waiting = self.plan.devices[d].instructions, self.done[d], self.waiting[d]
-        me, buffered, sent, receivers = self.numbers[d], self.buffered, self.sent, self.receivers
+        _, me, instructions, done, waiting = queue.has
+        order, start = queue.list, queue.at
         for place in range(start, len(order)):
             i = order[place]
-            do, _, _, _, _, waits, args = instructions[i]
-            open_ = True
+            do, _, _, _, writes, waits, args = instructions[i]
             for earlier in waits:
                 if not done[earlier]:
                     waiting.setdefault(earlier, []).append(queue)
-                    open_ = False
                     break
             else:
-                if do == "recv":
-                    if not buffered:
-                        self._come(queue, me, args)
-                    for part in args["parts"]:
-                        message = part[0], me, part[1]
-                        if message not in sent:
-                            receivers[message] = queue
-                            open_ = False
-                            break
-                elif do == "send":
-                    for part in args["parts"]:
-                        message = me, part[0], part[1]
-                        sent.add(message)
-                        if message in receivers:
-                            self.work.append(receivers.pop(message))
-                    open_ = buffered or self._delivered(queue, me, args)
-                elif do in COLLECTIVE:
-                    open_ = self._meet(queue, args["group"])
-            if not open_:
-                queue.at = place
-                self.checked.steps += place - start
-                return
-            queue.entered = False
-            done[i] = 1
-            if i in waiting:
-                self.work += waiting.pop(i)
+                kind = BLOCKING.get(do)
+                if kind is None or (
+                    self._recv(queue, me, writes, args) if kind == "recv" else self._send(queue, me, args) if kind == "send" else self._meet(queue, args["group"])
+                ):
+                    done[i] = 1
+                    if i in waiting:
+                        self.work += waiting.pop(i)
+                    continue
+            queue.at = place
+            self.checked.steps += place - start
+            return
         queue.at = len(order)
         self.checked.steps += len(order) - start
+
+    def _recv(self, queue: _Queue, me: int, writes: tuple[Key, ...], args: dict[str, Any]) -> bool:
+        """Take what has come; whatever does not look like what was sent is looked at later, with all its partners."""
+        if not self.buffered:
+            self._come(queue, me, args)
+        sent, parts = self.sent, args["parts"]
+        for part in parts:
+            if (part[0], me, part[1]) not in sent:
+                self.receivers[part[0], me, part[1]] = queue
+                return False
+        for source, tag, _, shape in parts:
+            message = source, me, tag
+            other = sent[message]
+            if other is None:
+                self.odd = True
+                continue
+            given, gave = other
+            if given[3] != shape or gave["dtype"] != args["dtype"] or not writes[0].startswith(gave["key"] or "now:"):
+                self.odd = True
+            sent[message] = None
+            self.left -= 1
+        queue.entered = False
+        return True
+
+    def _send(self, queue: _Queue, me: int, args: dict[str, Any]) -> bool:
+        sent = self.sent
+        if not queue.entered:
+            for part in args["parts"]:
+                message = me, part[0], part[1]
+                if message in sent:
+                    self.odd = True
+                sent[message] = part, args
+                self.left += 1
+                if message in self.receivers:
+                    self.work.append(self.receivers.pop(message))
+        if self.buffered:
+            return True
+        queue.entered = not self._delivered(queue, me, args)
+        return not queue.entered
 
     def _come(self, queue: _Queue, me: int, args: dict[str, Any]) -> None:
         """A receiver is there: whoever has been waiting to send to it may."""
@@ -127,14 +159,15 @@ class _Run:
         """The last member to come lets everybody go on."""
         arrived = self.arrived[group]
         if queue.entered:
+            queue.entered = False
             return True
         arrived.append(queue)
         if len(arrived) < len(self.plan.groups[group][0]):
             return False
         self.arrived[group] = []
         for other in arrived:
-            other.entered = True
             if other is not queue:
+                other.entered = True
                 self.work.append(other)
         return True
 
@@ -164,7 +197,7 @@ class _Run:
 
     def _head(self, queue: _Queue) -> At:
         i = queue.list[queue.at]
-        return At(queue.device, i, self.plan.devices[queue.device].instructions[i])
+        return At(queue.has[0], i, queue.has[2][i])
 
     def _awaited(self, here: At) -> At:
         """What keeps an instruction from going on: of several, the first."""
@@ -178,6 +211,6 @@ class _Run:
         if does.do == "send":
             return next(self.receiver[me, part[0], part[1]] for part in does.args["parts"] if (me, part[0], part[1]) not in self.taken)
         group = does.args["group"]
-        here_already = {queue.device for queue in self.arrived[group]}
+        here_already = {queue.has[0] for queue in self.arrived[group]}
         member = next(d for d, number in enumerate(self.numbers) if number in self.plan.groups[group][0] and d not in here_already)
         return next(At(member, i, x) for i, x in enumerate(self.plan.devices[member].instructions) if x.args.get("group") == group and not self.done[member][i])

@@ -21,6 +21,19 @@ BOTH = "both ends of a communication come from one node of the graph; make the p
 
 def moves(checked: Checked) -> None:
     """Whatever puts parts together must fill what it gives, each element once, and say in its reads what it takes."""
+    for at in checked.of["send"]:
+        reads, args = at[2][3], at[2][6]
+        key = args["key"]
+        if (reads != (key,)) if key is not None else reads:
+            checked.wrong("P0504", f"a send of {key} that reads {_listed(reads)}", at)
+        for _, _, box, shape in args["parts"]:
+            if box is not None and _size(box) != shape:
+                checked.wrong(CODE, f"a send takes {box} and calls it {list(shape)}", at)
+    for at in checked.of["recv"]:
+        args = at[2][6]
+        parts = args["parts"]
+        if len(parts) != 1 or args["own"] or parts[0][2] is not None or parts[0][3] != args["shape"] or at[2][3]:
+            _filled(checked, at, args)
     for at in checked.all("copy", "exchange"):
         _filled(checked, at, at.does.args)
     for at in checked.all("copy", "exchange", "all_reduce"):
@@ -93,13 +106,8 @@ def messages(checked: Checked) -> None:
     numbers = [device.device for device in checked.plan.devices]
     sent: dict[Message, tuple[At, Any]] = {}
     for at in checked.of["send"]:
-        _, _, _, reads, _, _, args = at[2]
-        me, key = numbers[at[0]], args["key"]
-        if (reads != (key,)) if key is not None else reads:
-            checked.wrong("P0504", f"a send of {key} that reads {_listed(reads)}", at)
-        for target, tag, box, shape in args["parts"]:
-            if box is not None and _size(box) != shape:
-                checked.wrong(CODE, f"a send takes {box} and calls it {list(shape)}", at)
+        me = numbers[at[0]]
+        for target, tag, _, shape in at[2][6]["parts"]:
             message = me, target, tag
             if message in sent:
                 checked.wrong(CODE, f"device {me} sends device {target} two messages with tag {tag}", sent[message][0], at, help=BOTH)
@@ -108,10 +116,7 @@ def messages(checked: Checked) -> None:
     alone: list[tuple[Message, At]] = []
     for at in checked.of["recv"]:
         me, args = numbers[at[0]], at[2][6]
-        parts = args["parts"]
-        if len(parts) != 1 or args["own"] or parts[0][2] is not None or parts[0][3] != args["shape"] or at[2][3]:
-            _filled(checked, at, args)
-        for source, tag, _, shape in parts:
+        for source, tag, _, shape in args["parts"]:
             partner = sent.pop((source, me, tag), None)
             if partner is None:
                 alone.append(((source, me, tag), at))
@@ -123,6 +128,7 @@ def messages(checked: Checked) -> None:
                 checked.wrong(CODE, f"from device {source} to device {me}, {what}", other, at, help=BOTH)
             if not at[2][4][0].startswith(given["key"] or "now:"):
                 _moved(checked, given["key"] or "a signal", at.does.writes[0], other, at)
+    checked.steps += 2 * len(checked.of["recv"])
     _unpaired(checked, [(message, at) for message, (at, _) in sent.items()], alone)
 
 
@@ -143,6 +149,24 @@ def _unpaired(checked: Checked, sent: list[tuple[Message, At]], received: list[t
         checked.wrong(CODE, f"device {target} waits for message {tag} of device {source}, but message {near[2]} is sent from {near[0]} to {near[1]}", other, at, help=BOTH)
     for (source, target, tag), at in sent:
         checked.wrong(CODE, f"device {source} sends device {target} message {tag}, which nobody receives", at, help=BOTH)
+
+
+def in_order(checked: Checked) -> None:
+    """Without tags messages are told apart by their order alone: both ends must have the same, and each in one stream."""
+    numbers = [device.device for device in checked.plan.devices]
+    sent: dict[tuple[int, int], list[tuple[int, At]]] = {}
+    received: dict[tuple[int, int], list[tuple[int, At]]] = {}
+    for at in checked.of["send"]:
+        for part in at.does.args["parts"]:
+            sent.setdefault((numbers[at.device], part[0]), []).append((part[1], at))
+    for at in checked.of["recv"]:
+        for part in at.does.args["parts"]:
+            received.setdefault((part[0], numbers[at.device]), []).append((part[1], at))
+    for (source, target), messages in sent.items():
+        for (tag, one), (other, two) in zip(messages, received[source, target], strict=True):
+            if tag != other:
+                checked.wrong(CODE, f"device {target} takes message {other} of device {source} where message {tag} is sent", one, two, help="without tags, messages must be received in the order in which they are sent")
+                break
 
 
 def _again(checked: Checked, message: Message, late: At) -> At | None:

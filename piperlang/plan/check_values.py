@@ -9,7 +9,7 @@ from piperlang.plan.check import At, Checked
 from piperlang.plan.instruction import DevicePlan, Instruction
 
 CODE = "P0504"
-LATE = "a wait for the instruction that makes it is missing, or comes too late"
+LATE = "a wait for the first of these instructions is missing from the second, or comes too late"
 SPMD = ("exchange", "all_reduce", "gather", "scatter", "update", "copy", "offload", "fetch")
 """What is the same on all devices of a node, but for sizes and places; of compute, check_compute sees to it."""
 
@@ -51,12 +51,16 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
     given = device.weights.keys() | {key for key, _, _ in device.feeds}
     streams = [instruction[1] for instruction in instructions]
     before: _Before | None = None
+    readers: dict[Key, list[int]] = {key: [] for key in device.weights}
     for i, (_, stream, _, reads, _, waits, _) in enumerate(instructions):
-        used.update(reads)
+        if len(waits) > 8:
+            waits = frozenset(waits)
         for key in reads:
             maker = made.get(key)
             if maker is None:
-                if key not in given:
+                if key in readers:
+                    readers[key].append(i)
+                elif key not in given:
                     _missing(checked, At(d, i, instructions[i]), key, device)
                 continue
             if maker in waits or (maker < i and streams[maker] == stream):
@@ -65,6 +69,27 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
             if not before.surely(maker, i):
                 checked.wrong(CODE, f"{key} is read on stream {stream} of device {device.device} before stream {streams[maker]} has surely made it", At(d, maker, instructions[maker]), At(d, i, instructions[i]), help=LATE)
         checked.steps += 1 + len(reads)
+    used.update(*[instruction[3] for instruction in instructions])
+    _in_place(checked, d, device, readers, before)
+
+
+def _in_place(checked: Checked, d: int, device: DevicePlan, readers: dict[Key, list[int]], before: _Before | None) -> None:
+    """An update changes the weight itself: whoever reads the old one must have ended."""
+    instructions = device.instructions
+    for i, update in enumerate(instructions):
+        if update.do != "update":
+            continue
+        ended = {update.stream: i - 1}
+        for other in update.waits:
+            ended[instructions[other].stream] = max(other, ended.get(instructions[other].stream, -1))
+        for old in [key for key in update.reads if key in readers]:
+            checked.steps += len(readers[old])
+            for reader in readers[old]:
+                if reader == i or reader <= ended.get(instructions[reader].stream, -1):
+                    continue
+                before = before or _Before(instructions, [x.stream for x in instructions])
+                if not before.surely(reader, i):
+                    checked.wrong(CODE, f"{old} is changed in place on device {device.device} while it may still be read", At(d, reader, instructions[reader]), At(d, i, update), help=LATE)
 
 
 def _missing(checked: Checked, at: At, key: Key, device: DevicePlan) -> None:
@@ -78,39 +103,20 @@ class _Before:
 
     def __init__(self, instructions: Sequence[Instruction], streams: Sequence[str]) -> None:
         self.streams = streams
-        self.latest: list[dict[str, int] | None] = [None] * len(instructions)
+        self.latest: list[dict[str, int]] = []
         last: dict[str, int] = {}
-        self.before: list[list[int]] = []
         for i, instruction in enumerate(instructions):
-            self.before.append([*instruction.waits, *([last[streams[i]]] if streams[i] in last else [])])
-            last[streams[i]] = i
-        for i in range(len(instructions)):
-            self._fill(i)
-
-    def _fill(self, start: int) -> None:
-        """Waits may point ahead in the list; what waits for itself has no answer, and is found as a circle later."""
-        stack = [start]
-        open_: set[int] = set()
-        while stack:
-            i = stack[-1]
-            if self.latest[i] is not None:
-                stack.pop()
-                continue
-            todo = [j for j in self.before[i] if self.latest[j] is None and j not in open_]
-            open_.add(i)
-            if todo:
-                stack += todo
-                continue
             known: dict[str, int] = {}
-            for j in self.before[i]:
-                for stream, k in (*(self.latest[j] or {}).items(), (self.streams[j], j)):
+            before = last.get(streams[i])
+            for j in (*instruction.waits, *(() if before is None else (before,))):
+                for stream, k in (*self.latest[j].items(), (streams[j], j)):
                     if known.get(stream, -1) < k:
                         known[stream] = k
-            self.latest[i] = known
-            stack.pop()
+            self.latest.append(known)
+            last[streams[i]] = i
 
     def surely(self, earlier: int, later: int) -> bool:
-        return (self.latest[later] or {}).get(self.streams[earlier], -1) >= earlier
+        return self.latest[later].get(self.streams[earlier], -1) >= earlier
 
 
 def _kept(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) -> None:

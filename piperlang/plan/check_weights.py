@@ -16,6 +16,7 @@ from piperlang.plan.check import At, Checked
 
 CODE = "P0504"
 Interval = tuple[int, int]
+WEIGHTS = frozenset(("gather", "scatter", "reduce", "update"))
 
 
 def entries(checked: Checked) -> None:
@@ -75,7 +76,7 @@ def flow(checked: Checked) -> None:
 
 
 class _Flow:
-    """What one device has of each weight and gradient, as it goes through its instructions. Whatever order streams take, reads come after writes."""
+    """What one device has of each weight and gradient, as it goes through its instructions."""
 
     def __init__(self, checked: Checked, d: int, weights: Mapping[Key, Mapping[str, Any]]) -> None:
         self.checked, self.d, self.weights = checked, d, weights
@@ -90,27 +91,14 @@ class _Flow:
             self.has[key] = tuple(held["flat"]) if held["flat"] is not None else (0, size)
 
     def run(self) -> None:
-        pending = [At(self.d, i, x) for i, x in enumerate(self.device.instructions) if x[0] in ("gather", "scatter", "reduce", "update")]
-        made = {key for at in pending for key in at.does.writes}
-        while pending:  # waits may point ahead in the list: then it takes another turn
-            left: list[At] = []
-            for at in pending:
-                if any(key in made and key not in self.has for key in at.does.reads):
-                    left.append(at)
-                else:
-                    self._one(at)
-            if len(left) == len(pending):
-                break
-            pending = left
+        for i, x in enumerate(self.device.instructions):
+            if x[0] in WEIGHTS:
+                self._one(At(self.d, i, x))
         self._next()
         made = self.checked.made[self.d]
         for key in made.keys() - self.counted.keys():
             if key.startswith(("dw:", "g:")):
                 self.checked.wrong(CODE, f"{key} is a part of a gradient that device {self.device.device} does not use", At(self.d, made[key], self.device.instructions[made[key]]))
-
-    def _of(self, key: Key) -> Interval:
-        """A gradient that a pass made is of all that the device has of its weight."""
-        return self.has.get(key) or (0, self.length.get(weight_of(key), -1))
 
     def _twice(self, key: Key, at: At) -> None:
         self.checked.wrong(CODE, f"{key} is counted twice on device {self.device.device}", self.counted[key], at)
@@ -124,13 +112,16 @@ class _Flow:
             size = prod(entry["shape"])
             cut = entry["cuts"][list(args["members"]).index(me)] if at.does.do != "reduce" else (0, size)
             wanted = cut[1] - cut[0] if gathers else size
+            # A gradient that a pass made is of all that the device has of its weight.
+            length = self.length.get(weight_of(entry["to"]), -1)
+            whole = 0, length
             for key in entry["from"]:
-                low, high = self._of(key)
-                if high - low != wanted or (gathers and size == self.length.get(weight_of(key)) and (low, high) != tuple(cut)):
+                low, high = self.has.get(key, whole)
+                if high - low != wanted or (gathers and size == length and (low, high) != tuple(cut)):
                     self._odd(at, key, f"takes {wanted} elements of {key}, which has {low} to {high}")
                 if not gathers and self.counted.setdefault(key, at) is not at:
                     self._twice(key, at)
-            low = self._of(entry["from"][0])[0]
+            low = self.has.get(entry["from"][0], whole)[0]
             self._has(entry["to"], (low - cut[0], low - cut[0] + size) if gathers else (low + cut[0], low + cut[1]), at)
 
     def _update(self, at: At, entry: Mapping[str, Any]) -> None:
@@ -141,7 +132,7 @@ class _Flow:
             self.checked.wrong(CODE, f"device {self.device.device} updates {entry['old']} and does not keep the result", at)
         mine = _cut(self.has[entry["old"]], entry["take"])
         for key in entry["grads"]:
-            theirs = _cut(self._of(key), entry["take_grad"])
+            theirs = _cut(self.has.get(key, (0, self.length.get(entry["weight"], -1))), entry["take_grad"])
             if mine != theirs or mine is None:
                 self._odd(at, key, f"updates {mine} of {entry['old']} with {theirs} of {key}")
             if self.counted.setdefault(key, at) is not at:

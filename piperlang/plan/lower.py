@@ -47,10 +47,18 @@ class _Lowering:
     def plan(self) -> Plan:
         graph = self.graph
         self._keep_weights()
+        receivers = {node.reads[0][0]: node for node in graph.nodes if node.op == "recv"}
+        early: set[int] = set()
         for i in self.sequence.order:
             node = graph.nodes[i]
+            if i in early:
+                continue
             self._after_others(node)
             self._lower(node)
+            # A receive is posted when its send is, unless an order says otherwise: then both ends have the messages of a pair in the same order.
+            if node.op == "send" and receivers[node.writes[0]].id not in self.before:
+                early.add(receivers[node.writes[0]].id)
+                self._lower(receivers[node.writes[0]])
         for device in self.devices.values():
             device.next = {old: new for old, new in graph.next.items() if old in device.weights}
         names = [str(node) for node in graph.nodes]

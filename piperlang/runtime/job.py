@@ -182,7 +182,7 @@ class Job:
             self.ending.join()
             return
         try:
-            self.cluster.wait([self.cluster.call(i, "close") for i in range(len(self.plan.devices))], timeout=2.0)
+            self.cluster.wait([self.cluster.call(i, "close") for i in range(len(self.plan.devices))], timeout=30.0 if self.borrowed else 2.0)
         except Exception:  # whatever they say now: they are ended next
             self.borrowed = False
         self.progress_file.close()
