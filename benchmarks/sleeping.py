@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.flop_counter import register_flop_formula
 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Captured, capture
@@ -36,6 +37,8 @@ from piperlang.session import schedule
 from piperlang.source import Source
 
 WIDTH = 4
+FLOPS = 4e11
+"""What a millisecond of sleep stands for; only that it is much, beside latencies, matters."""
 TIMELINE = "PIPER_TIMELINE"
 """A folder: workers write there what they did and when."""
 
@@ -76,7 +79,11 @@ def _define(name: str, run: Callable[[torch.Tensor, float], torch.Tensor], learn
     torch.library.register_fake(f"sleeping::{name}", _fake, lib=_LIBRARY)
     if learns:
         torch.library.register_autograd(f"sleeping::{name}", _back, setup_context=_remember, lib=_LIBRARY)
-    return getattr(torch.ops.sleeping, name)  # type: ignore[no-any-return]
+    defined = getattr(torch.ops.sleeping, name)
+    if run is _sleep:
+        # Real operators have flops, and orders that leave something open are filled by them: these tell theirs the way torch offers.
+        register_flop_formula(defined)(lambda shape, ms, **_: int(FLOPS * ms))
+    return defined  # type: ignore[no-any-return]
 
 
 nap = _define("nap", _sleep, learns=False)

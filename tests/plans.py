@@ -36,7 +36,7 @@ class _Pipeline:
         same = {"chunk": s, "samples": 1, "arranged": ((), ()), "loss": 0 if s == self.stages - 1 else None}
         self.kinds.append({"op": "F", "slots": weights + given + inputs, "gives": (("output", 0), ("saved", 0)), **same})
         gives = tuple(("grad_weight", i) for i in range(WEIGHTS)) + ((("grad_input", 0),) if s else ())
-        self.kinds.append({"op": "B", "slots": weights[:2] + (("grad_output", 0), ("saved", 0)), "gives": gives, **same})
+        self.kinds.append({"op": "B", "slots": (*weights[:2], ("grad_output", 0), ("saved", 0)), "gives": gives, **same})
 
     def _node(self, name: str) -> int:
         return self.nodes.setdefault(name, len(self.nodes))

@@ -25,8 +25,8 @@ class At(NamedTuple):
     """An instruction of a plan."""
 
     device: int
-    """Its place in the plan's list, which is not its number."""
-    index: int
+    """Where it stands in the plan's list, which is not its number."""
+    place: int
     does: Instruction
 
 
@@ -78,10 +78,11 @@ class Checked:
         """An instruction as its author knows it."""
         plan, node = self.plan, at.does.node
         line = f", {plan.lines[node]}" if plan.lines[node] else ""
-        return f"{at.does.do} of {plan.names[node]} (device {plan.devices[at.device].device}, instruction {at.index}{line})"
+        return f"{at.does.do} of {plan.names[node]} (device {plan.devices[at.device].device}, instruction {at.place}{line})"
 
     def wrong(self, code: str, message: str, *involved: At, notes: tuple[str, ...] = (), help: str = REBUILD) -> None:
-        named = tuple(f"{'and ' if k else ''}{self.name(at)}" for k, at in enumerate(involved))
+        every = {(at.device, at.place): at for at in involved}
+        named = tuple(f"{'and ' if k else ''}{self.name(at)}" for k, at in enumerate(every.values()))
         self.found.append(Diagnostic(code, message, notes=(*named, *notes), helps=(help,)))
         if len(self.found) >= LIMIT:
             raise Stop
@@ -95,7 +96,7 @@ def check(plan: Plan, *, buffered: bool = True) -> None:
 def measured(plan: Plan, *, buffered: bool = True) -> int:
     """The same, and how many steps it took."""
     # Here, as these modules name what they find through this one.
-    from piperlang.plan import check_compute, check_order, check_partners, check_values, check_weights
+    from piperlang.plan import check_compute, check_order, check_partners, check_parts, check_values, check_weights
 
     _frame(plan)
     checked = Checked(plan)
@@ -109,6 +110,7 @@ def measured(plan: Plan, *, buffered: bool = True) -> int:
             (check_partners.collectives, *(() if buffered else (check_partners.messages, check_partners.in_order))),
             (check_values.values, check_weights.flow, check_compute.losses, check_compute.data),
             (check_order.order if buffered else check_order.rendezvous,),  # which looks at messages, too
+            (check_parts.parts,),
         ):  # fmt: skip
             for ask in questions:
                 ask(checked)

@@ -6,6 +6,7 @@ Keys are names: `NAME#POINT` is the value NAME of a microbatch, `d:NAME:C.i` its
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -114,7 +115,7 @@ class _Names:
             return
         name, other = self.known.setdefault((chunk, slot[0].removeprefix("grad_"), slot[1]), (said, at))
         if name != said:
-            self.checked.wrong(CODE, f"{_slot(slot)} of chunk {chunk} is {said} here and {name} elsewhere", *dict.fromkeys((other, at)))
+            self.checked.wrong(CODE, f"{_slot(slot)} of chunk {chunk} is {said} here and {name} elsewhere", other, at)
 
 
 def _said(slot: Slot, base: str, chunk: int) -> str | None:
@@ -184,7 +185,7 @@ def losses(checked: Checked) -> None:
             found.append((at.does.args["first"], at.does.args["first"] + kind["samples"], at))
     found.sort(key=lambda item: item[:2])
     checked.steps += len(found)
-    for (_, end, one), (start, _, other) in zip(found, found[1:], strict=False):
+    for (_, end, one), (start, _, other) in itertools.pairwise(found):
         if start != end:
             checked.wrong(CODE, f"samples {min(start, end)} to {max(start, end)} count {'twice' if start < end else 'nowhere'} in the loss", one, other)
     if found and (found[0][0] != 0 or found[-1][1] != plan.samples):

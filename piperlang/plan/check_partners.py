@@ -59,7 +59,7 @@ def _filled(checked: Checked, at: At, args: Mapping[str, Any]) -> None:
 def _moved(checked: Checked, key: Key, arrived: Key, source: At, target: At) -> None:
     """Values keep their names when they move: what arrives is called what was sent, and a suffix. Joined parts are called by what they share."""
     if not arrived.startswith(key) and not (arrived.endswith("+") and key.startswith(arrived[:-1])):
-        checked.wrong("P0504", f"{key} cannot become {arrived}", *dict.fromkeys((source, target)))
+        checked.wrong("P0504", f"{key} cannot become {arrived}", source, target)
 
 
 def fills(boxes: Sequence[Any], shape: tuple[int, ...]) -> bool:
@@ -69,10 +69,10 @@ def fills(boxes: Sequence[Any], shape: tuple[int, ...]) -> bool:
     if None in boxes:
         return False
     inside = all(0 <= low <= high <= size for box in boxes for (low, high), size in zip(box, shape, strict=True))
-    return inside and sum(prod(_size(box)) for box in boxes) == prod(shape) and _apart([box for box in boxes if prod(_size(box))], 0, len(shape))
+    return inside and sum(prod(_size(box)) for box in boxes) == prod(shape) and apart([box for box in boxes if prod(_size(box))], 0, len(shape))
 
 
-def _apart(boxes: list[Any], dim: int, dims: int) -> bool:
+def apart(boxes: list[Any], dim: int, dims: int) -> bool:
     """Whether no two boxes overlap: they are parted along one dim after the other, so that many parts do not take their square."""
     if len(boxes) < 2:
         return True
@@ -87,7 +87,7 @@ def _apart(boxes: list[Any], dim: int, dims: int) -> bool:
             clusters.append(cluster)
         cluster.append(box)
         end = max(end, box[dim][1])
-    return all(_apart(part, dim + 1, dims) for part in clusters)
+    return all(apart(part, dim + 1, dims) for part in clusters)
 
 
 def _size(box: Any) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ def _again(checked: Checked, message: Message, late: At) -> At | None:
     """Who has received a message already."""
     source, target, tag = message
     for at in checked.of["recv"]:
-        if checked.plan.devices[at.device].device == target and (at.device, at.index) != (late.device, late.index) and any(part[:2] == (source, tag) for part in at.does.args["parts"]):
+        if checked.plan.devices[at.device].device == target and (at.device, at.place) != (late.device, late.place) and any(part[:2] == (source, tag) for part in at.does.args["parts"]):
             return at
     return None
 
@@ -187,7 +187,7 @@ def collectives(checked: Checked) -> None:
     numbers = [device.device for device in plan.devices]
     rounds: dict[int, dict[int, list[At]]] = {}
     # By device and place: a group's stream has them in this order.
-    for at in sorted(checked.all(*COLLECTIVE), key=lambda at: (at.device, at.index)):
+    for at in sorted(checked.all(*COLLECTIVE), key=lambda at: (at.device, at.place)):
         args, me = at.does.args, numbers[at.device]
         group = args["group"]
         if not 0 <= group < len(plan.groups):

@@ -53,8 +53,7 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
     before: _Before | None = None
     readers: dict[Key, list[int]] = {key: [] for key in device.weights}
     for i, (_, stream, _, reads, _, waits, _) in enumerate(instructions):
-        if len(waits) > 8:
-            waits = frozenset(waits)
+        ended = waits if len(waits) < 8 else frozenset(waits)
         for key in reads:
             maker = made.get(key)
             if maker is None:
@@ -63,7 +62,7 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
                 elif key not in given:
                     _missing(checked, At(d, i, instructions[i]), key, device)
                 continue
-            if maker in waits or (maker < i and streams[maker] == stream):
+            if maker in ended or (maker < i and streams[maker] == stream):
                 continue
             before = before or _Before(instructions, streams)
             if not before.surely(maker, i):
@@ -142,7 +141,7 @@ def _alike(checked: Checked) -> None:
         if mine[0] != theirs[0] or mine[1] != theirs[1] or mine[3] != theirs[3] or mine[4] != theirs[4] or mine[6].get("dtype") != theirs[6].get("dtype"):
             differing = next(name for name, a, b in zip(("do", "stream", "reads", "writes", "dtype"), _facts(mine), _facts(theirs), strict=True) if a != b)
             checked.wrong(CODE, f"devices of one node differ in its {differing if differing != 'do' else 'kind'}", other, at)
-        elif at.device == other.device and at.index != other.index:
+        elif at.device == other.device and at.place != other.place:
             checked.wrong(CODE, f"device {checked.plan.devices[at.device].device} does the same twice", other, at)
 
 

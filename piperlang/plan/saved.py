@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from piperlang.diagnostics import Diagnostic, PiperError, error
-from piperlang.elaborate.modules import Importer, Module, load as load_module
+from piperlang.elaborate.modules import Importer, Module
+from piperlang.elaborate.modules import load as load_module
 from piperlang.ir.model import Divide
 from piperlang.plan.instruction import VERSION, DevicePlan, Instruction, Plan
 from piperlang.plan.saved_form import ARGUMENTS, DEVICE, KEYS, PLAN, SHAPE, Broken, integer, text
