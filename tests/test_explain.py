@@ -19,7 +19,10 @@ PAGES = Path(explain.__file__).parent / "pages"
 NO_PLACE = {"P0901", "P0902", "P0904"}
 """Mistakes on the command line: there is no file to point into."""
 
-every_code = pytest.mark.parametrize("code", sorted(code for code in CODES if not code.startswith("P08")))
+NO_SCRIPT = {"P0503", "P0504", "P0505", "P0506", "P0602", "P0603", "P0604"}
+"""What no script can cause: broken plans (test_plan.py) and workers that die (test_faults.py). Their pages say what to look at."""
+
+every_code = pytest.mark.parametrize("code", sorted(code for code in CODES if not code.startswith("P08") and code not in NO_SCRIPT))
 """The pages about models are run by test_capture.py."""
 
 
@@ -48,6 +51,13 @@ def diagnostics(captured: Any) -> list[dict[str, Any]]:
 
 def test_every_code_has_a_page_and_every_page_a_code() -> None:
     assert {path.name for path in PAGES.iterdir()} == {f"{code}.md" for code in CODES}
+
+
+@pytest.mark.parametrize("code", sorted(NO_SCRIPT))
+def test_form_of_pages_without_a_script(code: str) -> None:
+    found = page(code)
+    assert found.title == f"{code}: {CODES[code]}"
+    assert 8 <= len(found.text.splitlines()) <= 35
 
 
 @every_code

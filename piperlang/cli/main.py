@@ -25,6 +25,8 @@ COMMANDS = {
     "check": "check scripts, alone or with a model",
     "fmt": "format scripts",
     "graph": "print the training graph of a model",
+    "plan": "make, check and save the plan of a step",
+    "run": "train by a saved plan",
     "orders": "show the order of work per device",
     "explain": "explain a diagnostic code",
 }

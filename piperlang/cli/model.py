@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.report import open_script, parameters, say
 from piperlang.diagnostics import error
+from piperlang.ir.graph import Graph
+from piperlang.plan.instruction import Plan
 from piperlang.session import Scheduled, schedule
 
 if TYPE_CHECKING:
@@ -59,3 +61,18 @@ def scheduled(program: Program, options: argparse.Namespace, after: int | None =
     source, path = open_script(options.script)
     with doing(f"applying {options.script}"):
         return schedule(program, source, path, parameters(options), say, after)
+
+
+def planned(graph: Graph, options: argparse.Namespace) -> Plan:
+    """The checked plan of a graph, which knows what it was made from."""
+    from piperlang.plan.check import check
+    from piperlang.plan.lower import lower
+    from piperlang.plan.saved import about
+
+    with doing("planning"):
+        plan = lower(graph)
+        check(plan)
+        source, path = open_script(options.script)
+        made_from = about(Path(options.model), path, parameters(options), source.text if path is None else None)
+        plan.about = {**made_from, "model": options.model, "script": options.script}
+        return plan

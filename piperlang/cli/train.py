@@ -13,17 +13,23 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piperlang.cli.model import captured, doing, load, scheduled
+from piperlang.cli.model import captured, doing, load, planned, scheduled
 from piperlang.cli.report import add_parameters, open_script, report
 from piperlang.diagnostics import error
 
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
+    from piperlang.plan.instruction import Plan
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL.py")
     parser.add_argument("script", metavar="SCHEDULE.piper", help="`-` reads standard input")
+    add_training(parser)
+    add_parameters(parser)
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="how many (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout")
     parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/SCRIPT-N)")
@@ -32,27 +38,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="refuse a script that wants more")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long a device waits for another (default: 300)")
     parser.add_argument("--json", action="store_true", help="a line of JSON a step, on standard output")
-    add_parameters(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.steps < 1:
-        raise error("P0902", f"`--steps {options.steps}` trains nothing", help="train at least 1")
     file = load(options.model)
     found = scheduled(captured(file), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
-    with doing("planning"):
-        from piperlang.plan.lower import lower
-
+    with doing("building the graph"):
         graph = found.graph()
-        plan = lower(graph)
+    plan = planned(graph, options)
+    return execute(options, file, found.scheduler.schedule.captured, plan, graph.model.tensors[graph.model.loss].dtype)
+
+
+def execute(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Plan, loss_dtype: str) -> int:
+    """Train by a plan that has been checked."""
+    if options.steps < 1:
+        raise error("P0902", f"`--steps {options.steps}` trains nothing", help="train at least 1")
     if options.devices is not None and len(plan.devices) > options.devices:
         raise error("P0902", f"the script wants {len(plan.devices)} devices, more than {options.devices}", help="use a smaller mesh, or raise --devices")
     folder = _folder(options)
     _write_about(folder, options, plan)
-    _train(options, file, found.scheduler.schedule.captured, plan, graph.model.tensors[graph.model.loss].dtype, folder)
+    _train(options, file, cut, plan, loss_dtype, folder)
     return 0
 
 
@@ -88,6 +96,7 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
     import torch
 
     from piperlang.capture.model_file import shipped
+    from piperlang.plan.saved import digest
     from piperlang.runtime.job import Job, Training
     from piperlang.runtime.threads import ThreadJob
 
@@ -96,7 +105,7 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
     training = Training(make, shipped(file, "optimizer") or _default_optimizer, shipped(file, "lr_schedule"), options.seed)
     with doing(f"starting {len(plan.devices)} workers"):
         if options.executor == "ray":
-            job: Any = Job(plan, cut, training, address=options.address, timeout=options.timeout, loss_dtype=loss_dtype)
+            job: Any = Job(plan, cut, training, digest(plan), address=options.address, timeout=options.timeout, loss_dtype=loss_dtype)
         else:
             job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
     with job, (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:

@@ -1,0 +1,80 @@
+"""What an instruction costs a worker beyond what it computes: plans of 100 and of 1,000 instructions that do nothing.
+
+`copy` makes a tensor without elements. `identity` runs a captured graph that returns its input, each instruction reading what the one before it wrote. `switch` is `copy` on two
+streams in turn, each waiting for the other: what it costs to hand over between threads. One Ray worker; a step is timed inside it, so the call from the driver does not count.
+
+    python -m benchmarks.host [--json] [--steps 30]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from benchmarks.sleeping import optimizer, options, show
+from piperlang.capture.cost import Cost
+from piperlang.capture.differentiate import Piece, Pieces
+from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.job import Job, Training
+
+SIZES = (100, 1_000)
+IDENTITY = {"op": "F", "chunk": 0, "samples": 1, "arranged": ((), ()), "slots": (("input", 0),), "gives": (("output", 0),), "loss": None}
+
+
+class Identity:
+    """Stands for a captured model: one chunk, which returns what it is given."""
+
+    batch_names = ("x", "y")
+
+    def count(self, batch: Sequence[torch.Tensor]) -> float:
+        return 1.0
+
+    def pieces(self, chunk: int, samples: int, arranged: Any = ((), ())) -> Pieces:
+        graph = fx.Graph()
+        graph.output((graph.placeholder("x"),))
+        piece = Piece(fx.GraphModule(nn.Module(), graph), (("input", 0),), (("output", 0),), Cost(0, 0, 0))
+        return Pieces(piece, None, None, None, 0, 0)
+
+
+def identity(i: int) -> Instruction:
+    return Instruction("F", "compute", 0, (f"v{i}",), (f"v{i + 1}",), (), {"kind": 0, "reads": ((f"v{i}",),), "first": 0, "at": []})
+
+
+def copy(i: int) -> Instruction:
+    return Instruction("copy", "compute", 0, (), (f"v{i + 1}",), (), {"own": [], "shape": (0,), "dtype": "float32"})
+
+
+def switch(i: int) -> Instruction:
+    return copy(i)._replace(stream=("compute", "other")[i % 2], waits=(i - 1,) if i else ())
+
+
+def plan(make: Callable[[int], Instruction], count: int) -> Plan:
+    device = DevicePlan(0, [make(i) for i in range(count)], feeds=[("v0", "x", ((0, 1),))])
+    return Plan([device], [IDENTITY], ["nothing"], [""], 1, "mean", [])
+
+
+def measure(steps: int) -> list[dict[str, Any]]:
+    rows = []
+    cluster = Cluster(1)
+    try:
+        for make in (copy, identity, switch):
+            for count in SIZES:
+                with Job(plan(make, count), Identity(), Training(nn.Module, optimizer), cluster=cluster) as job:
+                    seconds = min(job.step((torch.ones(1), torch.ones(1))).seconds for _ in range(steps))
+                rows.append({"what": make.__name__, "instructions": count, "us_per_instruction": round(1e6 * seconds / count, 2), "ms_per_step": round(1e3 * seconds, 3)})
+    finally:
+        cluster.close()
+    return rows
+
+
+def main() -> None:
+    chosen = options(__doc__, steps=30).parse_args()
+    show(measure(chosen.steps), chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Make and check the plan of a model under a schedule, print what it comes to, and save it to run later: piperc run step.plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from piperlang.cli.model import captured, doing, load, planned, scheduled
+from piperlang.cli.report import add_parameters, report
+from piperlang.diagnostics import error
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL.py")
+    parser.add_argument("script", metavar="SCHEDULE.piper")
+    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan")
+    parser.add_argument("--json", action="store_true", help="the summary as JSON")
+    add_parameters(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    found = scheduled(captured(load(options.model)), options)
+    if found.problems:
+        report(found.problems, options.format)
+        return 1
+    graph = found.graph()
+    plan = planned(graph, options)
+    from piperlang.plan.summary import as_json, summary
+
+    print(json.dumps(as_json(plan, graph)) if options.json else summary(plan, graph))
+    if options.output:
+        from piperlang.plan.saved import dump
+
+        with doing(f"writing {options.output}"):
+            try:
+                Path(options.output).write_text(dump(plan), encoding="utf-8")
+            except OSError as problem:
+                raise error("P0902", f"cannot write {options.output}", notes=[str(problem)], help="choose another file with -o") from None
+    return 0

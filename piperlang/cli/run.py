@@ -1,0 +1,44 @@
+"""Train by a plan that `piperc plan -o FILE` has saved. A plan whose model, script or versions have changed is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from piperlang.cli.model import captured, doing, load, scheduled
+from piperlang.cli.report import report
+from piperlang.cli.train import add_training, execute
+from piperlang.diagnostics import PiperError, error
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="FILE.plan")
+    add_training(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from piperlang.plan import saved
+    from piperlang.plan.check import check
+
+    try:
+        text = Path(options.plan).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise error("P0901", f"cannot read {options.plan}", notes=[str(problem)], help="check the path") from None
+    with doing(f"checking {options.plan}"):
+        plan = saved.load(text, options.plan)
+        made = plan.about
+        if not all(isinstance(made.get(key), str) for key in ("model", "script")) or made["script"] == "-":
+            raise error("P0505", f"{options.plan} cannot be used", notes=["it does not say which model and script it is of"], help="make it again with `piperc plan MODEL.py SCHEDULE.piper -o FILE`")
+        old = saved.stale(saved.about(Path(made["model"]), Path(made["script"]), made.get("parameters")), made)
+        if old is not None:
+            raise PiperError(old)
+        check(plan)
+    options.script = made["script"]
+    options.parameters = [f"{name}={value}" for name, value in made.get("parameters", {}).items()]
+    file = load(made["model"])
+    found = scheduled(captured(file), options)
+    if found.problems:
+        report(found.problems, options.format)
+        return 1
+    model = found.scheduler.schedule.model
+    return execute(options, file, found.scheduler.schedule.captured, plan, model.tensors[model.loss].dtype)
