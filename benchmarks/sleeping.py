@@ -39,6 +39,7 @@ from piperlang.source import Source
 WIDTH = 4
 FLOPS = 4e11
 """What a millisecond of sleep stands for; only that it is much, beside latencies, matters."""
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray gives its workers 15, and on a busy machine every wake-up would come later than in torch's processes
 TIMELINE = "PIPER_TIMELINE"
 """A folder: workers write there what they did and when."""
 

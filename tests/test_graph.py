@@ -17,7 +17,8 @@ from piperlang.capture.program import capture
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
 from piperlang.ir.text import text
-from tests.equivalence import SAMPLES, assert_same, compiled, program
+from piperlang.runtime.inline import Inline
+from tests.equivalence import SAMPLES, assert_same, compiled, optimizer, program
 from tests.models import CASES, WIDTH, Case, Gpt, tokens, vectors
 
 MODEL = """
@@ -273,3 +274,21 @@ def test_samples_inside_a_dimension_move_but_are_not_divided_anew() -> None:
 def test_an_axis_of_one_device_is_no_mistake() -> None:
     """Scripts have parameters, and one of them may be 1."""
     compiled(program("mlp"), "param width = 1\nmesh gpu = dp: width\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\n")
+
+
+def test_a_batch_of_one_sample() -> None:
+    case = CASES["mlp"]
+    traced = capture(case.model, case.loss, case.batch(1))
+    graph, captured = compiled(traced, "recompute [stage=1]\n")
+    assert graph.model.samples == 1
+    torch.manual_seed(0)
+    model, batch = case.model(), case.batch(1)
+    assert Inline(graph, captured, model, optimizer).step(batch).loss == pytest.approx(case.loss(model(batch[0]), batch[1]).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("samples", [4, 16])
+def test_a_batch_of_another_size_is_refused(samples: int) -> None:
+    """More samples than were planned for would be left out in silence."""
+    graph, captured = compiled(program("mlp"), "split batch into 2 as mb\n")
+    with pytest.raises(PiperError, match="when the model was traced"):
+        Inline(graph, captured, CASES["mlp"].model(), optimizer).step(CASES["mlp"].batch(samples))

@@ -16,7 +16,7 @@ from piperlang.capture.features import features_of
 from piperlang.capture.localize import localize
 from piperlang.capture.samples import Samples, samples
 from piperlang.capture.sizes import Sizes, trace_sizes
-from piperlang.diagnostics import Diagnostic, did_you_mean, error
+from piperlang.diagnostics import Diagnostic, PiperError, did_you_mean, error
 from piperlang.elaborate.directive import ModulePath, Tag
 from piperlang.ir import model as ir
 from piperlang.ir.model import Arrangement
@@ -100,6 +100,15 @@ class Captured:
     def batch_names(self) -> Sequence[str]:
         return self.program.sizes.small.batch
 
+    def check_batch(self, batch: Sequence[torch.Tensor]) -> None:
+        """A plan is for batches of one shape: more samples would be left out, fewer would be missed."""
+        shapes = self.program.sizes.shapes
+        for i, (tensor, shape) in enumerate(zip(batch, shapes, strict=False)):
+            if tuple(tensor.shape) != shape:
+                raise _other_shape(f"tensor {i} of a batch has shape {list(tensor.shape)}, and had {list(shape)} when the model was traced")
+        if len(batch) != len(shapes):
+            raise _other_shape(f"a batch has {len(batch)} tensors, and had {len(shapes)} when the model was traced")
+
     def count(self, batch: Sequence[torch.Tensor]) -> float:
         """What the loss of a whole batch is divided by, where it is a sum over a count."""
         counting = self.program.sizes.small.count
@@ -123,7 +132,7 @@ class Captured:
         chunks = [self._chunk(chunk) for chunk in self.chunks]
         weights = {w.name: ir.Weight(w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.trained) for w in traced.weights.values()}
         combine = "count" if traced.count else self.program.samples.loss
-        return ir.Model(chunks, tensors, weights, traced.samples, self.chunks[-1].outputs[0].name, combine, self.program.samples.mixing, self)
+        return ir.Model(chunks, tensors, weights, sizes.samples, self.chunks[-1].outputs[0].name, combine, self.program.samples.mixing, self)
 
     def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
         sizes = self.program.sizes
@@ -136,7 +145,7 @@ class Captured:
 
     def _chunk(self, chunk: Chunk) -> ir.Chunk:
         traced = self.program.sizes.small
-        pieces = self.pieces(chunk.number, traced.samples)
+        pieces = self.pieces(chunk.number, self.program.sizes.samples)
         passes = {name: _pass(piece) for name in "FBIW" if (piece := getattr(pieces, name)) is not None}
         paths = dict.fromkeys(".".join(module_path(node)) for node in chunk.nodes)
         return ir.Chunk(
@@ -144,6 +153,10 @@ class Captured:
             tuple(v.name for v in chunk.inputs), tuple(v.name for v in chunk.outputs), passes, chunk.random,
             tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number],
         )  # fmt: skip
+
+
+def _other_shape(message: str) -> PiperError:
+    return error("P0801", message, help="give batches of equal shapes: drop or fill up the last one")
 
 
 def _weights_differ(nodes: Sequence[str]) -> Diagnostic:

@@ -8,7 +8,7 @@ computed for any other size. So pieces of any size come from two traces, and the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +29,10 @@ class Sizes:
     small: Traced
     large: Traced
     twin: dict[fx.Node, fx.Node]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the batch's tensors, as they were given."""
+    samples: int = 0
+    """In the batch that was given: one, perhaps, though nothing is traced with fewer than two."""
 
     def dims(self, node: fx.Node) -> tuple[tuple[int, int], ...]:
         """Every dim of a node's value as (a, b): its size is a * samples + b."""
@@ -38,14 +42,14 @@ class Sizes:
     def shape(self, node: fx.Node, samples: int) -> tuple[int, ...]:
         return tuple(a * samples + b for a, b in self.dims(node))
 
-    def arguments(self, node: fx.Node, samples: int, replace: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, node: fx.Node, samples: int, substitute: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a node for a batch of this size, with other nodes replaced."""
         if samples == self.small.samples:
-            return fx.node.map_arg((node.args, node.kwargs), replace)
+            return fx.node.map_arg((node.args, node.kwargs), substitute)
         twin = self.twin[node]
         mine, layout = pytree.tree_flatten((node.args, node.kwargs))
         other, _ = pytree.tree_flatten((twin.args, twin.kwargs))
-        flat = [replace(x) if isinstance(x, fx.Node) else self._at(x, y, samples, node) for x, y in zip(mine, other, strict=True)]
+        flat = [substitute(x) if isinstance(x, fx.Node) else self._at(x, y, samples, node) for x, y in zip(mine, other, strict=True)]
         return pytree.tree_unflatten(flat, layout)  # type: ignore[no-any-return]
 
     def _at(self, x: Any, y: Any, samples: int, node: fx.Node) -> Any:
@@ -67,7 +71,7 @@ def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], 
     small = trace(make_model, loss, _resized(batch, samples, size))
     _refuse_many(small, loss)
     large = trace(make_model, loss, _resized(batch, samples, 2 * size))
-    return pair(small, large)
+    return replace(pair(small, large), shapes=tuple(tuple(t.shape) for t in flat), samples=samples)
 
 
 def _refuse_many(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -29,6 +30,7 @@ def compute(checked: Checked) -> None:
     seen: dict[int, At] = {}
     kinds, last = checked.plan.kinds, checked.plan.samples
     parts = [(kind["samples"], _share(checked.plan, kind), kind["arranged"][0]) for kind in kinds]
+    firsts: list[list[int]] = [[] for _ in kinds]
     for at in checked.all(*COMPUTE):
         do, stream, node, reads, writes, _, args = at[2]
         number = args["kind"]
@@ -47,9 +49,11 @@ def compute(checked: Checked) -> None:
             checked.wrong(CODE, f"devices of one node run different {'pieces of the model' if theirs['kind'] != number else 'streams'}", other, at)
         elif other[0] == at[0] and other is not at:
             checked.wrong(CODE, "a device does the same twice", other, at)
+        firsts[number].append(args["first"])
         samples, share, divides = parts[number]
         if not 0 <= args["first"] <= last - samples or args.get("share", share) != share or divides or args["at"]:
             _placed(checked, at, args, kinds[number], share)
+    _samples(checked, firsts)
 
 
 def _fits(checked: Checked, at: At, do: str, reads: Sequence[Key], writes: Sequence[Key], groups: Sequence[Sequence[Key]], kind: Mapping[str, Any]) -> bool:
@@ -64,6 +68,10 @@ def _fits(checked: Checked, at: At, do: str, reads: Sequence[Key], writes: Seque
         return _no(checked, "a pass does not take what it says it reads", at)
     if not least <= len(writes) <= most:
         return _no(checked, f"{len(writes)} values are written, and a {do} gives {least}", at)
+    for name in ("weight", "input", "batch"):
+        taken = [keys for slot, keys in zip(kind["slots"], groups, strict=True) if slot[0] == name]
+        if len(set(map(tuple, taken))) < len(taken):
+            return _no(checked, f"the same {name} is taken twice", at)
     for slot, keys in zip(kind["slots"], groups, strict=True):
         if len(keys) != 1 and slot[0] != "grad_output":
             return _no(checked, f"{len(keys)} values for {_slot(slot)}", at)
@@ -163,6 +171,37 @@ def _placed(checked: Checked, at: At, args: Mapping[str, Any], kind: Mapping[str
         checked.wrong(CODE, f"{samples} samples from number {first} at {args['at']}: there is no such part of {plan.samples}", at)
     if abs(args.get("share", share) - share) > 1e-12:
         checked.wrong(CODE, f"a loss of {samples} of {plan.samples} samples counts for {args['share']:g}", at, notes=(f"it should count for {share:g}",))
+
+
+def _samples(checked: Checked, firsts: list[list[int]]) -> None:
+    """Every chunk sees every sample, and its backward those of its forward."""
+    plan = checked.plan
+    seen: dict[int, dict[str, Counter[tuple[int, int]]]] = {}
+    for number, found in enumerate(firsts):
+        kind = plan.kinds[number]
+        seen.setdefault(kind["chunk"], {}).setdefault(kind["op"], Counter()).update((first, first + kind["samples"]) for first in found)
+    for chunk, by in seen.items():
+        forward, whole = by.get("F", Counter()), by.get("B", Counter())
+        for other in [whole + by[op] for op in "IW" if by.get(op)] or ([whole] if whole else []):
+            if forward != other:
+                odd = min(set((forward - other) + (other - forward)))
+                checked.wrong(CODE, f"chunk {chunk} runs forward and backward with different samples", *_with(checked, chunk, odd[0]), notes=(f"samples {odd[0]} to {odd[1]}",))
+                break
+        end = 0
+        for low, high in sorted(forward):
+            if low != end:
+                checked.wrong(CODE, f"chunk {chunk} does not see samples {min(low, end)} to {max(low, end)} once", *_with(checked, chunk, low))
+                break
+            end = high
+        else:
+            if end != plan.samples:
+                checked.wrong(CODE, f"chunk {chunk} sees {end} of {plan.samples} samples", *_with(checked, chunk, -1))
+
+
+def _with(checked: Checked, chunk: int, first: int) -> list[At]:
+    """Passes of a chunk that begin with a sample, or any of them."""
+    found = [at for at in checked.all(*COMPUTE) if 0 <= at.does.args["kind"] < len(checked.plan.kinds) and checked.plan.kinds[at.does.args["kind"]]["chunk"] == chunk]
+    return ([at for at in found if at.does.args["first"] == first] or found)[:2]
 
 
 def losses(checked: Checked) -> None:

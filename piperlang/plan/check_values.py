@@ -69,6 +69,9 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
                 checked.wrong(CODE, f"{key} is read on stream {stream} of device {device.device} before stream {streams[maker]} has surely made it", At(d, maker, instructions[maker]), At(d, i, instructions[i]), help=LATE)
         checked.steps += 1 + len(reads)
     used.update(*[instruction[3] for instruction in instructions])
+    for key, found in readers.items():
+        if not found:
+            checked.wrong(CODE, f"device {device.device} keeps {key}, which nobody reads", *([At(d, 0, instructions[0])] if instructions else []))
     _in_place(checked, d, device, readers, before)
 
 

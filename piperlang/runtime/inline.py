@@ -33,6 +33,8 @@ class Captured(Protocol):
     @property
     def batch_names(self) -> Sequence[str]: ...
 
+    def check_batch(self, batch: Sequence[torch.Tensor]) -> None: ...
+
     def count(self, batch: Sequence[torch.Tensor]) -> float: ...
 
     def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces: ...
@@ -58,6 +60,7 @@ class Inline:
     def step(self, batch: tuple[Any, Any]) -> Stepped:
         """Forward, backward and update on one global batch."""
         flat = pytree.tree_leaves(batch)
+        self.captured.check_batch(flat)
         self.batch = dict(zip(self.captured.batch_names, flat, strict=True))
         self.count = self.captured.count(flat)
         self.values: dict[Key, list[Any]] = dict(self.shards.current)

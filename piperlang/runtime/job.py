@@ -29,6 +29,8 @@ class Captured(Protocol):
     @property
     def batch_names(self) -> Sequence[str]: ...
 
+    def check_batch(self, batch: Sequence[torch.Tensor]) -> None: ...
+
     def count(self, batch: Sequence[torch.Tensor]) -> float: ...
 
     def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces: ...
@@ -120,6 +122,7 @@ class Job:
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
         """Start a step; the caller may prepare the next batch meanwhile."""
         flat = pytree.tree_leaves(batch)
+        self.captured.check_batch(flat)
         named = dict(zip(self.captured.batch_names, flat, strict=True))
         count = self.captured.count(flat)
         futures = []

@@ -44,7 +44,9 @@ class ThreadJob:
         self.steps = 0
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:
-        return pytree.tree_leaves(batch), gradients
+        flat = pytree.tree_leaves(batch)
+        self.captured.check_batch(flat)
+        return flat, gradients
 
     def finish(self, begun: tuple[list[torch.Tensor], bool]) -> Step:
         flat, gradients = begun

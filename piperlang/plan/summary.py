@@ -1,0 +1,145 @@
+"""A plan on one screen: devices and nodes, the step foreseen, memory, bytes that move, and what each line of the script added."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from piperlang.ir.graph import COMPUTE, Graph
+from piperlang.plan.cost import Costs, Machine
+from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.plan.memory import STATES, peaks
+
+SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "complex64": 8, "complex128": 16}
+"""Bytes of an element; one for all others."""
+LINES = 12
+"""Lines of a script that are shown: those that added most."""
+
+
+def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: float = STATES) -> str:
+    found = as_json(plan, graph, machine, states)
+    devices, nodes, memory = found["devices"], found["nodes"], found["memory"]
+    rows: list[tuple[str, str]] = [
+        ("devices", f"{devices['count']:,}, {_range(devices['instructions'], str)} instructions each, {len(plan.kinds)} kinds of compute"),
+        ("nodes", f"{nodes['count']:,}: " + ", ".join(f"{count} {name}" for name, count in nodes["by_kind"].items())),
+        ("step", f"{_time(found['step']['seconds'])} foreseen; compute is idle {_range(found['step']['bubble'], lambda x: f'{100 * x:.0f}%')} of it"),
+        ("memory", f"{_range(memory['bytes'], _bytes)} at most; on device {memory['device']}:"),
+        *(("", f"  {_bytes(size):>10}  {name}") for name, size in memory["by"].items()),
+        *([("", f"  at {memory['at']}")] if memory["at"] else []),
+    ]  # fmt: skip
+    for k, (stream, moved) in enumerate(found["communication"].items()):
+        rows.append(("sent" if not k else "", f"{stream:<12} {_bytes(moved['bytes']):>10} in all, {_range(moved['of_a_device'], _bytes)} from a device in {moved['messages']:,} operations"))
+    for k, line in enumerate(found["added"][:LINES]):
+        rows.append(("added" if not k else "", f"{line['line']:<16} {', '.join(f'{count} {name}' for name, count in line['nodes'].items())}"))
+    if found["added"][LINES:]:
+        rows.append(("", f"and {len(found['added']) - LINES} more lines"))
+    return "\n".join(f"{name:<9}{text}".rstrip() for name, text in rows) + "\n"
+
+
+def as_json(plan: Plan, graph: Graph, machine: Machine | None = None, states: float = STATES) -> dict[str, Any]:
+    found = peaks(plan, graph, states)
+    worst = max(range(len(found)), key=lambda d: found[d].bytes)
+    at = plan.devices[worst].instructions[found[worst].at] if found and found[worst].at >= 0 else None
+    return {
+        "devices": {"count": len(plan.devices), "instructions": _ends(len(device.instructions) for device in plan.devices)},
+        "nodes": {"count": len(graph.nodes), "by_kind": _counted(node.op for node in graph.nodes)},
+        "step": {"seconds": plan.seconds, "bubble": _ends(_idle(plan, graph, Costs(graph, machine)))},
+        "memory": {
+            "bytes": _ends(one.bytes for one in found), "device": plan.devices[worst].device, "by": dict(found[worst].by),
+            "at": f"{at.do} of {plan.names[at.node]}" if at else "",
+        },
+        "communication": _communication(plan),
+        "added": _added(plan, graph),
+    }  # fmt: skip
+
+
+def _ends(values: Iterable[Any]) -> dict[str, Any]:
+    every = list(values)
+    return {"min": min(every, default=0), "max": max(every, default=0)}
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
+
+
+def _idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
+    """By device, the part of the foreseen step in which it computes nothing."""
+    if not plan.seconds:
+        return [0.0]
+    busy = [sum(costs.seconds(graph.nodes[x.node]) for x in device.instructions if x.do in COMPUTE) for device in plan.devices]
+    return [max(0.0, 1 - seconds / plan.seconds) for seconds in busy]
+
+
+# -------------------------------------------------------------------------------------------------- communication
+
+
+def sent(instruction: Instruction, plan: Plan) -> float:
+    """Bytes that a device gives to others, by the best algorithms known: a ring for reductions and gathers."""
+    args, do = instruction.args, instruction.do
+    if do == "send":
+        return float(sum(prod(part[3]) for part in args["parts"]) * _item(args))
+    if "group" not in args:
+        return 0.0
+    others = (len(plan.groups[args["group"]][0]) - 1) / len(plan.groups[args["group"]][0])
+    if do == "exchange":
+        return 0.0  # by device: see _given
+    size = prod(args["shape"]) if do == "all_reduce" else sum(prod(entry["shape"]) for entry in args["weights"])
+    return float((2 if do in ("all_reduce", "reduce") else 1) * others * size * _item(args))
+
+
+def _given(device: DevicePlan, instruction: Instruction) -> float:
+    return float(sum(prod(shape) for peer, _, shape in instruction.args["give"] if peer != device.device) * _item(instruction.args))
+
+
+def _item(args: Mapping[str, Any]) -> int:
+    return SIZES.get(args["dtype"], 1)
+
+
+def _communication(plan: Plan) -> dict[str, dict[str, Any]]:
+    """By stream; a stream for every sender counts as one."""
+    by: dict[str, list[float]] = {}
+    messages: Counter[str] = Counter()
+    for d, device in enumerate(plan.devices):
+        for x in device.instructions:
+            moved = _given(device, x) if x.do == "exchange" else sent(x, plan)
+            if moved:
+                stream = x.stream.rstrip(">")
+                by.setdefault(stream, [0.0] * len(plan.devices))[d] += moved
+                messages[stream] += 1
+    return {stream: {"bytes": round(sum(moved)), "of_a_device": _ends(map(round, moved)), "messages": messages[stream]} for stream, moved in sorted(by.items())}
+
+
+# ------------------------------------------------------------------------------------------------------- the script
+
+
+def _added(plan: Plan, graph: Graph) -> list[dict[str, Any]]:
+    """What each directive added: nodes by kind, the line that added most first."""
+    by: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        line = plan.lines[node.id] if node.id < len(plan.lines) else ""
+        if line:
+            by.setdefault(line, []).append(node.op)
+    return [{"line": line, "nodes": _counted(ops)} for line, ops in sorted(by.items(), key=lambda item: -len(item[1]))]
+
+
+def _range(ends: Mapping[str, Any], show: Any) -> str:
+    low, high = show(ends["min"]), show(ends["max"])
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _bytes(count: float) -> str:
+    return _scaled(count, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
+
+
+def _time(seconds: float) -> str:
+    return _scaled(seconds * 1e6, ("us", "ms", "s"), 1000)
+
+
+def _scaled(value: float, units: Sequence[str], step: int) -> str:
+    unit = 0
+    while value >= step and unit + 1 < len(units):
+        value /= step
+        unit += 1
+    return f"{value:.0f} {units[unit]}" if value >= 100 or unit == 0 and value == int(value) else f"{value:.1f} {units[unit]}"
