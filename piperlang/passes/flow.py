@@ -93,8 +93,8 @@ class Flow:
         suffix = "@" + self._names.setdefault(then, str(len(self._names)))
         dims = target.dims[: target.outer] if source.dims != target.dims or source.degree != target.degree else target.dims
         if op == "p2p":
-            send = self.nodes.family(Family("send", source.chunk.tags, now.where, dims, phase=phase, by=_placed(source)))
-            recv = self.nodes.family(Family("recv", target.chunk.tags, then.where, dims, phase=phase, by=_placed(target)))
+            send = self.nodes.family(Family("send", source.chunk.tags, now.where, dims, phase=phase, by=source.by))
+            recv = self.nodes.family(Family("recv", target.chunk.tags, then.where, dims, phase=phase, by=target.by))
             return _Hop(op, then, (send, recv), suffix)
         axes = exchanging(now, then)
         # Communication within a part belongs to the chunk whose weights are divided: it is why there is any.

@@ -9,6 +9,7 @@ from math import prod
 from typing import TypeAlias
 
 from piperlang.diagnostics import PiperError
+from piperlang.elaborate import directive as d
 from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.elaborate.values import Slice
 from piperlang.ir.layout import SHARE, Layout, axes_of
@@ -38,6 +39,8 @@ class Site:
     uses: Mapping[str, Use]
     arranged: Arrangement
     inner_axes: tuple[str, ...]
+    by: d.Place | None
+    """Who placed it."""
 
     def first(self, point: Point) -> int:
         """The first sample of a piece."""
@@ -93,7 +96,7 @@ class Sites:
         for where, placement in places:
             box = dict(placement.box) if placement else {}
             ranges = [[i for i in every if i in box[name]] if name in box else every for name, every in zip(dims, whole, strict=True)]
-            sites.append(self._site(chunk, group, where, dims, outer, counts, samples, tuple(product(*ranges))))
+            sites.append(self._site(chunk, group, where, dims, outer, counts, samples, tuple(product(*ranges)), placement.directive if placement else None))
         if len(places) != 1 or (places[0][1] and places[0][1].box):
             at = {point: site for site in sites for point in site.points}
             # What the script has not placed so far is left where everything starts.
@@ -111,7 +114,8 @@ class Sites:
         return sorted({0} | {min(these) for these in self.schedule.apart(name)})
 
     def _site(
-        self, chunk: Chunk, group: Tagset, where: Slice, dims: tuple[str, ...], outer: int, counts: tuple[int, ...], samples: int, points: tuple[Point, ...]
+        self, chunk: Chunk, group: Tagset, where: Slice, dims: tuple[str, ...], outer: int, counts: tuple[int, ...], samples: int, points: tuple[Point, ...],
+        by: d.Place | None = None,
     ) -> Site:
         uses = {axis: use for axis, _ in axes_of(where) if (use := self.schedule.use(group, where, axis))}
         divides = tuple(Divide(axis, size, uses[axis].style) for axis, size in axes_of(where) if axis in uses and not uses[axis].divides_batch)
@@ -124,10 +128,10 @@ class Sites:
             try:
                 local = self.model.divider.divided(chunk.number, each, arranged)
             except PiperError as problem:
-                by = uses[divides[0].axis].directive
-                raise PiperError(*(replace(x, span=by.span).within(by.trail) for x in problem.diagnostics)) from None
+                asked = uses[divides[0].axis].directive
+                raise PiperError(*(replace(x, span=asked.span).within(asked.trail) for x in problem.diagnostics)) from None
         layouts = {slot: self._layout(chunk, where, slot, uses, divides, local) for slot in _slots(chunk)}
-        return Site(chunk, group, where, dims, outer, counts, samples, degree, points, layouts, uses, arranged, self.inner_axes)
+        return Site(chunk, group, where, dims, outer, counts, samples, degree, points, layouts, uses, arranged, self.inner_axes, by)
 
     def _arriving(self, chunk: Chunk, where: Slice, divides: tuple[Divide, ...]) -> tuple[tuple[Slot, tuple[Place, ...]], ...]:
         """How inputs lie along the axes that divide this chunk, where their producers are on the same devices."""
