@@ -1,4 +1,8 @@
-"""Whether everybody comes to an end: streams as queues, run as far as they go, each woken by what it waits for."""
+"""Whether everybody comes to an end: streams as queues, run as far as they go, each woken by what it waits for.
+
+Nothing here has a choice: what can go on can still go on after somebody else has. So if all come to an end in one order they do in every order, and first an
+easy one is tried: each device does its list from top to bottom. Only if that gets stuck do streams run side by side.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,17 @@ from piperlang.plan.instruction import Instruction
 BLOCKING = {"send": "send", "recv": "recv", **dict.fromkeys(COLLECTIVE, "collective")}
 
 
-def order(checked: Checked) -> None:
+def order(checked: Checked, buffered: bool = True) -> None:
     """With sends that never wait, as the runtime has them."""
-    _Run(checked, True).run()
+    if not _Run(checked, buffered, streams=False).run():
+        run = _Run(checked, buffered, streams=True)
+        if not run.run():
+            run.explain()
 
 
 def rendezvous(checked: Checked) -> None:
     """With sends that end only once every receiver has come to take its part."""
-    _Run(checked, False).run()
+    order(checked, buffered=False)
 
 
 class _Queue:
@@ -36,19 +43,24 @@ class _Queue:
 
 
 class _Run:
-    def __init__(self, checked: Checked, buffered: bool) -> None:
+    def __init__(self, checked: Checked, buffered: bool, streams: bool) -> None:
         self.checked, self.plan, self.buffered = checked, checked.plan, buffered
         self.numbers = [device.device for device in self.plan.devices]
         self.queues: list[dict[str, _Queue]] = []
-        self.done = [bytearray(len(device.instructions)) for device in self.plan.devices]
+        # From top to bottom, what is waited for has always ended.
+        self.done = [bytearray(b"\0" if streams else b"\1") * len(device.instructions) for device in self.plan.devices]
         for d, device in enumerate(self.plan.devices):
-            queues: dict[str, _Queue] = {}
             waiting: dict[int, list[_Queue]] = {}
-            for i, instruction in enumerate(device.instructions):
-                queue = queues.get(instruction[1])
-                if queue is None:
-                    queue = queues[instruction[1]] = _Queue(d, device.device, device.instructions, self.done[d], waiting)
-                queue.list.append(i)
+            has = d, device.device, device.instructions, self.done[d], waiting
+            queues: dict[str, _Queue] = {}
+            if streams:
+                for i, instruction in enumerate(device.instructions):
+                    if instruction[1] not in queues:
+                        queues[instruction[1]] = _Queue(*has)
+                    queues[instruction[1]].list.append(i)
+            else:
+                queue = queues[""] = _Queue(*has)
+                queue.list = [i for i, instruction in enumerate(device.instructions) if instruction[0] in BLOCKING]
             self.queues.append(queues)
         self.sent: dict[Message, tuple[Any, dict[str, Any]] | None] = {}
         """The part of a send that a message is, and all of it; None once it has been taken."""
@@ -61,16 +73,19 @@ class _Run:
         # Last in, first out: who was woken last runs on what is still in the cache.
         self.work = [queue for queues in self.queues for queue in queues.values()]
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Whether all came to an end, and all messages to whom they were meant for."""
         while self.work:
             self._advance(self.work.pop())
         stuck = any(queue.at < len(queue.list) for queues in self.queues for queue in queues.values())
-        if stuck or self.odd or self.left:
-            # Partners that disagree explain more than whoever waits for them.
-            messages(self.checked)
-            if self.checked.found:
-                raise Stop
-            self._stuck()
+        return not (stuck or self.odd or self.left)
+
+    def explain(self) -> None:
+        """Partners that disagree tell more than whoever waits for them."""
+        messages(self.checked)
+        if self.checked.found:
+            raise Stop
+        self._stuck()
 
     def _advance(self, queue: _Queue) -> None:
         """One stream as far as it goes. All that is done for every instruction is here: it has to be quick."""

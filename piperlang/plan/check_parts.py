@@ -30,14 +30,17 @@ class Move(NamedTuple):
 
 
 def parts(checked: Checked) -> None:
-    cut = {_name(at.does.writes[0]) for at in checked.all("recv", "copy", "exchange", "all_reduce") if _cuts(at.does.args)}
-    cut |= {_name(at.does.args["key"]) for at in checked.of["send"] if at.does.args["key"] and any(part[2] is not None for part in at.does.args["parts"])}
+    cut: set[str] = set()
+    for at in checked.of["send"]:
+        for part in at[2][6]["parts"]:
+            if part[2] is not None:
+                cut.add(_name(at.does.args["key"]))
+    for at in checked.of["recv"]:
+        if at[2][6]["own"] or at[2][6]["parts"][0][2] is not None:
+            cut.add(_name(at.does.writes[0]))
+    cut.update(_name(at.does.writes[0]) for at in checked.all("copy", "exchange", "all_reduce"))
     if cut:
         _Parts(checked, cut).run()
-
-
-def _cuts(args: dict[str, Any]) -> bool:
-    return bool(args.get("own") or args.get("take") or args.get("keep")) or any(part[2] is not None for part in args.get("parts", ()))
 
 
 def _name(key: Key) -> str:
