@@ -10,16 +10,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from piperlang.capture import program
 from piperlang.capture.model_file import load_model
 from piperlang.cli.main import main
+from piperlang.runtime import numerics
 
 ROOT = Path(__file__).parent.parent
 SCHEDULES = sorted(path for path in (ROOT / "examples").glob("*/*.piper") if (path.parent / "model.py").exists())
@@ -62,6 +65,23 @@ def plain(model: Path, steps: int, seed: int = 0) -> list[float]:
             rates.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once() -> Iterator[None]:
+    """Each model is traced and differentiated once for all of its schedules, which takes most of the time."""
+    doubled, capture = cache(numerics.capture_doubled), program.capture
+    known: dict[object, program.Program] = {}
+
+    def remembered(make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> program.Program:
+        if make not in known:
+            known[make] = capture(make, loss, batch)
+        return known[make]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numerics, "capture_doubled", doubled)
+        patch.setattr(program, "capture", remembered)
+        yield
 
 
 def losses_of(text: str) -> list[float]:
@@ -127,6 +147,8 @@ def train(arguments: list[str], out: Path, temporary: Path) -> tuple[list[float]
     assert processes(temporary) == []
     assert list(temporary.glob("piper-*")) == []
     assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "plan.json", "schedule.piper", "versions.json", "weights.pt"]
+    assert json.loads((out / "plan.json").read_text(encoding="utf-8"))
+    assert (out / "schedule.piper").read_text(encoding="utf-8") == (ROOT / arguments[1]).read_text(encoding="utf-8")
     losses = losses_of(done.stdout)
     assert losses == losses_of((out / "metrics.jsonl").read_text(encoding="utf-8"))
     return losses, torch.load(out / "weights.pt")

@@ -167,6 +167,18 @@ KINDS = lists(named(op=text, chunk=integer, samples=integer, arranged=ARRANGED, 
 DEVICE = named(
     device=integer, feeds=lists(together(text, text, BOX)), weights=table(named(weight=text, box=BOX, flat=maybe(INTERVAL), first=truth)), next=table(text), losses=table(number),
 )  # fmt: skip
+def _about(data: Any) -> dict[str, Any]:
+    """What `about` wrote; whoever saves a plan may add to it."""
+    found: dict[str, Any] = table(anything)(data)
+    for part in ("files", "parameters", "versions"):
+        if part in found:
+            try:
+                found[part] = table(text)(found[part])
+            except Broken as problem:
+                raise problem.of(f"`{part}`") from None
+    return found
+
+
 PLAN = named(
-    about=table(anything), samples=integer, combine=text, seconds=number, groups=lists(together(many(integer), text)), kinds=KINDS, names=lists(text), lines=lists(text),
+    about=_about, samples=integer, combine=text, seconds=number, groups=lists(together(many(integer), text)), kinds=KINDS, names=lists(text), lines=lists(text),
 )  # fmt: skip

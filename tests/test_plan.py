@@ -1,0 +1,504 @@
+"""Plans: the compiler's are right, files come back as they were, mistakes are refused before anything runs, and what a plan will cost is foreseen.
+
+`pytest tests/test_plan.py -m slow` runs a thousand mistakes and the plan of 1,024 devices.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.ir.graph import Graph
+from piperlang.plan import saved
+from piperlang.plan.check import check, measured
+from piperlang.plan.instruction import VERSION, Plan
+from piperlang.plan.lower import lower
+from piperlang.plan.memory import peak, peaks
+from piperlang.plan.summary import as_json, summary
+from piperlang.runtime.job import Training
+from piperlang.runtime.threads import ThreadJob
+from tests.equivalence import LIMIT, SAMPLES, compiled, optimizer, program, relative
+from tests.models import CASES, Case
+from tests.plan_mutants import mutate
+from tests.plans import pipeline
+from tests.test_equivalence import PAIRS, SINGLES, script
+from tests.test_job import SCHEDULES, pipeline as piped
+from tests.test_random_schedules import model as random_model, plan as random_stages, write
+
+CROSSED = {
+    f"{name} x {level}": ("mlp" if ranks == 4 else "gpt", piped(name, place, ranks, 2, f"replicate [pass=*] over gpu.dp with {level}", arguments))
+    for name, place, ranks, arguments in (("one_f_one_b", "loop", 4, "4"), ("zero_bubble", "loop", 4, "4"), ("zbv", "vee", 2, "2"), ("dualpipev", "vee", 2, "2"), ("dualpipe", "mirror", 4, "4, 4"))
+    for level in ("states=sharded", "grads=sharded", "params=sharded, prefetch=1")
+}
+"""Pipelines of the library, with every level of ZeRO."""
+MORE = {
+    "+".join((model, *names)): (model, script(model, *names))
+    for model, *names in (("gpt", "shard", "zero3"), ("moe", "shard", "zero2"), ("unet", "shard", "split"), ("dropout", "place", "zero2"), ("gpt", "split", "recompute"), ("mlp", "shard", "order"), ("unet", "place", "offload"))
+}
+SUBJECTS = {**SCHEDULES, **MORE, "zero_bubble x states=sharded": CROSSED["zero_bubble x states=sharded"]}
+"""Whose mistakes are tried."""
+
+
+@cache
+def planned(model: str, text: str) -> tuple[Graph, Any, Plan]:
+    graph, captured = compiled(program(model), text)
+    return graph, captured, lower(graph)
+
+
+def complaints(plan: Plan, **how: bool) -> tuple[Diagnostic, ...]:
+    with pytest.raises(PiperError) as refused:
+        check(plan, **how)
+    return refused.value.diagnostics
+
+
+# --------------------------------------------------------------------------------------------------- running plans
+
+
+def trained(case: Case, captured: Any, plan: Plan, dtype: str) -> tuple[list[float], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Losses, gradients and weights of two steps on simulated devices; a plan that hangs fails."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            with ThreadJob(plan, captured, Training(case.model, optimizer), 5.0, dtype) as job:
+                losses = []
+                for step in range(2):
+                    torch.manual_seed(100 + step)
+                    losses.append(job.step(case.batch(SAMPLES), gradients=True).loss)
+                found.append((losses, job.gradients(), [dict(device.kept) for device in job.devices]))
+        except BaseException as problem:
+            found.append(problem)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found, "it hangs"
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    result: tuple[list[float], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]] = found[0]
+    return result
+
+
+@cache
+def expected(model: str, text: str) -> Any:
+    graph, captured, plan = planned(model, text)
+    return trained(CASES[model], captured, plan, graph.model.tensors[graph.model.loss].dtype)
+
+
+def assert_trains_alike(model: str, text: str, plan: Plan) -> None:
+    graph, captured, _ = planned(model, text)
+    losses, *tensors = trained(CASES[model], captured, plan, graph.model.tensors[graph.model.loss].dtype)
+    wanted, *others = expected(model, text)
+    assert losses == pytest.approx(wanted, rel=LIMIT)
+    for mine, theirs in zip(tensors, others, strict=True):
+        for have, want in zip(mine, theirs, strict=True):
+            assert have.keys() == want.keys()
+            for key, value in want.items():
+                assert have[key].shape == value.shape
+                assert not value.numel() or relative(have[key], value) <= LIMIT, key
+
+
+# ------------------------------------------------------------------------------------------------ plans are right
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_plans_of_pairs_of_directives(model: str) -> None:
+    for names in (*SINGLES, *PAIRS):
+        plan = planned.__wrapped__(model, script(model, *names))[2]
+        check(plan)
+        check(plan, buffered=False)
+        assert saved.load(saved.dump(plan)) == plan
+
+
+@pytest.mark.parametrize("name", [*CROSSED, *SCHEDULES])
+def test_plans_of_pipelines(name: str) -> None:
+    plan = planned(*(CROSSED | SCHEDULES)[name])[2]
+    check(plan)
+    check(plan, buffered=False)
+
+
+@pytest.mark.parametrize("seed", range(0, 50, 5))
+def test_plans_of_random_schedules(seed: int) -> None:
+    case, traced = random_model(seed // 5)
+    for number in range(seed, seed + 5):
+        try:
+            text = write(traced, number, case.stages, any(stage.tied is not None for stage in random_stages(seed // 5)))
+            graph, _ = compiled(traced, text)
+        except (AssertionError, PiperError):
+            continue  # a script that is refused has no plan: test_random_schedules.py is about that
+        plan = lower(graph)
+        check(plan)
+        check(plan, buffered=False)
+        assert all(one.bytes == sum(one.by.values()) > 0 for one in peaks(plan, graph))
+
+
+# ------------------------------------------------------------------------------------------------- many mistakes
+
+COMMUNICATION = ("tag", "dtype", "reduction", "group")
+"""Mistakes that two instructions have a part in, whichever of them was changed."""
+
+
+def mistaken(seed: int) -> None:
+    """One mistake: refused with its instructions named, or without consequence."""
+    name = list(SUBJECTS)[seed % len(SUBJECTS)]
+    model, text = SUBJECTS[name]
+    right = planned(model, text)[2]
+    plan, mutation = mutate(right, seed)
+    try:
+        check(plan)
+    except PiperError as refused:
+        _assert_told(plan, mutation, refused.diagnostics)
+        return
+    if plan != right:
+        assert_trains_alike(model, text, plan)
+
+
+def _assert_told(plan: Plan, mutation: str, diagnostics: tuple[Diagnostic, ...]) -> None:
+    for found in diagnostics:
+        assert found.code in ("P0501", "P0503", "P0504")
+        assert found.helps
+    named = [note for found in diagnostics for note in found.notes if "(device " in note]
+    if mutation in COMMUNICATION and diagnostics[0].code == "P0503" and len(plan.devices) > 1:
+        assert len([note for note in diagnostics[0].notes if "(device " in note]) == 2 or "of devices" in diagnostics[0].message or "and there are" in diagnostics[0].message
+    assert named or mutation in ("share", "feed", "kept")
+
+
+@pytest.mark.parametrize("start", range(0, 150, 10))
+def test_a_mistake_is_refused_or_harmless(start: int) -> None:
+    for seed in range(start, start + 10):
+        mistaken(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 1000, 50))
+def test_a_thousand_mistakes(start: int) -> None:
+    for seed in range(start, start + 50):
+        try:
+            mistaken(seed)
+        except BaseException:
+            print(seed)
+            raise
+
+
+# ------------------------------------------------------------------------------------------------ single mistakes
+
+
+def small() -> Plan:
+    """Three stages on two replicas."""
+    return pipeline(3, 2, 4)
+
+
+def at(plan: Plan, device: int, do: str, number: int = 0) -> int:
+    return [i for i, x in enumerate(plan.devices[device].instructions) if x.do == do][number]
+
+
+def change(plan: Plan, device: int, i: int, **fields: Any) -> None:
+    plan.devices[device].instructions[i] = plan.devices[device].instructions[i]._replace(**fields)
+
+
+def test_the_plans_made_here_are_right() -> None:
+    check(small())
+    check(small(), buffered=False)
+
+
+def test_a_send_and_its_receive_are_both_named() -> None:
+    plan = small()
+    i = at(plan, 2, "recv")
+    args = dict(plan.devices[2].instructions[i].args)
+    change(plan, 2, i, args={**args, "parts": [(*args["parts"][0][:3], (1, 63))], "shape": (1, 63)})
+    (found,) = complaints(plan)
+    assert found.code == "P0503"
+    assert found.message == "from device 0 to device 2, float32[1, 64] is sent and float32[1, 63] received"
+    assert [note.partition(" of ")[0] for note in found.notes] == ["send", "and recv"]
+    assert all("large.piper:" in note for note in found.notes)
+
+
+def test_members_of_a_group_that_do_something_else() -> None:
+    plan = small()
+    i = at(plan, 3, "reduce")
+    change(plan, 3, i, args={**plan.devices[3].instructions[i].args, "dtype": "float16"})
+    (found,) = complaints(plan)
+    assert found.code == "P0503"
+    assert "differ in dtypes" in found.message
+    assert "(device 2," in found.notes[0]
+    assert "(device 3," in found.notes[1]
+
+
+def test_a_read_without_its_wait() -> None:
+    plan = small()
+    i = next(i for i, x in enumerate(plan.devices[2].instructions) if x.do == "F")
+    change(plan, 2, i, waits=())
+    (found,) = complaints(plan)
+    assert found.code == "P0504"
+    assert "before stream comm<0 has surely made it" in found.message
+    assert len(found.notes) == 2
+
+
+def test_a_wait_may_go_through_others() -> None:
+    """compute -> comm -> side: the last one waits for the middle one only."""
+    plan = small()
+    device = plan.devices[0]
+    update = next(i for i, x in enumerate(device.instructions) if x.do == "update")
+    reduce = next(i for i, x in enumerate(device.instructions) if x.do == "reduce")
+    assert device.instructions[update].waits == (reduce,)
+    change(plan, 0, update, stream="side")  # whoever reads the weight has ended before the reduction begins
+    change(plan, 1, update, stream="side")
+    check(plan)
+    change(plan, 0, reduce, waits=device.instructions[reduce].waits[:-1])
+    assert any("surely" in found.message or "in place" in found.message for found in complaints(plan))
+
+
+def test_an_update_in_place_waits_for_readers() -> None:
+    plan = small()
+    for device in (0, 1):
+        for i, x in enumerate(plan.devices[device].instructions):
+            if x.do == "B":
+                change(plan, device, i, stream="other", waits=tuple(range(i)))
+    i = at(plan, 0, "update")
+    found = complaints(plan)
+    assert {d.code for d in found} == {"P0504"}
+    assert any("changed in place" in d.message and f"instruction {i}," in d.notes[1] for d in found) or any("surely" in d.message for d in found)
+
+
+def test_a_circle_is_shown() -> None:
+    """Two ranks that each first receive what the other sends after."""
+    plan = small()
+    first, second = plan.devices[0], plan.devices[2]
+    # Rank 0 wants the gradient of microbatch 0 before it sends what the gradient is made from.
+    i, j = at(plan, 0, "send"), at(plan, 0, "recv")
+    change(plan, 0, j, stream="comm>")
+    moved = first.instructions.pop(j)
+    first.instructions.insert(0, moved)
+    order = [j, *(k for k in range(len(first.instructions)) if k != j)]
+    where = {old: new for new, old in enumerate(order)}
+    first.instructions[:] = [x._replace(waits=tuple(sorted(where[k] for k in x.waits))) for x in first.instructions]
+    assert i
+    found = complaints(plan)
+    assert second.device == 2
+    assert found[0].code == "P0501"
+    assert "wait for each other" in found[0].message
+    assert all(" waits for " in note and "large.piper:" in note for note in found[0].notes)
+    assert "large.piper:" in found[0].helps[0]
+
+
+def test_sends_that_block() -> None:
+    """Both send first and receive then: fine with buffers, stuck without."""
+    plan = small()
+    for device, peer in ((0, 2), (2, 0)):
+        here = plan.devices[device]
+        node = here.instructions[0].node
+        for i, (do, args) in enumerate((
+            ("send", {"parts": [(peer, 99, None, (1,))], "key": None, "dtype": "uint8"}),
+            ("recv", {"parts": [(peer, 99, None, (1,))], "own": [], "shape": (1,), "dtype": "uint8"}),
+        )):  # fmt: skip
+            writes = (f"now:{device}",) if do == "recv" else ()
+            here.instructions[:] = [x._replace(waits=tuple(k + (k >= i) for k in x.waits)) for x in here.instructions]
+            here.instructions.insert(i, here.instructions[0]._replace(do=do, stream="order", node=node, reads=(), writes=writes, waits=(), args=args))
+    check(plan)
+    (found,) = complaints(plan, buffered=False)
+    assert (found.code, found.message) == ("P0501", "devices 0, 2 wait for each other")
+
+
+def test_messages_in_another_order_than_sent() -> None:
+    plan = small()
+    i, j = at(plan, 2, "recv", 0), at(plan, 2, "recv", 1)
+    one, two = plan.devices[2].instructions[i], plan.devices[2].instructions[j]
+    assert one.stream == two.stream
+    plan.devices[2].instructions[i], plan.devices[2].instructions[j] = two, one
+    plan.devices[2].instructions[:] = [x._replace(waits=tuple(sorted({i: j, j: i}.get(k, k) for k in x.waits))) for x in plan.devices[2].instructions]
+    if any(k >= n for n, x in enumerate(plan.devices[2].instructions) for k in x.waits):
+        change(plan, 2, next(n for n, x in enumerate(plan.devices[2].instructions) if any(k >= n for k in x.waits)), waits=(i, j))
+    found = complaints(plan, buffered=False)
+    assert found[0].code in ("P0503", "P0504", "P0501")
+
+
+# -------------------------------------------------------------------------------------------------------- large
+
+
+def test_the_work_grows_with_the_plan() -> None:
+    """Steps counted, not seconds: twice the devices, or twice the microbatches, are twice the work."""
+    base = measured(pipeline(4, 8, 8))
+    assert measured(pipeline(4, 16, 8)) < 2.2 * base
+    assert measured(pipeline(8, 8, 8)) < 2.2 * base
+    assert measured(pipeline(4, 8, 16)) < 2.2 * base
+
+
+@pytest.mark.slow
+def test_1024_devices_in_two_seconds() -> None:
+    plan = pipeline(16, 64, 48)
+    count = sum(len(device.instructions) for device in plan.devices)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        check(plan)
+        seconds.append(time.perf_counter() - started)
+    print(f"{count:,} instructions on {len(plan.devices):,} devices in {min(seconds):.2f} s")
+    assert count > 290_000
+    assert min(seconds) < 2
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("name", ["zbv x zero3", "ep", "columns and rows", "recompute and offload", "gpt+shard+zero3"])
+def test_a_plan_from_a_file_trains_to_the_same_numbers(name: str) -> None:
+    model, text = SUBJECTS[name]
+    plan = planned(model, text)[2]
+    again = saved.load(saved.dump(plan))
+    assert again == plan
+    assert repr(again) == repr(plan)  # tuples are tuples, and lists are lists
+    assert saved.digest(again) == saved.digest(plan)
+    check(again)
+    assert_trains_alike(model, text, again)
+
+
+def test_the_digest_is_of_what_a_plan_does() -> None:
+    plan = small()
+    before = saved.digest(plan)
+    plan.about = {"files": {"model.py": "0"}}
+    assert saved.digest(plan) == before
+    change(plan, 0, 0, stream="other")
+    assert saved.digest(plan) != before
+
+
+def test_broken_files_are_diagnostics() -> None:
+    """Cut off, bytes changed, parts of the JSON replaced: read as another plan, or refused; never an exception."""
+    text = saved.dump(planned(*SCHEDULES["pp x ep"])[2])
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        broken = _broken(text, draw)
+        try:
+            plan = saved.load(broken)
+        except PiperError as problem:
+            (found,) = problem.diagnostics
+            assert (found.code, len(found.notes)) == ("P0505", 1)
+            refused += 1
+        else:
+            try:
+                check(plan)
+            except PiperError as problem:
+                assert {d.code for d in problem.diagnostics} <= {"P0501", "P0503", "P0504"}
+    assert refused > 100
+
+
+def _broken(text: str, draw: random.Random) -> str:
+    if draw.random() < 0.2:
+        return text[: draw.randrange(len(text))]
+    if draw.random() < 0.3:
+        at = draw.randrange(len(text))
+        return text[:at] + draw.choice('0{["x,:}]-') + text[at + 1 :]
+    data = json.loads(text)
+    inside = [(data, key) for key in data]
+    for _ in range(draw.randrange(9)):
+        holder, key = draw.choice(inside)
+        value = holder[key]
+        deeper = [(value, k) for k in (value if isinstance(value, dict) else range(len(value)))] if isinstance(value, dict | list) else []
+        inside = deeper or inside
+    holder, key = draw.choice(inside)
+    if draw.random() < 0.3:
+        del holder[key]
+    else:
+        holder[key] = draw.choice([None, -1, 10**30, 0.5, "x", [], {}, [[]], True, ["x"], {"x": 1}])
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is no JSON"),
+        ("[]", "a plan says"),
+        ('{"format": "piperlang plan", "version": 0}', f"it is of version 0, and this piperlang reads version {VERSION}"),
+        (f'{{"format": "piperlang plan", "version": {VERSION}}}', "it has no list of devices"),
+        ("[" * 100_000, "it is no JSON"),
+    ],
+)
+def test_foreign_files(text: str, why: str) -> None:
+    with pytest.raises(PiperError) as refused:
+        saved.load(text, "x.plan")
+    (found,) = refused.value.diagnostics
+    assert found.message == "x.plan cannot be used"
+    assert found.notes[0].startswith(why)
+
+
+def test_what_a_plan_was_made_from(tmp_path: Path) -> None:
+    model, script_path, common = tmp_path / "model.py", tmp_path / "s.piper", tmp_path / "common.piper"
+    model.write_text("x = 1\n")
+    common.write_text("from std.pipeline import loop\nlet ranks = 2\n")
+    script_path.write_text('from "./common.piper" import ranks\nmesh gpu = pp: ranks\n')
+    then = saved.about(model, script_path, {"ranks": 2})
+    assert {Path(name).name for name in then["files"]} == {"model.py", "s.piper", "common.piper", "pipeline.piper"}
+    assert saved.stale(saved.about(model, script_path, {"ranks": "2"}), then) is None
+    assert saved.stale(json.loads(json.dumps(then)), then) is None
+    common.write_text("let ranks = 3\n")
+    now = saved.about(model, script_path, {"ranks": 4})
+    now["versions"]["torch"] = "9.9"
+    found = saved.stale(now, then)
+    assert found is not None
+    reasons = [found.message, *found.notes]
+    assert found.code == "P0506"
+    assert any("common.piper has changed since" in reason for reason in reasons)
+    assert any("pipeline.piper is not read any more" in reason for reason in reasons)
+    assert "parameter ranks was 2, and is 4 now" in reasons
+    assert any(reason.startswith("torch was ") and reason.endswith("and is 9.9 now") for reason in reasons)
+
+
+# -------------------------------------------------------------------------------------------------------- foreseen
+
+
+def test_memory_is_made_of_what_the_device_keeps() -> None:
+    """One device, SGD: weights, a gradient of each, and activations that grow with the microbatches in flight."""
+    graph, _, plan = planned("mlp", script("mlp", "split"))
+    found = peak(plan.devices[0], plan, graph, states=4)
+    weights = sum(weight.bytes for weight in graph.model.weights.values())
+    assert found.by["weights"] == weights
+    assert found.by["optimizer states"] == weights
+    assert 0 < found.by["gradients"] <= weights
+    assert found.by["communication"] == 0
+    assert found.bytes == sum(found.by.values())
+    assert 0 <= found.at < len(plan.devices[0].instructions)
+
+
+def test_schedules_that_save_memory_do() -> None:
+    def worst(text: str) -> dict[str, int]:
+        graph, _, plan = planned("gpt", text)
+        return dict(max(peaks(plan, graph), key=lambda one: one.bytes).by)
+
+    split, plain = "split batch into 4 as mb\n", worst("split batch into 4 as mb\norder [stage=3, pass=F, mb=3] -> [stage=3, pass=B, mb=0]\n")
+    assert worst(f"{split}recompute [stage=*]\norder [stage=3, pass=F, mb=3] -> [stage=3, pass=B, mb=0]\n")["activations"] < plain["activations"]
+    data = "mesh gpu = dp: 4\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp"
+    whole, parts = worst(data + "\n"), worst(data + " with states=sharded\n")
+    assert parts["optimizer states"] <= whole["optimizer states"] / 3.9
+    assert worst(data + " with params=sharded, prefetch=0\n")["weights"] < whole["weights"]
+
+
+def test_summary_fits_a_screen_and_says_the_same_as_json() -> None:
+    for model, text in SUBJECTS.values():
+        graph, _, plan = planned(model, text)
+        shown, found = summary(plan, graph), as_json(plan, graph)
+        lines = shown.splitlines()
+        assert len(lines) <= 30
+        assert max(map(len, lines)) <= 140
+        assert json.loads(json.dumps(found)) == found
+        assert found["devices"]["count"] == len(plan.devices)
+        assert sum(found["nodes"]["by_kind"].values()) == len(graph.nodes)
+        assert 0 <= found["step"]["bubble"]["min"] <= found["step"]["bubble"]["max"] <= 1
+        assert found["memory"]["bytes"]["max"] == sum(found["memory"]["by"].values())
+
+
+def test_summary_tells_what_each_line_added() -> None:
+    graph, _, plan = planned(*SCHEDULES["ep"])
+    added = {line["line"]: line["nodes"] for line in as_json(plan, graph)["added"]}
+    assert added["s.piper:3"]["all_to_all"] == 8
+    assert added["s.piper:4"] == {"all_reduce": 2}
+    moved = as_json(plan, graph)["communication"]["comm"]
+    assert moved["bytes"] == len(plan.devices) * moved["of_a_device"]["max"]
