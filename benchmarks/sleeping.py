@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -166,6 +167,7 @@ class Timed:
     loss: float
     ms: float
     """Of the shortest step: other work on the machine can only make a step longer."""
+    median_ms: float
     foreseen_ms: float
     """What the orders allow, if nothing but naps takes time."""
 
@@ -185,7 +187,8 @@ def timed(cluster: Cluster, make: partial[Network], samples: int, script: str, s
     foreseen = linearize(graph, Asleep(graph, captured)).seconds
     with Job(lower(graph), captured, Training(make, optimizer), timeout=60, cluster=cluster) as job:
         done = [job.step(batch(samples)) for _ in range(steps + 1)]
-    return Timed(done[0].loss, 1e3 * min(step.seconds for step in done[1:]), 1e3 * foreseen)
+    taken = [1e3 * step.seconds for step in done[1:]]
+    return Timed(done[0].loss, min(taken), median(taken), 1e3 * foreseen)
 
 
 class Asleep(Costs):

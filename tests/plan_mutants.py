@@ -88,7 +88,7 @@ def drop(m: Mutant) -> None:
 
 
 def duplicate(m: Mutant) -> None:
-    device, i, x = m.any()
+    device, i, _x = m.any()
     _moved(device, lambda k: k + (k > i))
     device.instructions.insert(i + 1, device.instructions[i])
 
@@ -101,10 +101,7 @@ def tag(m: Mutant) -> None:
 
 
 def peer(m: Mutant) -> None:
-    if m.draw.random() < 0.5:
-        parts = m.args("send", "recv")["parts"]
-    else:
-        parts = m.args("exchange")[m.pick(("give", "take"))]
+    parts = m.args("send", "recv")["parts"] if m.draw.random() < 0.5 else m.args("exchange")[m.pick(("give", "take"))]
     k = m.pick(range(len(parts)))
     parts[k] = m.pick(d.device for d in m.plan.devices if d.device != parts[k][0]), *parts[k][1:]
 

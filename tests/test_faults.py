@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
@@ -109,3 +110,26 @@ def test_a_driver_that_is_killed() -> None:
     driver.kill()
     driver.wait()
     gone(folder, 20.0)
+
+
+
+def test_a_worker_that_raises() -> None:
+    """At once, though another stream of the same device, and the other device, wait for it."""
+    running = job()
+    folder = running.cluster.folder
+    try:
+        futures = running.begin(CASE.batch(8))
+        running.finish(futures)
+        feeds = {key: torch.zeros(3, 5) for key, _, _ in running.plan.devices[0].feeds}  # no shape that the layer takes
+        others = {key: torch.zeros(2, 16) for key, _, _ in running.plan.devices[1].feeds}
+        started = time.monotonic()
+        with pytest.raises(PiperError) as found:
+            running.finish([running.cluster.call(0, "step", feeds, 1.0), running.cluster.call(1, "step", others, 1.0)])
+        assert time.monotonic() - started < BUSY
+        (diagnostic,) = found.value.diagnostics
+        assert diagnostic.code == "P0604"
+        assert "device 0 failed" in diagnostic.message
+        assert any("F of F[stage=0, mb=0]" in note for note in diagnostic.notes), diagnostic.notes
+        gone(folder, 5.0)
+    finally:
+        running.close()

@@ -100,6 +100,11 @@ class Captured:
     def batch_names(self) -> Sequence[str]:
         return self.program.sizes.small.batch
 
+    @property
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Further names of tied weights."""
+        return {weight.name: weight.aliases for weight in self.program.sizes.small.weights.values() if weight.aliases}
+
     def check_batch(self, batch: Sequence[torch.Tensor]) -> None:
         """A plan is for batches of one shape: more samples would be left out, fewer would be missed."""
         shapes = self.program.sizes.shapes

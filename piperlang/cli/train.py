@@ -98,11 +98,12 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
     from piperlang.capture.model_file import shipped
     from piperlang.plan.saved import digest
     from piperlang.runtime.job import Job, Training
+    from piperlang.runtime.optimize import default_optimizer
     from piperlang.runtime.threads import ThreadJob
 
     make = shipped(file, "model")
     assert make is not None
-    training = Training(make, shipped(file, "optimizer") or _default_optimizer, shipped(file, "lr_schedule"), options.seed)
+    training = Training(make, shipped(file, "optimizer") or default_optimizer, shipped(file, "lr_schedule"), options.seed)
     with doing(f"starting {len(plan.devices)} workers"):
         if options.executor == "ray":
             job: Any = Job(plan, cut, training, digest(plan), address=options.address, timeout=options.timeout, loss_dtype=loss_dtype)
@@ -119,16 +120,11 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
             done = job.finish(begun)
             row = {"step": step, "loss": done.loss, "seconds": round(done.seconds, 6), "samples_per_second": round(plan.samples / done.seconds, 2), "memory_bytes": done.memory}
             metrics.write(json.dumps(row) + "\n")
+            metrics.flush()
             _tell(options, row, step + 1 == options.steps)
         torch.save(job.weights(), folder / "weights.pt")
     if not options.json:
         print(f"trained {options.steps} steps on {len(plan.devices)} devices in {time.perf_counter() - started:.1f} s; {folder}")
-
-
-def _default_optimizer(params: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(params, lr=1e-3)
 
 
 def _tell(options: argparse.Namespace, row: dict[str, Any], last: bool) -> None:

@@ -142,4 +142,4 @@ def _scaled(value: float, units: Sequence[str], step: int) -> str:
     while value >= step and unit + 1 < len(units):
         value /= step
         unit += 1
-    return f"{value:.0f} {units[unit]}" if value >= 100 or unit == 0 and value == int(value) else f"{value:.1f} {units[unit]}"
+    return f"{value:.0f} {units[unit]}" if value >= 100 or (unit == 0 and value == int(value)) else f"{value:.1f} {units[unit]}"

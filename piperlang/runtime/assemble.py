@@ -10,8 +10,8 @@ from piperlang.plan.instruction import Plan
 from piperlang.runtime.boxes import take
 
 
-def assembled(plan: Plan, kept: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """By name, as the plain model has them; `kept` is in the order of the plan's devices."""
+def assembled(plan: Plan, kept: Sequence[Mapping[str, torch.Tensor]], aliases: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
+    """By name, as the plain model has them; `kept` is in the order of the plan's devices, `aliases` are further names of tied weights."""
     flats: dict[str, dict[tuple[tuple[int, int], ...], torch.Tensor]] = {}
     for device, values in zip(plan.devices, kept, strict=True):
         for key, held in device.weights.items():
@@ -27,4 +27,4 @@ def assembled(plan: Plan, kept: Sequence[Mapping[str, torch.Tensor]]) -> dict[st
         whole[name] = next(iter(boxes.values())).new_zeros(shape)
         for box, flat in boxes.items():
             take(whole[name], box).copy_(flat.view([high - low for low, high in box]))
-    return whole
+    return whole | {alias: whole[name] for name, others in aliases.items() if name in whole for alias in others}

@@ -167,6 +167,15 @@ class Cluster:
                     found[i] = ray.get(future)
         return found
 
+    def dead(self, within: float = 0.2) -> list[int]:
+        """Workers whose process has ended, looked for a moment: the end of a process shows a little after its connections break."""
+        until = time.monotonic() + within
+        while True:
+            found = [i for i, pid in enumerate(self.pids) if not _alive(pid)]
+            if found or time.monotonic() > until:
+                return found
+            time.sleep(0.02)
+
     def kill(self) -> None:
         """End every worker now; those blocked in communication cannot be asked to."""
         for pid in self.pids:
@@ -183,6 +192,13 @@ class Cluster:
             self.janitor.wait()
             self.janitor = None
             os.environ.pop("PIPER_JOB", None)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _controlled() -> type:

@@ -104,7 +104,8 @@ class Device:
         """Gradients of microbatches are added up as they come, in float32 where they are in half precision."""
         known = self.values.get(total)
         if known is None:
-            self.values[total] = value.to(torch.float32) if value.dtype in (torch.bfloat16, torch.float16) else value
+            # A copy of our own to add to: two weights that are added up in the model have one gradient, and one tensor for it.
+            self.values[total] = value.to(torch.float32) if value.dtype in (torch.bfloat16, torch.float16) else value.clone()
         else:
             known += value
 

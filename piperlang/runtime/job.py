@@ -7,7 +7,7 @@ import pickle
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,9 @@ from piperlang.runtime.worker import Report, Setup
 class Captured(Protocol):
     @property
     def batch_names(self) -> Sequence[str]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, Sequence[str]]: ...
 
     def check_batch(self, batch: Sequence[torch.Tensor]) -> None: ...
 
@@ -140,7 +143,9 @@ class Job:
             raise self._gone("P0603", "does not answer", hung)
         for i, report in enumerate(reports):
             if report is not None and report.failed is not None:
-                raise self._gone("P0604", "failed", i, report)
+                # The neighbour of a worker that died often notices first: its connection breaks.
+                dead = self.cluster.dead()
+                raise self._gone("P0602", "died", dead[0]) if dead else self._gone("P0604", "failed", i, report)
         return Step(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
 
     def _gone(self, code: str, what: str, worker: int, report: Report | None = None) -> Exception:
@@ -174,7 +179,7 @@ class Job:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, whole, as they are now."""
-        return assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)))
+        return assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)), self.captured.aliases)
 
     def gradients(self) -> list[dict[str, torch.Tensor]]:
         return self.cluster.each("gradients", count=len(self.plan.devices))

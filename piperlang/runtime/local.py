@@ -18,7 +18,16 @@ class Switchboard:
         self.mail: dict[tuple[int, int, int], torch.Tensor] = {}
         self.arrived = threading.Condition()
         self.barriers = [threading.Barrier(len(members)) for members, _ in groups]
+        self.aborted = False
         self.tables: list[dict[int, torch.Tensor | list[torch.Tensor]]] = [{} for _ in groups]
+
+    def abort(self) -> None:
+        """One device has failed: nobody need wait for it."""
+        with self.arrived:
+            self.aborted = True
+            self.arrived.notify_all()
+        for barrier in self.barriers:
+            barrier.abort()
 
     def join(self, device: int) -> LocalComm:
         return LocalComm(device, self)
@@ -36,7 +45,9 @@ class LocalComm(Comm):
 
     def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
         with self.board.arrived:
-            if not self.board.arrived.wait_for(lambda: (device, self.device, tag) in self.board.mail, self.board.timeout):
+            mail = self.board.mail
+            came = self.board.arrived.wait_for(lambda: self.board.aborted or (device, self.device, tag) in mail, self.board.timeout)
+            if not came or (device, self.device, tag) not in mail:
                 raise TimeoutError(f"nothing came from device {device}")
             tensor.copy_(self.board.mail.pop((device, self.device, tag)))
 

@@ -21,6 +21,7 @@ from piperlang.capture.program import Program, capture
 from piperlang.ir.graph import Graph
 from piperlang.passes.scheduler import Scheduler
 from piperlang.runtime.inline import Captured, Inline
+from piperlang.runtime.optimize import default_optimizer
 
 STEPS = 2
 LIMIT = 1e-5
@@ -77,7 +78,7 @@ def capture_doubled(file: ModelFile, seed: int = 0) -> Program:
 
 def compare(file: ModelFile, program: Program, graph: Graph, captured: Captured, seed: int = 0) -> Compared:
     make, batches = doubled(file, seed)
-    optimizer = file.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    optimizer = file.optimizer or default_optimizer
     run = Inline(graph, captured, make(), optimizer, seed, file.lr_schedule)
     plain = _Unscheduled(program, make(), optimizer, seed, file) if program.random else _Eager(file, make(), optimizer)
     grad, weight, worst = 0.0, 0.0, ("", 0.0)

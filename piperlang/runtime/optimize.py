@@ -17,6 +17,11 @@ ELEMENTWISE = (
 """Optimizers whose step of an element does not look at others: only those may work on a part of a weight."""
 
 
+def default_optimizer(params: Any) -> optim.Optimizer:
+    """Where a model file has none."""
+    return optim.AdamW(params, lr=1e-3)
+
+
 class Optimizers:
     def __init__(self, make: Callable[[Any], optim.Optimizer], make_schedule: Callable[[Any], Any] | None = None, masters: bool = False) -> None:
         """`masters`: weights in half precision have a master in float32, which is what is updated."""

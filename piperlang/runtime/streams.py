@@ -46,7 +46,9 @@ class Streams:
         if self.main:
             self._run(self.main)
         for _ in self.starts:
-            self.finished.acquire()
+            # A stream that waits for another device may wait long for one that has failed here: the step is over then.
+            while self.failure is None and not self.finished.acquire(timeout=0.05):
+                pass
         if self.failure is not None:
             raise self.failure
 

@@ -33,7 +33,7 @@ class ThreadJob:
         for kind in plan.kinds:
             found = captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
             pieces.append(getattr(found, "F" if kind["op"] == "R" else kind["op"]))
-        board = Switchboard(plan.groups, timeout)
+        board = self.board = Switchboard(plan.groups, timeout)
         self.devices = [
             Device(device, plan.kinds, pieces, weights, Optimizers(training.optimizer, training.lr_schedule), board.join(device.device), torch.device("cpu"), training.seed)
             for device in plan.devices
@@ -61,6 +61,7 @@ class ThreadJob:
                     streams.step()
             except Failed as failure:
                 failures.append((device, failure))
+                self.board.abort()
 
         for device in self.devices:
             device.begin(self.steps, {key: take(named[name], box) for key, name, box in device.plan.feeds}, count)
@@ -87,7 +88,7 @@ class ThreadJob:
         return error("P0604", f"device {device.plan.device} failed", notes=notes, help="the model's own code raised it: run the model without a schedule to see whether it does so too")
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return assembled(self.plan, [device.kept for device in self.devices])
+        return assembled(self.plan, [device.kept for device in self.devices], self.captured.aliases)
 
     def gradients(self) -> list[dict[str, torch.Tensor]]:
         return [dict(device.last_gradients or {}) for device in self.devices]
