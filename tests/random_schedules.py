@@ -19,7 +19,8 @@ class Draft:
     stages: int
     tied: bool
     lines: list[str] = field(default_factory=list)
-    wheres: dict[int, list[str]] = field(default_factory=dict)
+    wide: list[int] = field(default_factory=list)
+    """Stages that lie along dp: only those can be replicated over it."""
 
 
 def write(program: Program, seed: int, stages: int, tied: bool, samples: int = 8) -> str:
@@ -46,13 +47,14 @@ def _devices(draft: Draft, samples: int) -> None:
         rank = draw.randrange(ranks)
         narrow = not draft.tied and width > 1 and draw.random() < 0.25
         part = f", dp={draw.randrange(width)}" if narrow else ", dp=0:2" if not draft.tied and width == 4 and draw.random() < 0.3 else ""
+        draft.wide += [stage] if width > 1 and not narrow else []
         other = draw.randrange(ranks)
         if pieces > 1 and other != rank and draw.random() < 0.3:
             draft.lines.append(f"place [stage={stage}, mb=0:{pieces // 2}] on gpu[pp={rank}{part}]")
             draft.lines.append(f"place [stage={stage}, mb={pieces // 2}:] on gpu[pp={other}{part}]")
         else:
             draft.lines.append(f"place [stage={stage}] on gpu[pp={rank}{part}]")
-    if width > 1:
+    if draft.wide:
         _replicate(draft)
     if inner > 1 and draw.random() < 0.25:
         draft.lines.append(f"split [stage={draw.randrange(draft.stages)}] into 2 as part")
@@ -64,7 +66,7 @@ def _replicate(draft: Draft) -> None:
     if draft.tied or draw.random() < 0.5:
         draft.lines.append(f"replicate [pass=*] over gpu.dp{draw.choice(ZERO)}")
         return
-    for stage in range(draft.stages):
+    for stage in draft.wide:
         draft.lines.append(f"replicate [stage={stage}] over gpu.dp{draw.choice(ZERO)}")
 
 
