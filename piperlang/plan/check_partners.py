@@ -1,14 +1,13 @@
-"""Devices that talk to each other must mean the same: messages one by one, collectives round by round."""
+"""Two devices that talk to each other must mean the same, message by message."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from math import prod
 from typing import Any
 
 from piperlang.ir.graph import Key
-from piperlang.plan.check import COLLECTIVE, At, Checked
+from piperlang.plan.check import At, Checked
 
 CODE = "P0503"
 Message = tuple[int, int, int]
@@ -27,7 +26,7 @@ def moves(checked: Checked) -> None:
         if (reads != (key,)) if key is not None else reads:
             checked.wrong("P0504", f"a send of {key} that reads {_listed(reads)}", at)
         for _, _, box, shape in args["parts"]:
-            if box is not None and _size(box) != shape:
+            if box is not None and size_of(box) != shape:
                 checked.wrong(CODE, f"a send takes {box} and calls it {list(shape)}", at)
     for at in checked.of["recv"]:
         args = at[2][6]
@@ -48,8 +47,8 @@ def _filled(checked: Checked, at: At, args: Mapping[str, Any]) -> None:
     checked.steps += len(taking) + len(own)
     if at.does.do != "exchange" and set(at.does.reads) != {key for key, _, _ in own} and (own or at.does.do == "recv"):
         checked.wrong("P0504", f"{at.does.do} reads {_listed(at.does.reads)} and moves {_listed([key for key, _, _ in own])}", at)
-    for box, size in [*taking, *((put, _size(taken)) for _, taken, put in own)]:
-        if tuple(size) != (shape if box is None else _size(box)):
+    for box, size in [*taking, *((put, size_of(taken)) for _, taken, put in own)]:
+        if tuple(size) != (shape if box is None else size_of(box)):
             checked.wrong(CODE, f"{at.does.do} puts {list(size)} into {box or list(shape)}", at)
     boxes = [box for box, _ in taking] + [put for _, _, put in own]
     if (boxes or at.does.do != "copy") and not fills(boxes, shape):
@@ -69,7 +68,7 @@ def fills(boxes: Sequence[Any], shape: tuple[int, ...]) -> bool:
     if None in boxes:
         return False
     inside = all(0 <= low <= high <= size for box in boxes for (low, high), size in zip(box, shape, strict=True))
-    return inside and sum(prod(_size(box)) for box in boxes) == prod(shape) and apart([box for box in boxes if prod(_size(box))], 0, len(shape))
+    return inside and sum(prod(size_of(box)) for box in boxes) == prod(shape) and apart([box for box in boxes if prod(size_of(box))], 0, len(shape))
 
 
 def apart(boxes: list[Any], dim: int, dims: int) -> bool:
@@ -90,7 +89,7 @@ def apart(boxes: list[Any], dim: int, dims: int) -> bool:
     return all(apart(part, dim + 1, dims) for part in clusters)
 
 
-def _size(box: Any) -> tuple[int, ...]:
+def size_of(box: Any) -> tuple[int, ...]:
     return tuple([high - low for low, high in box])
 
 
@@ -176,110 +175,3 @@ def _again(checked: Checked, message: Message, late: At) -> At | None:
         if checked.plan.devices[at.device].device == target and (at.device, at.place) != (late.device, late.place) and any(part[:2] == (source, tag) for part in at.does.args["parts"]):
             return at
     return None
-
-
-# --------------------------------------------------------------------------------------------------- collectives
-
-
-def collectives(checked: Checked) -> None:
-    """All members of a group do the same things in the same order."""
-    plan = checked.plan
-    numbers = [device.device for device in plan.devices]
-    rounds: dict[int, dict[int, list[At]]] = {}
-    # By device and place: a group's stream has them in this order.
-    for at in sorted(checked.all(*COLLECTIVE), key=lambda at: (at.device, at.place)):
-        args, me = at.does.args, numbers[at.device]
-        group = args["group"]
-        if not 0 <= group < len(plan.groups):
-            checked.wrong(CODE, f"{at.does.do} in group {group}, and there are {len(plan.groups)}", at)
-            continue
-        members, stream = plan.groups[group]
-        if me not in members or stream != at.does.stream or tuple(args.get("members", members)) != tuple(members):
-            checked.wrong(CODE, f"group {group} is of devices {list(members)} on stream {stream}, not of {args.get('members', me)} on {at.does.stream}", at)
-            continue
-        rounds.setdefault(group, {}).setdefault(me, []).append(at)
-    for group, entered in rounds.items():
-        members = plan.groups[group][0]
-        lists = [entered.get(member, []) for member in members]
-        for together in zip(*lists, strict=False):
-            checked.steps += len(together)
-            _agree(checked, together, members)
-        shortest, longest = min(lists, key=len), max(lists, key=len)
-        if len(shortest) < len(longest):
-            other = members[lists.index(shortest)]
-            last = shortest[-1:] or [at for device, plans in enumerate(plan.devices) if plans.device == other for at in _last(device, plans.instructions)]
-            checked.wrong(CODE, f"device {other} does not take part in round {len(shortest)} of group {group}", longest[len(shortest)], *last, notes=("the last that it does there",) if last else (), help=BOTH)
-
-
-def _last(device: int, instructions: Sequence[Any]) -> list[At]:
-    return [At(device, len(instructions) - 1, instructions[-1])] if instructions else []
-
-
-def _agree(checked: Checked, together: Sequence[At], members: Sequence[int]) -> None:
-    first = together[0]
-    about = _about(first)
-    if about[2] not in (None, "sum"):
-        checked.wrong(CODE, f"`{about[2]}` is no way to reduce that a device knows", first, together[-1], help="only sums are reduced")
-        return
-    for other in together[1:]:
-        if first.does.node != other.does.node:
-            checked.wrong(CODE, "members of a group would meet in different nodes", first, other, help=BOTH)
-            return
-        if _about(other) != about:
-            names = ("what they do", "dtypes", "ways to reduce", "sizes")
-            differing = [f"{name}: {mine} and {theirs}" for name, mine, theirs in zip_longest(names, about, _about(other)) if mine != theirs]
-            checked.wrong(CODE, f"members of a group differ in {differing[0].partition(':')[0]}", first, other, notes=tuple(differing), help=BOTH)
-            return
-    if first.does.do == "exchange":
-        _exchanged(checked, together, members)
-    elif first.does.do == "reduce":
-        _shares(checked, together)
-
-
-def _about(at: At) -> tuple[Any, ...]:
-    """What all members must say alike."""
-    do, args = at.does.do, at.does.args
-    if do == "exchange":
-        return do, args["dtype"], None, None
-    if do == "all_reduce":
-        return do, args["dtype"], args["reduce"], args["shape"]
-    return do, args["dtype"], args["reduce"], [(entry["cuts"], entry["shape"]) for entry in args["weights"]]
-
-
-def _exchanged(checked: Checked, together: Sequence[At], members: Sequence[int]) -> None:
-    """What a gives b is what b takes from a, in the order in which it lies in the message."""
-    place = {member: k for k, member in enumerate(members)}
-    lists: list[dict[str, list[list[Any]]]] = []
-    for at in together:
-        sides: dict[str, list[list[Any]]] = {}
-        for side in ("give", "take"):
-            parts = at.does.args[side]
-            order = [place.get(peer, -1) for peer, _, _ in parts]
-            if -1 in order or order != sorted(order):
-                checked.wrong(CODE, f"parts of an exchange are not in the order of its members {list(members)}", at, together[-1] if at is not together[-1] else together[0])
-                return
-            sides[side] = [[] for _ in members]
-            for k, (_, box, shape) in zip(order, parts, strict=True):
-                sides[side][k].append(tuple(shape))
-                if side == "give" and box is not None and _size(box) != tuple(shape):
-                    checked.wrong(CODE, f"an exchange takes {box} and calls it {list(shape)}", at)
-            checked.steps += len(parts)
-        lists.append(sides)
-    for a, giver in enumerate(lists):
-        for b, taker in enumerate(lists):
-            if giver["give"][b] != taker["take"][a]:
-                checked.wrong(CODE, f"device {members[a]} gives device {members[b]} {giver['give'][b]}, which takes {taker['take'][a]}", together[a], together[b], help=BOTH)
-                return
-
-
-def _shares(checked: Checked, together: Sequence[At]) -> None:
-    """Members that have the same sum already count for it together."""
-    alike: dict[Any, list[At]] = {}
-    for at in together:
-        if "share" in at.does.args:
-            alike.setdefault(at.does.writes, []).append(at)
-    for same in alike.values():
-        if any(abs(at.does.args["share"] * len(same) - 1) > 1e-9 for at in same):
-            odd = max(same, key=lambda at: abs(at.does.args["share"] * len(same) - 1))
-            checked.wrong(CODE, f"{len(same)} devices have the same part of a gradient, and one counts for {odd.does.args['share']:g} of it", odd, together[0] if odd is not together[0] else together[-1])
-            return
