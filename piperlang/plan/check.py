@@ -18,6 +18,12 @@ from piperlang.plan.instruction import Instruction, Plan
 
 COLLECTIVE = ("exchange", "all_reduce", "gather", "scatter", "reduce")
 """What all members of a group enter together."""
+ONE, SOME = (1, 1), (1, 1 << 30)
+FORM = {
+    **dict.fromkeys(COMPUTE, ((0, SOME[1]), SOME)), **dict.fromkeys(("gather", "scatter", "reduce", "update"), (SOME, SOME)), "send": ((0, 1), (0, 0)), "recv": ((0, 1), ONE),
+    "copy": (SOME, ONE), **dict.fromkeys(("exchange", "all_reduce", "offload", "fetch"), (ONE, ONE)),
+}  # fmt: skip
+"""How many values each kind of instruction reads and writes, at least and at most."""
 REBUILD = "make the plan again from its script, with `piperc plan`"
 
 
@@ -47,18 +53,21 @@ class Checked:
     """How much work it was, in instructions and parts looked at: tests see from it that the work grows with the plan."""
 
     def sort(self) -> None:
-        self.of = {name: [] for name in (*COMPUTE, *COLLECTIVE, "send", "recv", "update", "copy", "offload", "fetch")}
+        self.of = {name: [] for name in FORM}
         adds = {name: found.append for name, found in self.of.items()}
         nodes = len(self.plan.names)
         for d, device in enumerate(self.plan.devices):
             for i, instruction in enumerate(device.instructions):
-                do, _, node, _, _, waits, _ = instruction
+                do, _, node, reads, writes, waits, _ = instruction
                 if not 0 <= node < nodes:
                     raise _stop(f"instruction {i} of device {device.device}, `{do}`, is of no node", f"it says {node}, and there are {nodes}")
                 if do not in adds:
                     self.wrong("P0504", f"nobody knows how to `{do}`", At(d, i, instruction))
                     continue
                 adds[do](At(d, i, instruction))
+                (least, most), (fewest, greatest) = FORM[do]
+                if not least <= len(reads) <= most or not fewest <= len(writes) <= greatest:
+                    self.wrong("P0504", f"`{do}` that reads {len(reads)} values and writes {len(writes)}", At(d, i, instruction))
                 for other in waits:
                     if not 0 <= other < i:
                         self._ahead(At(d, i, instruction), other)
@@ -96,7 +105,16 @@ def check(plan: Plan, *, buffered: bool = True) -> None:
 def measured(plan: Plan, *, buffered: bool = True) -> int:
     """The same, and how many steps it took."""
     # Here, as these modules name what they find through this one.
-    from piperlang.plan import check_compute, check_order, check_partners, check_parts, check_values, check_weights
+    from piperlang.plan import (
+        check_compute,
+        check_groups,
+        check_order,
+        check_partners,
+        check_parts,
+        check_samples,
+        check_values,
+        check_weights,
+    )
 
     _frame(plan)
     checked = Checked(plan)
@@ -105,10 +123,12 @@ def measured(plan: Plan, *, buffered: bool = True) -> int:
     gc.disable()
     try:
         checked.sort()
+        if checked.found:
+            raise Stop
         for questions in (
             (check_compute.compute, check_partners.moves, check_weights.entries),
-            (check_partners.collectives, *(() if buffered else (check_partners.messages, check_partners.in_order))),
-            (check_values.values, check_weights.flow, check_compute.losses, check_compute.data),
+            (check_groups.collectives, *(() if buffered else (check_partners.messages, check_partners.in_order))),
+            (check_values.values, check_weights.flow, check_samples.losses, check_samples.data),
             (check_order.order if buffered else check_order.rendezvous,),  # which looks at messages, too
             (check_parts.parts,),
         ):  # fmt: skip
@@ -126,6 +146,8 @@ def measured(plan: Plan, *, buffered: bool = True) -> int:
 
 def _frame(plan: Plan) -> None:
     """What names and finds instructions must be right before anything can be said about them."""
+    if plan.samples < 1 or any(kind["samples"] < 1 for kind in plan.kinds):
+        raise _stop("a plan needs samples")
     if len(plan.lines) != len(plan.names):
         raise _stop(f"the plan has {len(plan.names)} names and {len(plan.lines)} lines of nodes")
     numbers = [device.device for device in plan.devices]

@@ -1,4 +1,4 @@
-"""Passes of chunks: they take and give what their kind says, every sample is seen once, and every loss counts once.
+"""Passes of chunks: they take and give what their kind says.
 
 Keys are names: `NAME#POINT` is the value NAME of a microbatch, `d:NAME:C.i` its gradient through input i of chunk C, `dw:WEIGHT@C.i` that of weight i,
 `saved:C` what a forward keeps. So it can be seen without a graph that a chunk is given what it is given elsewhere, and of one microbatch.
@@ -6,18 +6,14 @@ Keys are names: `NAME#POINT` is the value NAME of a microbatch, `d:NAME:C.i` its
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 from piperlang.ir.graph import COMPUTE, Key
 from piperlang.ir.model import Slot
 from piperlang.plan.check import At, Checked
-from piperlang.plan.check_partners import fills
-from piperlang.plan.instruction import Plan
+from piperlang.plan.check_samples import placed, samples_seen, share_of
 
 CODE = "P0504"
 GIVEN = ("seed", "rng")
@@ -29,7 +25,7 @@ def compute(checked: Checked) -> None:
     names = _Names(checked)
     seen: dict[int, At] = {}
     kinds, last = checked.plan.kinds, checked.plan.samples
-    parts = [(kind["samples"], _share(checked.plan, kind), kind["arranged"][0]) for kind in kinds]
+    parts = [(kind["samples"], share_of(checked.plan, kind), kind["arranged"][0]) for kind in kinds]
     firsts: list[list[int]] = [[] for _ in kinds]
     for at in checked.all(*COMPUTE):
         do, stream, node, reads, writes, _, args = at[2]
@@ -52,8 +48,8 @@ def compute(checked: Checked) -> None:
         firsts[number].append(args["first"])
         samples, share, divides = parts[number]
         if not 0 <= args["first"] <= last - samples or args.get("share", share) != share or divides or args["at"]:
-            _placed(checked, at, args, kinds[number], share)
-    _samples(checked, firsts)
+            placed(checked, at, args, kinds[number], share)
+    samples_seen(checked, firsts)
 
 
 def _fits(checked: Checked, at: At, do: str, reads: Sequence[Key], writes: Sequence[Key], groups: Sequence[Sequence[Key]], kind: Mapping[str, Any]) -> bool:

@@ -43,6 +43,10 @@ def moves(checked: Checked) -> None:
 def _filled(checked: Checked, at: At, args: Mapping[str, Any]) -> None:
     own = args.get("own", ())
     shape = tuple(args["shape"])
+    boxes = [part[-2] for part in args.get("parts", args.get("take", ()))] + [box for _, *both in own for box in both]
+    if min(shape, default=0) < 0 or any(box is not None and len(box) != len(shape) for box in boxes):
+        checked.wrong(CODE, f"{at.does.do} moves parts with other dims than its result {list(shape)}", at, notes=(f"they are {boxes}",))
+        return
     taking = [(box, size) for *_, box, size in args.get("parts", args.get("take", ()))]
     checked.steps += len(taking) + len(own)
     if at.does.do != "exchange" and set(at.does.reads) != {key for key, _, _ in own} and (own or at.does.do == "recv"):

@@ -26,6 +26,8 @@ def entries(checked: Checked) -> None:
         for entry in at.does.args["weights"]:
             reads += entry["from"]
             checked.steps += 1 + len(entry["cuts"])
+            if at.does.do != "reduce" and len(entry["cuts"]) != len(at.does.args.get("members", ())):
+                checked.wrong("P0503", f"{len(entry['cuts'])} parts for {len(at.does.args.get('members', ()))} members", at)
             names = {weight_of(key) for key in (*entry["from"], entry["to"])}
             if len(names) > 1 or not entry["from"]:
                 checked.wrong(CODE, f"{at.does.do} makes {entry['to']} of {', '.join(entry['from']) or 'nothing'}", at)
