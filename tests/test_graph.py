@@ -292,3 +292,24 @@ def test_a_batch_of_another_size_is_refused(samples: int) -> None:
     graph, captured = compiled(program("mlp"), "split batch into 2 as mb\n")
     with pytest.raises(PiperError, match="when the model was traced"):
         Inline(graph, captured, CASES["mlp"].model(), optimizer).step(CASES["mlp"].batch(samples))
+
+
+class Shifted(nn.Module):
+    """Both halves of the backward read the output's gradient itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0):
+            y = self.layer(x)
+        with annotate("stage", 1):
+            z = y + self.shift
+        with annotate("stage", 2):
+            return torch.tanh(z)
+
+
+def test_two_halves_may_read_one_gradient() -> None:
+    case = Case("shifted", Shifted, CASES["mlp"].loss, vectors, 3)
+    assert_same(case, capture(case.model, case.loss, case.batch(SAMPLES)), 'split batch into 2 as mb\nstream [stage=1, pass=W] on "weights"\n')

@@ -87,6 +87,7 @@ def _moves(graph: Graph) -> Iterator[str]:
 def _gradients(graph: Graph) -> Iterator[str]:
     """No part of a gradient is lost, and none counts twice."""
     read: dict[Key, float] = {}
+    halves: set[tuple[Key, int | None, object]] = set()
     for node in graph.nodes:
         part = 1.0
         if node.op == "slice" and not graph.values[node.reads[0][0]].inner:
@@ -94,6 +95,10 @@ def _gradients(graph: Graph) -> Iterator[str]:
             part /= prod(of for _, of in graph.values[node.writes[0]].inner)
         for keys in node.reads:
             for key in keys:
+                if node.op in ("I", "W"):  # two halves of one backward read a gradient once
+                    if (key, node.family.chunk, node.point) in halves:
+                        continue
+                    halves.add((key, node.family.chunk, node.point))
                 if key.startswith(("d:", "dw:")):
                     read[key] = read.get(key, 0.0) + part
     for node in graph.nodes:

@@ -97,7 +97,7 @@ class Cluster:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback, for this user, for one job
         ray.init(
             num_cpus=max(count, 1), include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1",
-            _temp_dir=str(self.folder / "ray"), _system_config={"prestart_worker_first_driver": False}, object_store_memory=200 * 2**20,
+            _temp_dir=str(self.folder / "ray"), _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0}, object_store_memory=200 * 2**20,
         )  # fmt: skip
 
     def call(self, worker: int, method: str, *arguments: Any) -> Any:
