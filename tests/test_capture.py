@@ -315,3 +315,29 @@ def test_a_broken_model_file_points_at_its_line(text: str, line: int, label: str
     assert diagnostic.span is not None
     assert diagnostic.span.first.line == line
     assert label in diagnostic.label
+
+
+class Doubled(nn.Module):
+    """Two weights whose gradients are one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.first + self.second)
+
+
+def test_every_gradient_has_a_tensor_of_its_own() -> None:
+    """Optimizers such as SGD with Nesterov momentum may change them in place."""
+    traced = trace(Doubled, square, vectors(4))
+    (chunk,) = cut(traced)
+    (pieces,) = differentiate(traced, [chunk])
+    assert pieces.B is not None
+    values = {("weight", 0): torch.ones(WIDTH), ("weight", 1): torch.ones(WIDTH)} | {("batch", i): t for i, t in enumerate(vectors(4))}
+    with torch.no_grad():
+        values |= pieces.F.run({slot: values[slot] for slot in pieces.F.takes}) | {("grad_output", 0): torch.ones(())}
+        gave = pieces.B.run({slot: values[slot] for slot in pieces.B.takes})
+    first, second = gave["grad_weight", 0], gave["grad_weight", 1]
+    assert torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()

@@ -273,7 +273,8 @@ def test_samples_inside_a_dimension_move_but_are_not_divided_anew() -> None:
 
 def test_an_axis_of_one_device_is_no_mistake() -> None:
     """Scripts have parameters, and one of them may be 1."""
-    compiled(program("mlp"), "param width = 1\nmesh gpu = dp: width\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\n")
+    graph, _ = compiled(program("mlp"), "param width = 1\nmesh gpu = dp: width\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\n")
+    assert not any(node.family.communicates for node in graph.nodes)
 
 
 def test_a_batch_of_one_sample() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import HashStore
 
+from piperlang.diagnostics import PiperError
 from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.comm import agree
 from tests.equivalence import program
 from tests.jobs import assert_trains
 from tests.models import CASES
@@ -65,3 +68,12 @@ def cluster() -> Iterator[Cluster]:
 def test_trains_as_one_device_would(name: str, cluster: Cluster) -> None:
     model, script = SCHEDULES[name]
     assert_trains(cluster, CASES[model], program(model), script)
+
+
+def test_workers_of_two_plans_do_not_join() -> None:
+    store = HashStore()
+    store.set("digest-1", "of another plan")
+    with pytest.raises(PiperError, match="workers 0 and 1 have different plans"):
+        agree(store, 0, 2, "of this plan")
+    store.set("digest-1", "of this plan")
+    agree(store, 0, 2, "of this plan")

@@ -133,6 +133,20 @@ def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
 
 
+def _copies(results: Sequence[tuple[Slot, fx.Node]]) -> list[bool]:
+    """Which gradients have to be copied: those that cross and are not contiguous, and those that would share a tensor with another.
+
+    Optimizers and sums change gradients in place, so every one needs a tensor of its own."""
+    given: set[fx.Node] = set()
+    found = []
+    for slot, node in results:
+        gradient = slot[0].startswith("grad_")
+        shared = gradient and (node in given or (slot[0] == "grad_weight" and node.op == "placeholder"))
+        found.append(shared or (slot[0] == "grad_input" and not node.meta["val"].is_contiguous()))
+        given |= {node} if gradient else set()
+    return found
+
+
 class _Division:
     def __init__(self, traced: Traced, chunk: Chunk, sizes: Sizes | None = None, samples: int = 0, local: Localize | None = None) -> None:
         self.traced, self.chunk, self.sizes = traced, chunk, sizes
@@ -266,7 +280,6 @@ class _Division:
                 if node.target is torch.ops.aten.view.default:
                     # Some kernels lay their result out otherwise than tracing says; then a view is impossible where a copy is not.
                     copied[node].target = torch.ops.aten.reshape.default
-        odd = [slot[0] == "grad_input" and not node.meta["val"].is_contiguous() for slot, node in results]
-        graph.output(tuple(_contiguous(graph, copied[node]) if copy else copied[node] for (_, node), copy in zip(results, odd, strict=True)))
+        graph.output(tuple(_contiguous(graph, copied[node]) if copy else copied[node] for (_, node), copy in zip(results, _copies(results), strict=True)))
         module = fx.GraphModule(self.joint, graph)
         return Piece(module, tuple(slots), tuple(slot for slot, _ in results), cost(module, [node.meta["val"] for node in outer], self.traced.mode))

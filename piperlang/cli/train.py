@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,12 +112,12 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
             job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
     with job, (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
         torch.manual_seed(options.seed)
-        batches = iter(file.data())
+        batches = _endless(file)
         batch = next(batches)
         started = time.perf_counter()
         for step in range(options.steps):
             begun = job.begin(batch)
-            batch = next(batches, batch) if step + 1 < options.steps else batch  # the next one is made while this one trains
+            batch = next(batches) if step + 1 < options.steps else batch  # the next one is made while this one trains
             done = job.finish(begun)
             row = {"step": step, "loss": done.loss, "seconds": round(done.seconds, 6), "samples_per_second": round(plan.samples / done.seconds, 2), "memory_bytes": done.memory}
             metrics.write(json.dumps(row) + "\n")
@@ -125,6 +126,12 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
         torch.save(job.weights(), folder / "weights.pt")
     if not options.json:
         print(f"trained {options.steps} steps on {len(plan.devices)} devices in {time.perf_counter() - started:.1f} s; {folder}")
+
+
+def _endless(file: ModelFile) -> Iterator[tuple[Any, Any]]:
+    """Data that ends begins again: another epoch."""
+    while True:
+        yield from file.data()
 
 
 def _tell(options: argparse.Namespace, row: dict[str, Any], last: bool) -> None:

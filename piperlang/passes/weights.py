@@ -133,6 +133,7 @@ class Weights:
         """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once."""
         group_of = {node: (order, k) for order in orders for k, group in enumerate(order.groups) for node in group}
         by_part: dict[tuple[Slice, Point, bool], list[_Gather]] = {}
+        forwards = {(family.chunk, family.where): family for family in self.nodes.families if family.op == "F"}
         for gather in self.gathers:
             distance = 1 + max((use.prefetch for use in gather.site.uses.values() if use.level == 3), default=1)
             known = group_of.get(gather.reader)
@@ -147,14 +148,10 @@ class Weights:
             if len(line) >= distance:
                 self.nodes.before(gather.node, line[-distance].reader)
             elif family.op != "F":
-                self._behind_forward(gather)
+                # The first gathers of a backward wait for the forward of their own chunk.
+                node = self.nodes.nodes[gather.reader]
+                self.nodes.before(gather.node, forwards[family.chunk, family.where].points[node.point])
             line.append(gather)
-
-    def _behind_forward(self, gather: _Gather) -> None:
-        """The first gathers of a backward wait for the forward of their own chunk."""
-        node = self.nodes.nodes[gather.reader]
-        forward = next(f for f in self.nodes.families if f.op == "F" and f.chunk == node.family.chunk and f.where == node.family.where)
-        self.nodes.before(gather.node, forward.points[node.point])
 
 
 def two_ways(name: str, first: Site, second: Site) -> PiperError:

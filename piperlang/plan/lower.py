@@ -190,7 +190,7 @@ class _Lowering:
         moved = parts(have, want)
         for device in devices_of(node.family.where):
             mine = [part for part in moved if part.source == device and part.target != device]
-            pieces = [(part.target, self._tag(device, part.target), _box(part.taken, have, device, self), shape_of(part.taken)) for part in mine]
+            pieces = [(part.target, self._tag(device, part.target), _whole(part.taken, local_shapes(have.tensor, have.layout, have.samples, have.inner)[device]), shape_of(part.taken)) for part in mine]
             self._numbers[node.writes[0], device] = {part.target: tag for part, (_, tag, _, _) in zip(mine, pieces, strict=True)}
             if pieces:
                 self._emit(device, "send", node, [key], (), {"parts": pieces, "key": key, "dtype": have.tensor.dtype}, f"{node.stream}>")
@@ -340,10 +340,6 @@ class _Lowering:
 
 def _devices(family: Family) -> tuple[int, ...]:
     return tuple(device for where in (family.where, *family.beyond) for device in devices_of(where))
-
-
-def _box(taken: Any, have: Any, device: int, lowering: _Lowering) -> Any:
-    return _whole(taken, local_shapes(have.tensor, have.layout, have.samples, have.inner)[device])
 
 
 def _whole(box: Any, shape: tuple[int, ...]) -> Any:

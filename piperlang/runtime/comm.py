@@ -13,19 +13,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store
+
+from piperlang.diagnostics import error
+
+
+def agree(store: Store, rank: int, world: int, digest: str) -> None:
+    """Everybody who joins has the same plan: nothing later would notice that somebody has another."""
+    store.set(f"digest-{rank}", digest or "none")
+    for other in range(world):
+        theirs = store.get(f"digest-{other}").decode()
+        if theirs != (digest or "none"):
+            raise error("P0503", f"workers {rank} and {other} have different plans", notes=[f"{digest[:12]} and {theirs[:12]}"], help="start the job again: these workers are of two jobs")
 
 
 class Comm:
     def __init__(
-        self, rank: int, world: int, store: str, groups: Sequence[tuple[tuple[int, ...], str]], ranks: dict[int, int], timeout: float, pairs: Sequence[tuple[int, int]] = (),
-        cuda: bool = False,
+        self, rank: int, world: int, store: str, groups: Sequence[tuple[tuple[int, ...], str]], ranks: dict[int, int], timeout: float, digest: str = "",
+        pairs: Sequence[tuple[int, int]] = (), cuda: bool = False,
     ) -> None:  # fmt: skip
         """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan; `pairs`: who sends to whom."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         limit = timedelta(seconds=timeout)
         self.rank, self.ranks, self.cuda = rank, ranks, cuda
-        dist.init_process_group("nccl" if cuda else "gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        meeting = FileStore(store, world)
+        agree(meeting, rank, world, digest)
+        dist.init_process_group("nccl" if cuda else "gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
         # Every process makes every group, in the same order: torch asks for it.
         self.groups = [dist.new_group([ranks[d] for d in members], timeout=limit) if len(members) > 1 else None for members, _ in groups]
         self.sizes = [len(members) for members, _ in groups]

@@ -35,7 +35,7 @@ class ThreadJob:
             pieces.append(getattr(found, "F" if kind["op"] == "R" else kind["op"]))
         board = self.board = Switchboard(plan.groups, timeout)
         self.devices = [
-            Device(device, plan.kinds, pieces, weights, Optimizers(training.optimizer, training.lr_schedule), board.join(device.device), torch.device("cpu"), training.seed)
+            Device(device, plan.kinds, pieces, weights, Optimizers(training.optimizer, training.lr_schedule, training.masters), board.join(device.device), torch.device("cpu"), training.seed)
             for device in plan.devices
         ]
         for device in self.devices:

@@ -72,14 +72,14 @@ class Worker:
         """Answered on a thread of its own: a process that is stopped does not."""
         return time.time()
 
-    def setup(self, packed: bytes) -> str:
+    def setup(self, packed: bytes) -> None:
         self.close()
         setup: Setup = pickle.loads(packed)
         rank = setup.ranks[setup.plan.device]
         where = torch.device("cuda", rank % torch.cuda.device_count()) if setup.cuda else torch.device("cpu")
         if setup.cuda:
             torch.cuda.set_device(where)
-        self.comm = Comm(rank, len(setup.ranks), setup.store, setup.groups, setup.ranks, setup.timeout, setup.pairs, setup.cuda)
+        self.comm = Comm(rank, len(setup.ranks), setup.store, setup.groups, setup.ranks, setup.timeout, setup.digest, setup.pairs, setup.cuda)
         torch.manual_seed(setup.seed)
         model = setup.make_model()
         weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -97,7 +97,6 @@ class Worker:
         self.positions = {id(instruction): i for i, instruction in enumerate(setup.plan.instructions)}
         self.steps = 0
         del model, weights
-        return setup.digest
 
     def _open_progress(self, path: str, rank: int) -> None:
         """One number that the driver can read even when this process is dead: the instruction last begun."""
