@@ -1,10 +1,10 @@
 """What it brings to run one microbatch's backward beside another's forward: DualPipeV against 1F1B.
 
-A layer is two operators whose F, I and W take 20 ms each, an exchange of 10 ms each way after each: attention, dispatch, experts, combine, as in a mixture of experts. The exchanges
+A layer is an operator whose F, I and W take 20 ms each, between two exchanges of 10 ms each way: dispatch, experts, combine, as in a mixture of experts. The exchanges
 are chunks on a stream of their own, in both schedules. 1F1B has nothing to run beside them; DualPipeV says `F & B`, so that the exchange of one hides behind the
 operator of the other. Two layers a rank, microbatches 4 * pp; each the shortest of some steps on Ray workers over gloo. The foreseen ratio is what the orders allow.
 
-    python -m benchmarks.overlap [--json] [--steps 5] [--pp 2] [--layer oeoe] [--timeline DIR]
+    python -m benchmarks.overlap [--json] [--steps 5] [--pp 2] [--layer eoe] [--timeline DIR]
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(ranks: int, layer: str, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--pp", type=int, choices=(2, 4), action="append", help="may be given several times")
-    parser.add_argument("--layer", default="oeoe", help="o: an operator, e: an exchange (default: oeoe)")
+    parser.add_argument("--layer", default="eoe", help="o: an operator, e: an exchange (default: eoe)")
     parser.add_argument("--timeline", metavar="DIR", help="where workers write when they did what, of the last step of all")
     chosen = parser.parse_args()
     if chosen.timeline:

@@ -61,6 +61,7 @@ CODES = {
     "P0602": "worker died",
     "P0603": "worker does not answer",
     "P0604": "worker failed",
+    "P0605": "no workers to be had",
     "P0801": "model file cannot be used",
     "P0802": "model cannot be traced",
     "P0803": "model changes a buffer",

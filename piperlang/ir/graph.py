@@ -6,7 +6,7 @@ share a Family, which holds all that is the same; selecting looks at families fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -119,6 +119,23 @@ class Steps:
     devices: frozenset[int]
     groups: Sequence[Sequence[int]]
     written: Sequence[Step]
+
+    def fences(self, stream: Callable[[int], str]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Who is before whom: a step after all of the step before.
+
+        A step with `&` may run into the next step with `&`, but not past it: between those only work on the compute stream keeps the order, the rest is
+        after all of the step before that. Without this a pair of forward and backward would drain every stream before the next pair fills them again."""
+        before: Sequence[int] = ()
+        last: Sequence[int] = ()
+        overlapped = False
+        for group, step in zip(self.groups, self.written, strict=True):
+            if overlapped and len(step.items) > 1:
+                yield before, group
+                yield [node for node in last if stream(node) == "compute"], [node for node in group if stream(node) == "compute"]
+            else:
+                yield [*before, *last], group
+            overlapped = len(step.items) > 1
+            before, last = (last, group) if overlapped else ((), group)
 
 
 @dataclass(frozen=True)

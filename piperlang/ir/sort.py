@@ -13,9 +13,9 @@ from piperlang.source import Span
 def edges(graph: Graph) -> tuple[list[list[int]], list[int]]:
     """For every node, who waits for it, and for how many it waits. Numbers past the nodes are gates.
 
-    A step of an order is a gate: its nodes wait for the gate, the next gate waits for its nodes. So wide steps cost no product."""
+    A fence of an order is a gate: what comes after waits for the gate, the gate for what comes before. So wide steps cost no product."""
     count = len(graph.nodes)
-    gates = [(order, k) for order in graph.orders for k in range(1, len(order.groups))]
+    gates = [fence for order in graph.orders for fence in order.fences(lambda node: graph.nodes[node].stream) if fence[0]]
     users: list[list[int]] = [[] for _ in range(count + len(gates))]
     waits = [0] * len(users)
 
@@ -26,14 +26,14 @@ def edges(graph: Graph) -> tuple[list[list[int]], list[int]]:
     for node in graph.nodes:
         for maker in set(graph.sources(node)):
             edge(maker, node.id)
-    for later, earlier in graph.after.items():
+    for node_id, sooner in graph.after.items():
+        for one in sooner:
+            edge(one, node_id)
+    for gate, (earlier, later) in enumerate(gates, count):
         for one in earlier:
-            edge(one, later)
-    for gate, (order, k) in enumerate(gates, count):
-        for node_id in order.groups[k - 1]:
-            edge(node_id, gate)
-        for node_id in order.groups[k]:
-            edge(gate, node_id)
+            edge(one, gate)
+        for one in later:
+            edge(gate, one)
     return users, waits
 
 

@@ -40,7 +40,7 @@ class _Lowering:
         self._numbers: dict[tuple[Key, int], dict[int, int]] = {}
         self.before: dict[int, list[int]] = {node: list(earlier) for node, earlier in graph.after.items()}
         for order in graph.orders:
-            for earlier, later in zip(order.groups, order.groups[1:], strict=False):
+            for earlier, later in order.fences(lambda node: graph.nodes[node].stream):
                 for node in later:
                     self.before.setdefault(node, []).extend(earlier)
 

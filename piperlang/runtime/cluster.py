@@ -1,4 +1,4 @@
-"""Ray: started here for one job, or joined by address. The only file that imports it."""
+"""Ray: started here for one job, or joined by address. The only file that imports it; its private parts were tried with Ray 2.60."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from piperlang.runtime.worker import Worker
+from piperlang.diagnostics import error
+from piperlang.runtime.worker import Worker, process
 
 _JANITOR = """
 import os, shutil, signal, sys, time
@@ -55,6 +58,9 @@ shutil.rmtree(folder, ignore_errors=True)
 """
 """Outlives a driver that is killed by just as long as it takes to sweep up after it."""
 
+ROOM = 30.0
+"""Seconds that a cluster has to find room for a job."""
+
 
 def pack(value: object) -> bytes:
     """For another process, functions that it cannot import included."""
@@ -76,29 +82,73 @@ class Cluster:
     def __init__(self, count: int, address: str | None = None, cuda: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="piper-"))
         self.own = address is None and not ray.is_initialized()
+        self.joined = False
         self.janitor: subprocess.Popen[bytes] | None = None
-        if self.own:
-            self._start(count)
-        elif not ray.is_initialized():
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"control": 2}}
-        if cuda:
-            options["num_gpus"] = ray.cluster_resources().get("GPU", 1) / count  # type: ignore[no-untyped-call]
-            # workers share GPUs where there are fewer
-        actor: Any = ray.remote(**options)(_controlled())
-        # Several workers may share a GPU: NCCL must then take them for different hosts.
-        environment = [{"NCCL_HOSTID": f"piper-{i}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if cuda else {} for i in range(count)]
-        self.workers: list[Any] = [actor.remote(environment[i]) for i in range(count)]
-        self.pids: list[int] = ray.get([worker.pid.remote() for worker in self.workers])
+        self.group: PlacementGroup | None = None
+        self.workers: list[Any] = []
+        self.pids: list[int | None] = []
+        try:
+            if self.own:
+                self._start(count)
+            elif not ray.is_initialized():
+                self._join(address)
+            self._hire(count, cuda)
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, count: int) -> None:
         os.environ["PIPER_JOB"] = str(self.folder)  # children inherit it: that is how the janitor knows them
         self.janitor = subprocess.Popen([sys.executable, "-c", _JANITOR, str(os.getpid()), str(self.folder)], start_new_session=True, env={"PATH": os.environ.get("PATH", "")})
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback, for this user, for one job
+        _loopback()
+        _hush()
         ray.init(
             num_cpus=max(count, 1), include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1",
             _temp_dir=str(self.folder / "ray"), _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0}, object_store_memory=200 * 2**20,
         )  # fmt: skip
+
+    def _join(self, address: str | None) -> None:
+        _hush()
+        try:
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as problem:
+            reason = str(problem).splitlines()[0]
+            raise error("P0605", f"cannot join a Ray cluster at {address}", notes=[reason], help="`ray start --head` prints the address of the cluster it starts") from None
+        self.joined = True
+
+    def _hire(self, count: int, cuda: bool) -> None:
+        """A place for every worker, all or none, and then the workers."""
+        there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        gpus = min(1.0, there.get("GPU", 0.0) / count) if cuda else 0.0  # workers share GPUs where there are fewer
+        need = {"GPU": gpus} if gpus else {"CPU": 1.0}
+        self.group = placement_group([need] * count, strategy="PACK")
+        if not self.group.wait(ROOM):
+            (name, each), free = next(iter(need.items())), ray.available_resources()  # type: ignore[no-untyped-call]
+            raise error(
+                "P0605", f"the Ray cluster has no room for {count} workers", notes=[f"each wants {each:g} {name}; {free.get(name, 0):g} of {there.get(name, 0):g} are free"],
+                help="use a smaller mesh, or wait until other jobs have ended",
+            )  # fmt: skip
+        options: dict[str, Any] = {"num_cpus": need.get("CPU", 0), "num_gpus": gpus, "concurrency_groups": {"control": 2}}
+        actor: Any = ray.remote(**options)(_controlled())
+        for i in range(count):
+            place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
+            self.workers.append(actor.options(scheduling_strategy=place).remote(_environment(i) if cuda and gpus < 1 else {}))
+        here = process()[0]
+        for system, pid in ray.get([worker.where.remote() for worker in self.workers]):
+            self.pids.append(pid if system == here else None)  # a process that we cannot see must be asked for through Ray
+
+    @property
+    def local(self) -> bool:
+        """All workers share this machine, its files above all."""
+        return None not in self.pids
+
+    def meeting(self) -> str:
+        """Where workers can meet: a file that all of them see, or a port of the first one."""
+        if self.local:
+            return str(Path(tempfile.mkdtemp(dir=self.folder)) / "store")
+        (place,) = self.wait([self.call(0, "host", ray.util.get_node_ip_address())])  # type: ignore[no-untyped-call]
+        return str(place)
 
     def call(self, worker: int, method: str, *arguments: Any) -> Any:
         return getattr(self.workers[worker], method).remote(*arguments)
@@ -171,20 +221,25 @@ class Cluster:
         """Workers whose process has ended, looked for a moment: the end of a process shows a little after its connections break."""
         until = time.monotonic() + within
         while True:
-            found = [i for i, pid in enumerate(self.pids) if not _alive(pid)]
+            found = [i for i, pid in enumerate(self.pids) if pid is not None and not _alive(pid)]
             if found or time.monotonic() > until:
                 return found
             time.sleep(0.02)
 
     def kill(self) -> None:
         """End every worker now; those blocked in communication cannot be asked to."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for worker, pid in zip(self.workers, self.pids, strict=False):
+            if pid is None:
+                ray.kill(worker)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         self.kill()
-        if self.own:
+        if self.group is not None and not self.own:
+            remove_placement_group(self.group)
+        if self.own or self.joined:
             ray.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.janitor is not None:
@@ -192,6 +247,26 @@ class Cluster:
             self.janitor.wait()
             self.janitor = None
             os.environ.pop("PIPER_JOB", None)
+
+
+def _environment(worker: int) -> dict[str, str]:
+    """Of workers that share a GPU: NCCL refuses two ranks on one GPU of one host, so it must take them for different hosts."""
+    return {"NCCL_HOSTID": f"piper-{worker}"}
+
+
+def _loopback() -> None:
+    """Ray takes 127.0.0.1 for `any address` unless told, by this variable, that clusters are not wanted; its children inherit that."""
+    from ray._private import ray_constants
+
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _hush() -> None:
+    """Ray prints to standard output that a worker died, which is the place of data; that it died is our own diagnostic's to say."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _alive(pid: int) -> bool:

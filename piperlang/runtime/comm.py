@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from piperlang.diagnostics import error
 
@@ -27,16 +27,24 @@ def agree(store: Store, rank: int, world: int, digest: str) -> None:
             raise error("P0503", f"workers {rank} and {other} have different plans", notes=[f"{digest[:12]} and {theirs[:12]}"], help="start the job again: these workers are of two jobs")
 
 
+def opened(place: str, world: int) -> Store:
+    """A meeting place: a file, or a port of the worker that opened it."""
+    if place.startswith("tcp:"):
+        host, _, port = place.removeprefix("tcp://").rpartition(":")
+        return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    return FileStore(place, world)
+
+
 class Comm:
     def __init__(
-        self, rank: int, world: int, store: str, groups: Sequence[tuple[tuple[int, ...], str]], ranks: dict[int, int], timeout: float, digest: str = "",
-        pairs: Sequence[tuple[int, int]] = (), cuda: bool = False,
+        self, rank: int, world: int, meeting: Store, groups: Sequence[tuple[tuple[int, ...], str]], ranks: dict[int, int], timeout: float, digest: str = "",
+        pairs: Sequence[tuple[int, int]] = (), cuda: bool = False, loopback: bool = True,
     ) -> None:  # fmt: skip
         """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan; `pairs`: who sends to whom."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if loopback:  # all on one machine: nobody else need hear
+            os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         limit = timedelta(seconds=timeout)
         self.rank, self.ranks, self.cuda = rank, ranks, cuda
-        meeting = FileStore(store, world)
         agree(meeting, rank, world, digest)
         dist.init_process_group("nccl" if cuda else "gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
         # Every process makes every group, in the same order: torch asks for it.

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -73,6 +73,7 @@ class Job:
             check(plan, buffered=False)  # NCCL's sends wait for their receives, and know no tags
         self.borrowed = cluster is not None
         self.ending: threading.Thread | None = None
+        self.progress: BinaryIO | None = None
         self.cluster = cluster or Cluster(len(plan.devices), address, self.cuda)
         try:
             self._set_up(training, digest, timeout, loss_dtype)
@@ -82,17 +83,15 @@ class Job:
             raise
 
     def _set_up(self, training: Training, digest: str, timeout: float, loss_dtype: str) -> None:
-        folder = Path(tempfile.mkdtemp(dir=self.cluster.folder))
-        self.progress = folder / "progress"
-        self.progress.write_bytes(struct.pack("<i", -1) * len(self.plan.devices))
-        self.progress_file = self.progress.open("rb")
+        progress = self._open_progress() if self.cluster.local else ""
+        meeting = self.cluster.meeting()
         ranks = {device.device: rank for rank, device in enumerate(self.plan.devices)}
         made: dict[tuple[int, ...], bytes] = {}
         packed = []
         for device in self.plan.devices:
             kinds = sorted({i.args["kind"] for i in device.instructions if "kind" in i.args})
             setup = Setup(
-                device, self.plan.kinds, self._pieces(tuple(kinds), made), self.plan.groups, ranks, str(folder / "store"), str(self.progress), digest, training.seed, timeout,
+                device, self.plan.kinds, self._pieces(tuple(kinds), made), self.plan.groups, ranks, meeting, progress, digest, training.seed, timeout,
                 loss_dtype, self._pairs(), self.cuda, self.compiles, training.masters, training.make_model, training.optimizer, training.lr_schedule,
             )  # fmt: skip
             packed.append(pack(setup))
@@ -100,6 +99,13 @@ class Job:
             self.cluster.each("setup", packed)
         except Lost as lost:
             raise error("P0602", f"device {self.plan.devices[lost.worker].device} died while it was set up", help="is there enough memory for the model on every worker?") from None
+
+    def _open_progress(self) -> str:
+        """A file in which every worker says which instruction it is at, read when it cannot say so any more."""
+        path = Path(tempfile.mkdtemp(dir=self.cluster.folder)) / "progress"
+        path.write_bytes(struct.pack("<i", -1) * len(self.plan.devices))
+        self.progress = path.open("rb")
+        return str(path)
 
     def _pairs(self) -> list[tuple[int, int]]:
         sends = {(device.device, part[0]) for device in self.plan.devices for i in device.instructions if i.do == "send" for part in i.args["parts"]}
@@ -154,7 +160,8 @@ class Job:
         device = self.plan.devices[worker]
         at = report.failed[0] if report and report.failed else self._last(worker)
         notes = [report.failed[1]] if report and report.failed else []
-        notes.append(f"it was at {self._named(worker, at)}" if at >= 0 else "it was between two steps")
+        if at is not None:
+            notes.append(f"it was at {self._named(worker, at)}" if at >= 0 else "it was between two steps")
         for other, streams in self.cluster.ask("running", [i for i in range(len(self.plan.devices)) if i != worker], 0.3).items():
             waiting = [self._named(other, i) for i in streams.values()][:1]
             notes += [f"device {self.plan.devices[other].device} was at {name}" for name in waiting]
@@ -168,9 +175,11 @@ class Job:
         self.ending = threading.Thread(target=self.cluster.close)
         self.ending.start()
 
-    def _last(self, worker: int) -> int:
-        self.progress_file.seek(4 * worker)
-        (at,) = struct.unpack("<i", self.progress_file.read(4))
+    def _last(self, worker: int) -> int | None:
+        if self.progress is None:
+            return None
+        self.progress.seek(4 * worker)
+        (at,) = struct.unpack("<i", self.progress.read(4))
         return int(at)
 
     def _named(self, worker: int, at: int) -> str:
@@ -194,7 +203,8 @@ class Job:
             self.cluster.wait([self.cluster.call(i, "close") for i in range(len(self.plan.devices))], timeout=30.0 if self.borrowed else 2.0)
         except Exception:  # whatever they say now: they are ended next
             self.borrowed = False
-        self.progress_file.close()
+        if self.progress is not None:
+            self.progress.close()
         if not self.borrowed:
             self.cluster.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import socket
 import struct
 import time
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from piperlang.plan.instruction import DevicePlan, Instruction
-from piperlang.runtime.comm import Comm
+from piperlang.runtime.comm import Comm, opened
 from piperlang.runtime.cuda import CudaStreams, compiled
 from piperlang.runtime.execute import Device
 from piperlang.runtime.optimize import Optimizers
@@ -64,9 +66,18 @@ class Worker:
         os.environ.update(environment or {})
         torch.set_num_threads(1)
         self.device: Device | None = None
+        self.meeting: TCPStore | None = None
 
-    def pid(self) -> int:
-        return os.getpid()
+    def where(self) -> tuple[str, int]:
+        return process()
+
+    def host(self, peer: str) -> str:
+        """Open a meeting place for workers that share no files, at the address under which `peer` sees us."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))
+            address: str = probe.getsockname()[0]
+        self.meeting = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return f"tcp://{address}:{self.meeting.port}"
 
     def ping(self) -> float:
         """Answered on a thread of its own: a process that is stopped does not."""
@@ -79,7 +90,8 @@ class Worker:
         where = torch.device("cuda", rank % torch.cuda.device_count()) if setup.cuda else torch.device("cpu")
         if setup.cuda:
             torch.cuda.set_device(where)
-        self.comm = Comm(rank, len(setup.ranks), setup.store, setup.groups, setup.ranks, setup.timeout, setup.digest, setup.pairs, setup.cuda)
+        meeting = self.meeting if self.meeting is not None and setup.store.startswith("tcp:") else opened(setup.store, len(setup.ranks))
+        self.comm = Comm(rank, len(setup.ranks), meeting, setup.groups, setup.ranks, setup.timeout, setup.digest, setup.pairs, setup.cuda, loopback=not setup.store.startswith("tcp:"))
         torch.manual_seed(setup.seed)
         model = setup.make_model()
         weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -99,9 +111,12 @@ class Worker:
         del model, weights
 
     def _open_progress(self, path: str, rank: int) -> None:
-        """One number that the driver can read even when this process is dead: the instruction last begun."""
-        with Path(path).open("r+b") as file:
-            self.progress = mmap.mmap(file.fileno(), 0)
+        """One number that the driver can read even when this process is dead, if it shares our files: the instruction last begun."""
+        if path:
+            with Path(path).open("r+b") as file:
+                self.progress = mmap.mmap(file.fileno(), 0)
+        else:
+            self.progress = mmap.mmap(-1, 4 * (rank + 1))
         self.slot = 4 * rank
 
     def _execute(self, instruction: Instruction) -> None:
@@ -121,6 +136,9 @@ class Worker:
         except Failed as failure:
             at = self.positions[id(failure.instruction)]
             return Report(0.0, 0.0, 0, (at, str(failure)))
+        except RuntimeError as problem:  # from settle: whoever should have taken what was sent is gone
+            (at,) = struct.unpack_from("<i", self.progress, self.slot)
+            return Report(0.0, 0.0, 0, (at, str(problem)))
         loss = self.device.end()
         self.steps += 1
         struct.pack_into("<i", self.progress, self.slot, -1)
@@ -144,6 +162,14 @@ class Worker:
             self.device = None
             self.streams.close()
             self.comm.close()
+
+
+def process() -> tuple[str, int]:
+    """Who we are: the system whose process numbers ours is one of, and the number."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    system = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    namespace = Path("/proc/self/ns/pid")
+    return f"{system}/{namespace.stat().st_ino if namespace.exists() else 0}", os.getpid()
 
 
 def _resident() -> int:

@@ -51,7 +51,7 @@ def _positions(graph: Graph, order: Sequence[int], rows: dict[tuple[str, str], i
     free = [0] * len(rows)
     before: dict[int, set[int]] = {}
     for steps in graph.orders:
-        for earlier, later in zip(steps.groups, steps.groups[1:], strict=False):
+        for earlier, later in steps.fences(lambda number: graph.nodes[number].stream):
             for number in later:
                 before.setdefault(number, set()).update(earlier)
     for i in order:
