@@ -41,14 +41,15 @@ def tokens(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Mlp(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, stages: int = 4) -> None:
         super().__init__()
+        self.stages = stages
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
-            with annotate("stage", i):
+            with annotate("stage", i * self.stages // len(self.layers)):
                 x = self.dropout(torch.tanh(layer(x)))
         return x
 
@@ -71,8 +72,9 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Tied embeddings; a mask that every stage reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int = 4) -> None:
         super().__init__()
+        self.stages = stages
         self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
@@ -83,9 +85,9 @@ class Gpt(nn.Module):
             mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
             x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for i, block in enumerate(self.blocks):
-            with annotate("stage", i):
+            with annotate("stage", i * self.stages // len(self.blocks)):
                 x = block(x, mask)
-        with annotate("stage", 3):
+        with annotate("stage", self.stages - 1):
             return self.head(x)
 
 
@@ -138,6 +140,49 @@ class Moe(nn.Module):
         with annotate("stage", 1):
             y = torch.einsum("stec,secd->std", dispatch.to(x.dtype) * weight[..., None, None], done)
             return self.head(x + y)
+
+
+class Experts(nn.Module):
+    """A layer with a norm, a gate and four experts, as three chunks: the way to the experts, the experts, and the way back."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 2 * WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 2 * WIDTH, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        gates = torch.softmax(self.gate(y), -1)
+        weight, chosen = gates.max(-1)
+        routed = f.one_hot(chosen, gates.shape[-1])
+        slot, capacity = (routed.cumsum(1) - 1) * routed, x.shape[1] // 2
+        dispatch = ((routed * (slot < capacity)).unsqueeze(-1) * f.one_hot(slot.clamp(max=capacity - 1), capacity)).to(x.dtype)
+        packed = torch.einsum("stec,std->secd", dispatch, y)
+        with annotate("expert", "all"):
+            hidden = torch.relu(torch.einsum("secd,edh->sech", packed, self.up))
+            done = torch.einsum("sech,ehd->secd", hidden, self.down)
+        return x + torch.einsum("stec,secd->std", dispatch * weight[..., None, None], done)
+
+
+class Mixture(nn.Module):
+    """A mixture of experts in every one of four layers."""
+
+    def __init__(self, stages: int = 4) -> None:
+        super().__init__()
+        self.stages = stages
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Experts() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0):
+            x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            with annotate("stage", i * self.stages // len(self.layers)):
+                x = layer(x)
+        with annotate("stage", self.stages - 1):
+            return self.head(x)
 
 
 CASES = {

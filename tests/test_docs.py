@@ -33,12 +33,18 @@ def test_there_are_scripts_to_run() -> None:
     assert sum(name.startswith("language.md") for name, _ in scripts()) >= 8
 
 
+def broken(path: Path) -> bool:
+    """On purpose; what they say is tested in test_mistake_examples.py."""
+    return path.parent.name == "90_mistakes" and not path.stem.endswith(".fixed")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("**/*.piper")), ids=lambda p: p.name)
 def test_examples_are_right_and_canonical(path: Path) -> None:
     from piperlang.syntax.format import format_source
     from piperlang.syntax.parse import read
 
     source = read(path)
-    found = outline(source, path)
-    assert [d.message for d in (*found.problems, *found.outline.finish())] == []
+    if not broken(path):
+        found = outline(source, path)
+        assert [d.message for d in (*found.problems, *found.outline.finish())] == []
     assert format_source(source) == source.text

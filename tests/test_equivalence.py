@@ -82,3 +82,12 @@ def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
 def test_a_pair_of_directives(model: str, names: tuple[str, ...]) -> None:
     assert_same(CASES[model], program(model), script(model, *names))
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs(gpu, 2, 4)", "interleaved_zero_bubble(gpu, 2, 4)", "interleaved(gpu, 2, 4)"])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_activations_come_back_in_the_order_of_the_script(schedule: str, prefetch: int) -> None:
+    """looped_bfs runs the last microbatch's backward first; zero bubble puts weight halves off until after other microbatches' input halves."""
+    name = schedule.partition("(")[0]
+    text = f"from std.pipeline import loop, {name}\nmesh gpu = pp: 2\nsplit batch into 4 as mb\nloop(gpu, 2, 2)\noffload [pass=*] with prefetch={prefetch}\n{schedule}\n"
+    assert_same(CASES["mlp"], program("mlp"), text)

@@ -228,6 +228,12 @@ def test_an_order_before_its_place_is_held_against_it() -> None:
     assert codes(text.replace("place [stage=0] on gpu[pp=0]\n", "")) == ["P0402", "P0404"]
 
 
+def test_a_tag_that_may_lie_inside_what_is_placed_is_no_mistake() -> None:
+    text = "mesh gpu = dp: 2\ntag stage=0 at model\ntag part='in' at model.mlp\nplace [stage=0] on gpu\nreplicate [stage=0] over gpu.dp\n"
+    assert codes(text) == []
+    assert codes(text.replace("part='in'", "stage=1")) == ["P0402"]
+
+
 def test_a_placement_only_a_model_can_list_is_no_mistake() -> None:
     text = "mesh gpu = pp: 2\nsplit batch into 2 as mb\nplace [stage=*] on gpu[pp=0]\norder on gpu[pp=0]:\n    [stage=0, pass=F, mb=0], [stage=*, pass=B]\n"
     assert codes(text) == []

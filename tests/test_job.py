@@ -1,18 +1,27 @@
-"""Plans on real Ray workers over gloo equal the plain model."""
+"""Plans on real Ray workers over gloo equal the plain model.
+
+`pytest tests/test_job.py -m slow` runs two hundred more random schedules.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from torch.distributed import HashStore
 
+from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
+from piperlang.fuzz.traits import Traits
+from piperlang.fuzz.write import write
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.comm import agree
 from tests.equivalence import program
 from tests.jobs import assert_trains
-from tests.models import CASES
+from tests.matrix import SAMPLES, cases
+from tests.models import CASES, Case
+from tests.random_models import case
 
 PIPE = """
 from std.pipeline import {name}, {place}
@@ -68,6 +77,38 @@ def cluster() -> Iterator[Cluster]:
 def test_trains_as_one_device_would(name: str, cluster: Cluster) -> None:
     model, script = SCHEDULES[name]
     assert_trains(cluster, CASES[model], program(model), script)
+
+
+EACH = 5
+"""Random schedules for one model."""
+
+
+@cache
+def random_model(number: int) -> tuple[Case, Traits]:
+    """Random models, and every third time a GPT or a mixture of experts, whose weights can be divided in more ways."""
+    found = cases()[("gpt-4", "moe-4", "gpt-2", "moe-2")[number // 3 % 4]] if number % 3 == 1 else case(number)
+    return found, Traits(capture(found.model, found.loss, found.batch(SAMPLES)))
+
+
+def check_random(cluster: Cluster, seed: int) -> None:
+    found, traits = random_model(seed // EACH)
+    script = write(traits, seed, devices=8)
+    try:
+        assert_trains(cluster, found, traits.program, script)
+    except BaseException:
+        print(script)
+        raise
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_schedules_train_as_one_device_would(seed: int, cluster: Cluster) -> None:
+    check_random(cluster, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 210))
+def test_two_hundred_more(seed: int, cluster: Cluster) -> None:
+    check_random(cluster, seed)
 
 
 def test_workers_of_two_plans_do_not_join() -> None:

@@ -93,6 +93,7 @@ PLACES = [
         "axis without a use for one chunk", "P0404", TOGETHER.replace("on gpu\n", "on gpu  # here\n") + "replicate [stage=0:2] over gpu.dp\n",
         ("axis `dp` has no use for stage=2", "gpu[dp=0]"), "head",
     ),
+    Mistake("axis without a use for any chunk", "P0404", TOGETHER.replace("on gpu\n", "on gpu  # here\n"), ("axis `dp` has no use for stage=0; stage=1; stage=2", "gpu.dp"), "body"),
     Mistake("axis used twice for one chunk", "P0409", f"{TOGETHER}replicate [stage=*] over gpu.dp\nshard [stage=1] over gpu.dp with style=columns  # here\n", ("stage=1", "used twice"), "body"),
     Mistake("axis used twice at once", "P0409", f"{TOGETHER}replicate [stage=*] over gpu.dp, gpu.dp  # here\n", ("gpu.dp", "twice")),
     Mistake("axis of another mesh", "P0404", f"{OTHER_MESH}replicate [stage=*] over other.dp  # here\n", ("other.dp", "gpu.dp"), "embed"),
@@ -120,7 +121,7 @@ BATCHES = [
 SHARDS = [
     Mistake(
         "shard of a dimension that does not divide", "P0411", f"{THREE}shard [stage=1] over gpu.dp with style=columns  # here\nreplicate [stage!=1] over gpu.dp\n",
-        ("style=columns", "dimension 0", "[4, 4]", "no multiple of 3"), "body", NINE,
+        ("style=columns", "dimension 0", "[4, 4]", "no multiple of 3", "a number of devices that divides 4"), "body", NINE,
     ),
     Mistake(
         "shard that would communicate inside", "P0411", "mesh gpu = tp: 2\ntag part=0 at embed, body\ntag part=1 at head\nplace [part=*] on gpu\n"
@@ -148,6 +149,7 @@ ORDERS = [
 ]  # fmt: skip
 SELECTORS = [
     Mistake("stage that the model does not have", "P0302", f"{PIPELINE}recompute [stage=3]  # here\n", ("the model has stage=0 to stage=2", "did you mean `stage=2`?")),
+    Mistake("stage that the script computes", "P0302", f"{PIPELINE}let last = 2\nrecompute [stage=last + 1]  # here\n", ("stage is 3 here, and the model has stage=0 to stage=2",)),
     Mistake("tag that the model does not have", "P0302", f"{PIPELINE}recompute [stag=1]  # here\n", ("no", "`stag`", "did you mean `stage`?")),
     Mistake("communication that there is none of", "P0302", f'{PIPELINE}stream [comm=all_to_all] on "x"  # here\n', ("communicates by recv, send",)),
     Mistake("communication that has other tags", "P0302", f'{PIPELINE}stream [comm=send, stage=2, pass=F] on "x"  # here\n', ("not with these tags",)),

@@ -9,28 +9,28 @@ from functools import cache
 
 import pytest
 
-from piperlang.capture.program import Program, capture
+from piperlang.capture.program import capture
+from piperlang.fuzz.traits import Traits
+from piperlang.fuzz.write import write
 from tests.equivalence import SAMPLES, assert_same
 from tests.models import Case
-from tests.random_models import case, plan
-from tests.random_schedules import write
+from tests.random_models import case
 
 EACH = 5
 """Schedules for one model: capturing it is what takes time."""
 
 
 @cache
-def model(seed: int) -> tuple[Case, Program]:
+def model(seed: int) -> tuple[Case, Traits]:
     found = case(seed)
-    return found, capture(found.model, found.loss, found.batch(SAMPLES))
+    return found, Traits(capture(found.model, found.loss, found.batch(SAMPLES)))
 
 
 def check(seed: int) -> None:
-    found, program = model(seed // EACH)
-    tied = any(stage.tied is not None for stage in plan(seed // EACH))
-    script = write(program, seed, found.stages, tied)
+    found, traits = model(seed // EACH)
+    script = write(traits, seed)
     try:
-        assert_same(found, program, script)
+        assert_same(found, traits.program, script)
     except BaseException:
         print(script)
         raise

@@ -163,7 +163,7 @@ def check(places: Mapping[Slot, PerAxis], values: Mapping[Slot, torch.Tensor], d
         for dim in {place for place in chosen if isinstance(place, int)}:
             times = math.prod(divide.size for place, divide in zip(chosen, divides, strict=True) if place == dim)
             if shape[dim] % times:
-                raise Unfit(f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is no multiple of {times}", slot)
+                raise Unfit(f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is no multiple of {times}", slot, f"divide it among a number of devices that divides {shape[dim]}, or {_APART}")
     for axis, divide in enumerate(divides):
         if divide.style == "sequence" and divide.size > 1 and all(chosen[axis] == WHOLE for chosen in places.values()):
             raise Unfit(f"nothing that it reads has a second dimension that is a multiple of {divide.size}")

@@ -19,6 +19,7 @@ from piperlang.source import Source
 
 REQUIRED = ("model", "loss", "data")
 OPTIONAL = ("optimizer", "lr_schedule")
+VALIDATION, MAX_NORM = "validation", "max_norm"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class ModelFile:
     data: Callable[[], Iterable[tuple[Any, Any]]]
     optimizer: Callable[[Any], Any] | None
     lr_schedule: Callable[[Any], Any] | None
+    validation: Callable[[], Iterable[tuple[Any, Any]]] | None = None
+    """Batches to evaluate on, after training or every so often."""
+    max_norm: float | None = None
+    """Gradients are scaled so that the norm of all of them is at most this."""
 
 
 def load_model(path: Path) -> ModelFile:
@@ -58,7 +63,20 @@ def from_text(path: Path, text: str) -> ModelFile:
         near = did_you_mean(missing[0], [name for name in vars(module) if not name.startswith("_")])
         raise error("P0801", f"{path.name} has no function `{missing[0]}`", source.span(0, 0), help=near or f"define `def {missing[0]}(...)`")
     made, loss, data, *others = (getattr(module, name, None) for name in REQUIRED + OPTIONAL)
-    return ModelFile(path, text, _guarded(source, made), loss, _batches(source, data), *(_guarded(source, other) for other in others))  # type: ignore[arg-type]
+    validation = getattr(module, VALIDATION, None)
+    return ModelFile(
+        path, text, _guarded(source, made), loss, _batches(source, data), *(_guarded(source, other) for other in others),  # type: ignore[arg-type,call-arg]
+        _batches(source, validation) if callable(validation) else None, _max_norm(source, getattr(module, MAX_NORM, None)),
+    )  # fmt: skip
+
+
+def _max_norm(source: Source, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        line = next((i for i, text in enumerate(source.text.splitlines(), 1) if text.startswith(MAX_NORM)), 1)
+        raise error("P0801", f"`{MAX_NORM}` is {value!r}", line_at(source, line), help="give the largest norm that gradients may have, such as `max_norm = 1.0`")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -105,7 +123,7 @@ def _batches(source: Source, data: Callable[[], Iterable[Any]]) -> Callable[[], 
             for batch in data():
                 any_found = True
                 if not isinstance(batch, tuple | list) or len(batch) != 2:
-                    raise error("P0801", "`data` gives something else than pairs", span, f"gives {type(batch).__name__}", help="yield (input, target) pairs")
+                    raise error("P0801", f"`{data.__name__}` gives something else than pairs", span, f"gives {type(batch).__name__}", help="yield (input, target) pairs")
                 other = next((x for x in pytree.tree_leaves(batch) if not isinstance(x, torch.Tensor)), None)
                 if other is not None:
                     raise error("P0801", "a batch has something else than tensors in it", span, f"gives {type(other).__name__}", help="make every part of a batch a tensor whose first dimension counts samples")
@@ -115,7 +133,7 @@ def _batches(source: Source, data: Callable[[], Iterable[Any]]) -> Callable[[], 
         except Exception as problem:
             raise _failed(source, problem) from problem
         if not any_found:
-            raise error("P0801", "`data` gives no batch", span, help="yield (input, target) pairs")
+            raise error("P0801", f"`{data.__name__}` gives no batch", span, help="yield (input, target) pairs")
 
     return batches
 

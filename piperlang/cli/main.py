@@ -27,12 +27,13 @@ COMMANDS = {
     "graph": "print the training graph of a model",
     "plan": "make, check and save the plan of a step",
     "run": "train by a saved plan",
+    "fuzz": "compare random schedules with the plain model",
     "orders": "show the order of work per device",
     "explain": "explain a diagnostic code",
 }
 """Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
 
-FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--steps", "--out", "--executor", "--address", "--devices", "--timeout", "--diff", "--help", "--version", "-p")
+FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--steps", "--out", "--executor", "--address", "--devices", "--timeout", "--mesh", "--count", "--backend", "--compile", "--no-compile", "--masters", "--validate-every", "--diff", "--help", "--version", "-p")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -63,14 +63,17 @@ def scheduled(program: Program, options: argparse.Namespace, after: int | None =
         return schedule(program, source, path, parameters(options), say, after)
 
 
-def planned(graph: Graph, options: argparse.Namespace) -> Plan:
+def planned(graph: Graph, options: argparse.Namespace, max_norm: float | None) -> Plan:
     """The checked plan of a graph, which knows what it was made from."""
     from piperlang.plan.check import check
+    from piperlang.plan.clip import clipped
     from piperlang.plan.lower import lower
     from piperlang.plan.saved import about
 
     with doing("planning"):
         plan = lower(graph)
+        if max_norm is not None:
+            plan = clipped(plan, max_norm)
         check(plan)
         source, path = open_script(options.script)
         made_from = about(Path(options.model), path, parameters(options), source.text if path is None else None)

@@ -20,12 +20,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    found = scheduled(captured(load(options.model)), options)
+    file = load(options.model)
+    found = scheduled(captured(file), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
     graph = found.graph()
-    plan = planned(graph, options)
+    plan = planned(graph, options, file.max_norm)
     from piperlang.plan.summary import as_json, summary
 
     print(json.dumps(as_json(plan, graph)) if options.json else summary(plan, graph))

@@ -33,12 +33,11 @@ def run(options: argparse.Namespace) -> int:
         if old is not None:
             raise PiperError(old)
         check(plan)
-    options.script = made["script"]
+    options.script, options.model = made["script"], made["model"]
     options.parameters = [f"{name}={value}" for name, value in made.get("parameters", {}).items()]
     file = load(made["model"])
     found = scheduled(captured(file), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
-    model = found.scheduler.schedule.model
-    return execute(options, file, found.scheduler.schedule.captured, plan, model.tensors[model.loss].dtype)
+    return execute(options, file, found, plan)

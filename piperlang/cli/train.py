@@ -10,17 +10,20 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.model import captured, doing, load, planned, scheduled
 from piperlang.cli.report import add_parameters, open_script, report
-from piperlang.diagnostics import error
+from piperlang.diagnostics import PiperError, error
 
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
+    from piperlang.elaborate.directive import Directive
     from piperlang.plan.instruction import Plan
+    from piperlang.session import Scheduled
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +41,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", help="of a Ray cluster to join; without it, Ray starts here and ends with the job")
     parser.add_argument("--devices", type=int, metavar="N", help="refuse a script that wants more")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long a device waits for another (default: 300)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="gloo runs on CPU, nccl on CUDA (default: nccl where torch sees a GPU)")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile chunks with Inductor (default: on CUDA)")
+    parser.add_argument("--masters", action="store_true", help="keep float32 masters of weights in half precision")
+    parser.add_argument("--validate-every", type=int, metavar="N", help="evaluate on `validation()` of the model file every N steps (default: after the last one)")
     parser.add_argument("--json", action="store_true", help="a line of JSON a step, on standard output")
 
 
@@ -49,20 +56,32 @@ def run(options: argparse.Namespace) -> int:
         return 1
     with doing("building the graph"):
         graph = found.graph()
-    plan = planned(graph, options)
-    return execute(options, file, found.scheduler.schedule.captured, plan, graph.model.tensors[graph.model.loss].dtype)
+    plan = planned(graph, options, file.max_norm)
+    return execute(options, file, found, plan)
 
 
-def execute(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Plan, loss_dtype: str) -> int:
+def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan) -> int:
     """Train by a plan that has been checked."""
     if options.steps < 1:
         raise error("P0902", f"`--steps {options.steps}` trains nothing", help="train at least 1")
     if options.devices is not None and len(plan.devices) > options.devices:
         raise error("P0902", f"the script wants {len(plan.devices)} devices, more than {options.devices}", help="use a smaller mesh, or raise --devices")
+    if options.validate_every is not None and (file.validation is None or options.validate_every < 1):
+        why = f"{Path(options.model).name} has no `validation`" if file.validation is None else "that is no number of steps"
+        raise error("P0902", f"`--validate-every {options.validate_every}` cannot be done: {why}", help="define `def validation()` that yields (input, target) batches, and give a number from 1 on")
+    if options.backend == "nccl" and not _cuda():
+        raise error("P0902", "`--backend nccl` needs a GPU, and torch sees none", help="leave --backend out, or use gloo")
     folder = _folder(options)
-    _write_about(folder, options, plan)
-    _train(options, file, cut, plan, loss_dtype, folder)
+    schedule = found.scheduler.schedule
+    _write_about(folder, options, plan, schedule.directives)
+    _train(options, file, schedule.captured, plan, schedule.model.tensors[schedule.model.loss].dtype, folder)
     return 0
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _folder(options: argparse.Namespace) -> Path:
@@ -78,16 +97,18 @@ def _folder(options: argparse.Namespace) -> Path:
     return folder
 
 
-def _write_about(folder: Path, options: argparse.Namespace, plan: Any) -> None:
+def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directives: Sequence[Directive]) -> None:
     import platform
 
     import torch
 
     from piperlang import __version__
+    from piperlang.elaborate.resolved import resolved
     from piperlang.plan.saved import dump
 
     source, _ = open_script(options.script)
     (folder / "schedule.piper").write_text(source.text, encoding="utf-8")
+    (folder / "resolved.piper").write_text(resolved(directives), encoding="utf-8")
     (folder / "plan.json").write_text(dump(plan), encoding="utf-8")
     versions = {"piperlang": __version__, "torch": torch.__version__, "python": platform.python_version(), "command": sys.argv[1:], "seed": options.seed, "parameters": options.parameters}
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
@@ -104,12 +125,16 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
 
     make = shipped(file, "model")
     assert make is not None
-    training = Training(make, shipped(file, "optimizer") or default_optimizer, shipped(file, "lr_schedule"), options.seed)
+    training = Training(make, shipped(file, "optimizer") or default_optimizer, shipped(file, "lr_schedule"), options.seed, options.masters)
+    cuda = None if options.backend is None else options.backend == "nccl"
+    validation = _evaluation(options, file, plan)
     with doing(f"starting {len(plan.devices)} workers"):
         if options.executor == "ray":
-            job: Any = Job(plan, cut, training, digest(plan), address=options.address, timeout=options.timeout, loss_dtype=loss_dtype)
+            job: Any = Job(plan, cut, training, digest(plan), address=options.address, timeout=options.timeout, loss_dtype=loss_dtype, cuda=cuda, compiles=options.compile)
         else:
             job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
+        if validation is not None:
+            job.prepare(*validation)
     with job, (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
         torch.manual_seed(options.seed)
         batches = _endless(file)
@@ -120,12 +145,33 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
             batch = next(batches) if step + 1 < options.steps else batch  # the next one is made while this one trains
             done = job.finish(begun)
             row = {"step": step, "loss": done.loss, "seconds": round(done.seconds, 6), "samples_per_second": round(plan.samples / done.seconds, 2), "memory_bytes": done.memory}
+            if validation is not None and ((step + 1) % (options.validate_every or options.steps) == 0 or step + 1 == options.steps):
+                row["validation_loss"] = _validated(job, file)
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()
             _tell(options, row, step + 1 == options.steps)
         torch.save(job.weights(), folder / "weights.pt")
     if not options.json:
         print(f"trained {options.steps} steps on {len(plan.devices)} devices in {time.perf_counter() - started:.1f} s; {folder}")
+
+
+def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any) -> tuple[Any, Any] | None:
+    """The plan for validation, if the model file has any, and the pieces it runs: of the model in evaluation mode."""
+    if file.validation is None:
+        return None
+    from piperlang.runtime.api import Evaluated, evaluation_plan
+
+    found = scheduled(captured(replace(file, model=Evaluated(file.model))), options)
+    if found.problems:
+        raise PiperError(*found.problems)
+    return evaluation_plan(found.graph(), plan), found.scheduler.schedule.captured
+
+
+def _validated(job: Any, file: ModelFile) -> float:
+    """The mean loss over all batches of `validation`."""
+    assert file.validation is not None
+    losses = [job.evaluate(batch) for batch in file.validation()]
+    return float(sum(losses) / len(losses))
 
 
 def _endless(file: ModelFile) -> Iterator[tuple[Any, Any]]:
@@ -139,5 +185,6 @@ def _tell(options: argparse.Namespace, row: dict[str, Any], last: bool) -> None:
         print(json.dumps(row), flush=True)
         return
     line = f"step {row['step']:4}  loss {row['loss']:.6f}  {row['samples_per_second']:,.0f} samples/s  {1e3 * row['seconds']:.1f} ms  {row['memory_bytes'] / 2**20:,.0f} MiB"
+    line += f"  validation {row['validation_loss']:.6f}" if "validation_loss" in row else ""
     live = sys.stdout.isatty()
     print(("\r" if live else "") + line, end="\n" if last or not live else "", flush=True)

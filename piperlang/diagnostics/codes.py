@@ -69,6 +69,7 @@ CODES = {
     "P0805": "model mixes samples",
     "P0806": "program depends on the batch size",
     "P0807": "loss is not a number or a sum over a count",
+    "P0808": "model is another one in evaluation mode",
     "P0901": "file cannot be read",
     "P0902": "command line not understood",
     "P0903": "parameter does not fit",

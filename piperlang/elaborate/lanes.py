@@ -207,10 +207,12 @@ class Lanes:
 
 
 def _trail(step: d.Step, problem: Diagnostic) -> tuple[Call, ...]:
-    """The calls behind a step; a step like `F(0)` is itself the call that leads to the library's selector."""
-    if problem.span is None or problem.span.source is step.span.source:
+    """The calls behind a step; a step like `F(0)` is itself the call that leads to the selector of a function."""
+    at, here = problem.span, step.span
+    function, call, _ = here.text.partition("(")
+    if at is None or (at.source is here.source and (here.start <= at.start < here.end or not call or not function)):
         return step.trail
-    return (*step.trail, Call(step.span.text.partition("(")[0], step.span))
+    return (*step.trail, Call(function, here))
 
 
 def _as_written(conjunction: Conjunction) -> Item:

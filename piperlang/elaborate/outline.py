@@ -159,8 +159,10 @@ class Outline:
             what = shown(chunk)
             yield Diagnostic("P0402", f"{what} is ordered but not placed", step.span, "", helps=(f"add `place [{what}] on ...` before",), trail=step.trail)
         placed = {pair for chunk in self.placements.by_chunk for pair in chunk}
+        names = {name for name, _ in placed}
         for chunk, by in self.tagged.items():
-            if placed and isinstance(by, d.Tag) and not chunk & placed and chunk not in ordered:
+            # What has another tag than those that are placed may lie inside them: only a model can tell.
+            if isinstance(by, d.Tag) and not chunk & placed and chunk not in ordered and names.intersection(name for name, _ in chunk):
                 what = shown(chunk)
                 yield Diagnostic("P0402", f"{what} is tagged but not placed", by.span, "", helps=(f"add `place [{what}] on ...`",), trail=by.trail)
 

@@ -112,7 +112,10 @@ class Resolver:
             if condition.test == "in" and not set(values) & set(condition.values):
                 some = _some(condition.key, values)
                 near = _closest(condition.values[0], values)
-                return error("P0302", "selector matches no nodes", selector.span, f"{whose} {some}", help=f"did you mean `{condition.key}={near}`?")
+                asked = condition.values[0]
+                # Where the script computes it, the text does not show what it came to.
+                said = "" if len(condition.values) > 1 or str(asked) in selector.span.text else f"{condition.key} is {asked} here, and "
+                return error("P0302", "selector matches no nodes", selector.span, f"{said}{whose} {some}", help=f"did you mean `{condition.key}={near}`?")
         return error("P0302", "selector matches no nodes", selector.span, f"nothing {'placed so far' if self.placements.model is None else 'in the model'} fits all of it")
 
 

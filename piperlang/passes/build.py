@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
+from piperlang.diagnostics import PiperError
 from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.ir.graph import Family, Graph, Key, Value
 from piperlang.ir.model import Slot, Tensor
+from piperlang.ir.sort import topological
 from piperlang.passes.flow import Flow
 from piperlang.passes.nodes import Nodes
 from piperlang.passes.reduce import reduce
@@ -45,6 +47,8 @@ class _Build:
             for i, name in enumerate(chunk.inputs):
                 self.readers.setdefault(name, []).append((chunk.number, i))
         self.losses: list[Key] = []
+        self.fetched: list[tuple[int, list[tuple[int, int]]]] = []
+        """For chunks whose activations come back ahead of time: how far, and every fetch with the backward that is first to read it."""
         self.gradients: dict[str, Tensor] = {}
 
     def graph(self) -> Graph:
@@ -61,7 +65,21 @@ class _Build:
         self.weights.prefetch(orders)
         chains = [] if self.sketch else temporal.chains()
         n = self.nodes
-        return Graph(self.model, n.nodes, [family for family in n.families if family.points], n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated, chains)
+        graph = Graph(self.model, n.nodes, [family for family in n.families if family.points], n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated, chains)
+        if self.fetched and not self.sketch:
+            self._fetch_ahead(graph)
+        return graph
+
+    def _fetch_ahead(self, graph: Graph) -> None:
+        """Activations come back so many backwards ahead, counted in an order in which the graph can run: that of the script where it gives one, whichever way its microbatches go."""
+        try:
+            position = {node: at for at, node in enumerate(topological(graph))}
+        except PiperError:
+            return  # reported by whoever sorts the graph next
+        for ahead, pairs in self.fetched:
+            ranked = sorted(pairs, key=lambda pair: position[pair[1]])
+            for (_, earlier), (fetch, _) in zip(ranked, ranked[ahead:], strict=False):
+                self.nodes.before(fetch, earlier)
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -128,7 +146,7 @@ class _Build:
         offloaded = self.schedule.offloaded.get(site.group)
         fetch = self.nodes.family(Family("fetch", chunk.tags, site.where, site.dims, chunk.number, by=offloaded)) if offloaded else None
         ahead = next((o.value for o in offloaded.options if o.name == "prefetch"), 0) if offloaded else 0
-        backwards: list[int] = []
+        pairs: list[tuple[int, int]] = []
         for point in site.points:
             arrived = self._gradients(site, point)
             saved = f"saved:{chunk.number}#{_text(point)}"
@@ -138,19 +156,22 @@ class _Build:
                 node = self.nodes.add(again, point, reads, (saved,))
                 self.weights.read_by(site, "R", point, node)
                 self._wait(node, makers)
+            fetched = None
             if fetch is not None:
-                node = self.nodes.add(fetch, point, ((f"host:{chunk.number}#{_text(point)}",),), (f"{saved}!",))
+                fetched = self.nodes.add(fetch, point, ((f"host:{chunk.number}#{_text(point)}",),), (f"{saved}!",))
                 saved = f"{saved}!"
-                if isinstance(ahead, int) and ahead == 0:
-                    self._wait(node, makers)
-                elif isinstance(ahead, int) and len(backwards) >= ahead:
-                    self._wait(node, backwards[-ahead:][:1])
+                if ahead == 0:
+                    self._wait(fetched, makers)
             for op in self._halves(site.group, point):
                 if op in chunk.passes:
                     if op not in families:
                         families[op] = self._family(op, site, _bundled(chunk.passes[op].takes), chunk.passes[op].gives)
                     node = self._pass(op, families[op], site, point, arrived, saved)
-            backwards.append(node)
+                    if fetched is not None:
+                        pairs.append((fetched, node))
+                        fetched = None
+        if isinstance(ahead, int) and ahead > 0:
+            self.fetched.append((ahead, pairs))
 
     def _wait(self, node: int, makers: list[int]) -> None:
         for maker in makers:

@@ -11,7 +11,7 @@ from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.elaborate.placement import shown
 from piperlang.elaborate.values import Mesh, Slice
 from piperlang.ir.layout import axes_of
-from piperlang.passes.schedule import Schedule
+from piperlang.passes.schedule import MANY, Schedule
 
 
 def missing(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -49,15 +49,22 @@ def _idle(schedule: Schedule) -> Iterator[Diagnostic]:
 
 
 def _unused(schedule: Schedule) -> Iterator[Diagnostic]:
+    """One for each axis, whatever lies along it: the repair is the same for all of that."""
+    idle: dict[tuple[Mesh, str, int], list[tuple[Tagset, d.Place]]] = {}
     for group in schedule.groups:
         for where, placement in schedule.places(group):
             for axis, size in axes_of(where):
                 if schedule.use(group, where, axis) is None and placement is not None:
-                    by = placement.directive
-                    yield Diagnostic(
-                        "P0404", f"axis `{axis}` has no use for {shown(group)}", by.span, f"{size} devices along it would do the same work", notes=(schedule.modules(group),),
-                        helps=(f"`replicate` or `shard` it over {where.mesh.name}.{axis}, or place it on one of them: {where.mesh.name}[{axis}=0]",), trail=by.trail,
-                    )  # fmt: skip
+                    idle.setdefault((where.mesh, axis, size), []).append((group, placement.directive))
+    for (mesh, axis, size), found in idle.items():
+        groups = list(dict.fromkeys(group for group, _ in found))
+        by = found[0][1]
+        names = "; ".join(map(shown, groups[:MANY])) + (f" and {len(groups) - MANY} more" if len(groups) > MANY else "")
+        yield Diagnostic(
+            "P0404", f"axis `{axis}` has no use for {names}", by.span, f"{size} devices along it would do the same work",
+            notes=tuple(schedule.modules(group) for group in groups[:MANY]),
+            helps=(f"`replicate` or `shard` it over {mesh.name}.{axis}, or place it on one of them: {mesh.name}[{axis}=0]",), trail=by.trail,
+        )  # fmt: skip
 
 
 def _uneven(schedule: Schedule) -> Iterator[Diagnostic]:

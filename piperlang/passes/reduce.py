@@ -40,7 +40,9 @@ def _buckets(model: Model, by_weight: Mapping[str, list[Home]]) -> Iterator[Buck
         first = homes[0]
         if any(_cut(home) != _cut(first) for home in homes):
             raise two_ways(weight, first.site, homes[-1].site)
-        alike = tuple((home.where, home.summed, tuple(home.levels.items()), home.site.group) for home in homes)
+        # What is added up across parts of the mesh goes along groups of devices that have the same part, so those must be the same for the whole bucket.
+        apart = len(homes) > 1
+        alike = tuple((home.where, home.summed, tuple(home.levels.items()), home.site.group, _divided(home) if apart else ()) for home in homes)
         groups.setdefault((alike, model.weights[weight].dtype), []).append(homes)
     for group in groups.values():
         limit = max((use.bucket for use in group[0][0].site.uses.values() if use.divides_batch), default=BUCKET)
@@ -59,6 +61,11 @@ def _buckets(model: Model, by_weight: Mapping[str, list[Home]]) -> Iterator[Buck
 def _cut(home: Home) -> list[tuple[Place, int]]:
     """Which dims of a weight are divided, and in how many parts."""
     return [(place, size) for (_, size), place in zip(axes_of(home.where), home.places, strict=True) if isinstance(place, int)]
+
+
+def _divided(home: Home) -> tuple[str, ...]:
+    """The axes along which dims of a weight are divided."""
+    return tuple(axis for (axis, _), place in zip(axes_of(home.where), home.places, strict=True) if isinstance(place, int))
 
 
 def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[Key, ...]]]:

@@ -5,7 +5,7 @@ What becomes of their gradients is in reduce.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from piperlang.diagnostics import Label, PiperError, error
@@ -54,6 +54,10 @@ class _Gather:
     node: int
     site: Site
     reader: int
+
+    @property
+    def distance(self) -> int:
+        return 1 + max((use.prefetch for use in self.site.uses.values() if use.level == 3), default=1)
 
 
 class Weights:
@@ -131,27 +135,51 @@ class Weights:
 
     def prefetch(self, orders: Sequence[Steps]) -> None:
         """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once."""
-        group_of = {node: (order, k) for order in orders for k, group in enumerate(order.groups) for node in group}
+        by_reader = {gather.reader: gather for gather in self.gathers}
+        ordered: set[int] = set()
+        for order in orders:
+            ordered |= self._in_order(order, by_reader)
         by_part: dict[tuple[Slice, Point, bool], list[_Gather]] = {}
         forwards = {(family.chunk, family.where): family for family in self.nodes.families if family.op == "F"}
         for gather in self.gathers:
-            distance = 1 + max((use.prefetch for use in gather.site.uses.values() if use.level == 3), default=1)
-            known = group_of.get(gather.reader)
-            if known is not None:
-                order, k = known
-                if k >= distance:
-                    for earlier in order.groups[k - distance]:
-                        self.nodes.before(gather.node, earlier)
+            if gather.reader in ordered:
                 continue
             family = self.nodes.nodes[gather.reader].family
             line = by_part.setdefault((gather.site.where, self.nodes.nodes[gather.reader].point, family.phase == "F"), [])
-            if len(line) >= distance:
-                self.nodes.before(gather.node, line[-distance].reader)
+            if len(line) >= gather.distance:
+                self.nodes.before(gather.node, line[-gather.distance].reader)
             elif family.op != "F":
                 # The first gathers of a backward wait for the forward of their own chunk.
                 node = self.nodes.nodes[gather.reader]
                 self.nodes.before(gather.node, forwards[family.chunk, family.where].points[node.point])
             line.append(gather)
+
+    def _in_order(self, order: Steps, by_reader: Mapping[int, _Gather]) -> set[int]:
+        """One line of passes through the steps of an order: the chunks of a step as they follow each other. What a step joins with `&` has a line of its own for forwards and one for the rest."""
+        lines: dict[bool, list[int]] = {}
+        found: set[int] = set()
+        for group in order.groups:
+            readers: dict[bool, list[_Gather]] = {}
+            for reader in sorted((node for node in group if node in by_reader), key=self._position):
+                readers.setdefault(self.nodes.nodes[reader].family.phase == "F", []).append(by_reader[reader])
+            if not readers:
+                continue
+            before, lines = lines, {}
+            for forward, gathers in readers.items():
+                line = list(before.get(forward) or next(iter(before.values()), []))
+                for gather in gathers:
+                    if len(line) >= gather.distance:
+                        self.nodes.before(gather.node, line[-gather.distance])
+                    line.append(gather.reader)
+                    found.add(gather.reader)
+                lines[forward] = line[-max(gather.distance for gather in gathers) :]
+        return found
+
+    def _position(self, node: int) -> tuple[Point, int, str]:
+        """Chunks are numbered as they follow each other; backwards go the other way, and an I before its W."""
+        family = self.nodes.nodes[node].family
+        assert family.chunk is not None
+        return self.nodes.nodes[node].point, family.chunk if family.phase == "F" and family.op == "F" else -family.chunk, "" if family.op == "R" else family.op
 
 
 def two_ways(name: str, first: Site, second: Site) -> PiperError:

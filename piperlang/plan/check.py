@@ -16,12 +16,12 @@ from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
 from piperlang.ir.graph import COMPUTE, Key
 from piperlang.plan.instruction import Instruction, Plan
 
-COLLECTIVE = ("exchange", "all_reduce", "gather", "scatter", "reduce")
+COLLECTIVE = ("exchange", "all_reduce", "gather", "scatter", "reduce", "norm")
 """What all members of a group enter together."""
 ONE, SOME = (1, 1), (1, 1 << 30)
 FORM = {
     **dict.fromkeys(COMPUTE, ((0, SOME[1]), SOME)), **dict.fromkeys(("gather", "scatter", "reduce", "update"), (SOME, SOME)), "send": ((0, 1), (0, 0)), "recv": ((0, 1), ONE),
-    "copy": (SOME, ONE), **dict.fromkeys(("exchange", "all_reduce", "offload", "fetch"), (ONE, ONE)),
+    "copy": (SOME, ONE), "norm": (SOME, ONE), **dict.fromkeys(("exchange", "all_reduce", "offload", "fetch"), (ONE, ONE)),
 }  # fmt: skip
 """How many values each kind of instruction reads and writes, at least and at most."""
 REBUILD = "make the plan again from its script, with `piperc plan`"

@@ -72,6 +72,8 @@ def _about(at: At) -> tuple[Any, ...]:
         return do, args["dtype"], None, None
     if do == "all_reduce":
         return do, args["dtype"], args["reduce"], args["shape"]
+    if do == "norm":
+        return do, args["dtype"], args["reduce"], args["limit"]
     return do, args["dtype"], args["reduce"], [(entry["cuts"], entry["shape"]) for entry in args["weights"]]
 
 

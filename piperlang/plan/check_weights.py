@@ -13,6 +13,8 @@ from typing import Any
 
 from piperlang.ir.graph import Key
 from piperlang.plan.check import At, Checked
+from piperlang.plan.clip import part_of
+from piperlang.plan.instruction import NORM
 
 CODE = "P0504"
 Interval = tuple[int, int]
@@ -40,7 +42,10 @@ def entries(checked: Checked) -> None:
             names = {weight_of(key) for key in (entry["old"], entry["new"], *entry["grads"])}
             if names != {entry["weight"]} or not entry["grads"]:
                 checked.wrong(CODE, f"an update of {entry['weight']} that makes {entry['new']} of {entry['old']} and {', '.join(entry['grads'])}", at)
-        _same(checked, at, [key for entry in found for key in (entry["old"], *entry["grads"])], [entry["new"] for entry in found])
+        clips = [NORM] if checked.of["norm"] else []
+        _same(checked, at, [*(key for entry in found for key in (entry["old"], *entry["grads"])), *clips], [entry["new"] for entry in found])
+    for at in checked.all("norm"):
+        _same(checked, at, [key for entry in at.does.args["weights"] for key in entry["grads"]], [NORM])
     for at in checked.all("offload", "fetch"):
         before, after = (("saved:", "host:") if at.does.do == "offload" else ("host:", "saved:"))
         (read,), (written,) = at.does.reads, at.does.writes
@@ -75,6 +80,7 @@ def flow(checked: Checked) -> None:
     for d, device in enumerate(checked.plan.devices):
         _Flow(checked, d, device.weights).run()
     _boxes(checked)
+    _norm(checked)
 
 
 class _Flow:
@@ -167,6 +173,28 @@ def _cut(has: Interval, take: Any) -> Interval | None:
         return has
     low, high = has[0] + take[0], has[0] + take[1]
     return (low, high) if has[0] <= low <= high <= has[1] else None
+
+
+def _norm(checked: Checked) -> None:
+    """The norm is of just what updates use, and of each part of a gradient one device counts."""
+    counting: dict[object, list[At]] = {}
+    for at in checked.all("norm"):
+        device = checked.plan.devices[at.device]
+        updated = [entry for x in device.instructions if x.do == "update" for entry in x.args["weights"]]
+        named = {tuple(entry["grads"]): entry for entry in at.does.args["weights"]}
+        checked.steps += len(updated)
+        if len(named) != len(at.does.args["weights"]) or {tuple(entry["grads"]) for entry in updated} != named.keys():
+            checked.wrong(CODE, f"the norm on device {device.device} is not of the gradients that are used there", at)
+            continue
+        for entry in updated:
+            mine = named[tuple(entry["grads"])]
+            if (mine["weight"], mine["take_grad"]) != (entry["weight"], entry["take_grad"]):
+                checked.wrong(CODE, f"the norm takes {mine['take_grad']} of the gradient of {mine['weight']}, and the update of {entry['weight']} {entry['take_grad']}", at)
+            counts = counting.setdefault(part_of(device, entry), [])
+            counts += [at] if mine["counts"] else []
+    for part, counts in counting.items():
+        if len(counts) != 1:
+            checked.wrong(CODE, f"{len(counts)} devices count for the norm of {part}", *(counts or list(checked.all("norm"))[:1]))
 
 
 def _boxes(checked: Checked) -> None:

@@ -10,11 +10,13 @@ from piperlang.ir.graph import Key
 VERSION = 1
 SYNC = "order"
 """The stream of messages that say only: now."""
+NORM = "norm"
+"""The stream on which the norm of all gradients is found, and the key of what they are scaled by."""
 
 
 class Instruction(NamedTuple):
     do: str
-    """F B I W R | send recv exchange all_reduce | gather scatter reduce | update | copy offload fetch"""
+    """F B I W R | send recv exchange all_reduce | gather scatter reduce | norm update | copy offload fetch"""
     stream: str
     node: int
     """Which node of the graph it belongs to: an index into the plan's names."""

@@ -160,6 +160,7 @@ ARGUMENTS: dict[str, Read] = {
     "all_reduce": named(group=integer, shape=SHAPE, dtype=text, reduce=text, keep=maybe(BOX)),
     "copy": named(own=OWN, shape=SHAPE, dtype=text),
     "update": named(weights=lists(CHANGE)),
+    "norm": named(group=integer, limit=number, dtype=text, reduce=text, weights=lists(named(weight=text, grads=KEYS, take_grad=maybe(INTERVAL), counts=truth))),
 }
 """What each kind of instruction is told."""
 

@@ -85,6 +85,8 @@ def sent(instruction: Instruction, plan: Plan) -> float:
     others = (len(plan.groups[args["group"]][0]) - 1) / len(plan.groups[args["group"]][0])
     if do == "exchange":
         return 0.0  # by device: see _given
+    if do == "norm":
+        return 2 * others * _item(args)
     size = prod(args["shape"]) if do == "all_reduce" else sum(prod(entry["shape"]) for entry in args["weights"])
     return float((2 if do in ("all_reduce", "reduce") else 1) * others * size * _item(args))
 

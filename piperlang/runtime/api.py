@@ -3,23 +3,28 @@
     trainer = piperlang.compile(make_model, "schedule.piper", loss=loss, example=(inputs, target), optimizer=optimizer)
     for batch in loader:
         print(trainer.step(batch).loss)
+    print(trainer.evaluate(other_batch))
     torch.save(trainer.state_dict(), "weights.pt")
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from piperlang.capture.program import Captured, capture
-from piperlang.diagnostics import PiperError
+from piperlang.diagnostics import PiperError, error
 from piperlang.ir.graph import Graph
 from piperlang.plan.check import check
+from piperlang.plan.clip import clipped
+from piperlang.plan.forward import forward
 from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
+from piperlang.plan.saved import digest
 from piperlang.runtime.job import Job, Step, Training
 from piperlang.runtime.threads import ThreadJob
 from piperlang.session import schedule
@@ -29,16 +34,10 @@ from piperlang.syntax.parse import read
 class Trainer:
     """A compiled schedule. Workers start with the first step and end with `close`, or with the `with` block."""
 
-    def __init__(self, graph: Graph, captured: Captured, plan: Plan, training: Training, executor: str, address: str | None, timeout: float) -> None:
+    def __init__(self, graph: Graph, plan: Plan, start: Callable[[], Job | ThreadJob], evaluation: Callable[[], tuple[Plan, Captured]]) -> None:
         self.graph, self.plan = graph, plan
-        self._start: Callable[[], Job | ThreadJob] = lambda: self._job(captured, training, executor, address, timeout)
+        self._start, self._evaluation = start, evaluation
         self._running: Job | ThreadJob | None = None
-
-    def _job(self, captured: Captured, training: Training, executor: str, address: str | None, timeout: float) -> Job | ThreadJob:
-        dtype = self.graph.model.tensors[self.graph.model.loss].dtype
-        if executor == "inline":
-            return ThreadJob(self.plan, captured, training, timeout, dtype)
-        return Job(self.plan, captured, training, address=address, timeout=timeout, loss_dtype=dtype)
 
     @property
     def job(self) -> Job | ThreadJob:
@@ -49,6 +48,12 @@ class Trainer:
     def step(self, batch: tuple[Any, Any]) -> Step:
         """Forward, backward and update on one global batch; the loss is that of the whole batch."""
         return self.job.step(batch)
+
+    def evaluate(self, batch: tuple[Any, Any]) -> float:
+        """The loss of a batch with the model in evaluation mode; nothing is trained. The first call traces the model in that mode."""
+        if self.job.evaluation is None:
+            self.job.prepare(*self._evaluation())
+        return self.job.evaluate(batch)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights, whole, under the names of the plain model."""
@@ -69,20 +74,60 @@ class Trainer:
 def compile(
     model: Callable[[], Any], script: str | Path, *, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], optimizer: Callable[[Any], Any],
     lr_schedule: Callable[[Any], Any] | None = None, parameters: Mapping[str, Any] | None = None, seed: int = 0, executor: str = "ray", address: str | None = None,
-    timeout: float = 300.0, masters: bool = False,
+    timeout: float = 300.0, masters: bool = False, max_norm: float | None = None, cuda: bool | None = None, compiles: bool | None = None,
 ) -> Trainer:  # fmt: skip
-    """Capture `model()`, apply the script, check the plan. What is wrong with any of them is a PiperError with located diagnostics."""
+    """Capture `model()`, apply the script, check the plan. What is wrong with any of them is a PiperError with located diagnostics.
+
+    `masters` keeps float32 masters of weights in half precision, `max_norm` clips gradients by their global norm; `cuda` and `compiles` are chosen by what is there
+    if not given."""
     if executor not in ("ray", "inline"):
         raise ValueError(f"executor is 'ray' or 'inline', not {executor!r}")
     path = Path(script)
     overrides = {name: str(value) for name, value in (parameters or {}).items()}
-    program = capture(model, loss, example)
-    found = schedule(program, read(path, str(path)), path, overrides)
-    if found.problems:
-        raise PiperError(*found.problems)
-    graph = found.graph()
-    plan = lower(graph)
+
+    def applied(make: Callable[[], Any]) -> tuple[Graph, Captured]:
+        found = schedule(capture(make, loss, example), read(path, str(path)), path, overrides)
+        if found.problems:
+            raise PiperError(*found.problems)
+        captured = found.scheduler.schedule.captured
+        assert isinstance(captured, Captured)
+        return found.graph(), captured
+
+    graph, captured = applied(model)
+    plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
     check(plan)
-    captured = found.scheduler.schedule.captured
-    assert isinstance(captured, Captured)
-    return Trainer(graph, captured, plan, Training(model, optimizer, lr_schedule, seed, masters), executor, address, timeout)
+    training, dtype = Training(model, optimizer, lr_schedule, seed, masters), graph.model.tensors[graph.model.loss].dtype
+
+    def start() -> Job | ThreadJob:
+        if executor == "inline":
+            return ThreadJob(plan, captured, training, timeout, dtype)
+        return Job(plan, captured, training, digest(plan), address, timeout, dtype, cuda=cuda, compiles=compiles)
+
+    def evaluation() -> tuple[Plan, Captured]:
+        graph, captured = applied(Evaluated(model))
+        return evaluation_plan(graph, plan), captured
+
+    return Trainer(graph, plan, start, evaluation)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Makes a model in evaluation mode: no dropout, and whatever else the model does otherwise then."""
+
+    make: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.make().eval()
+
+
+def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
+    """The forward of a graph, on the weights that another plan trains."""
+    plan = forward(lower(graph))
+    for device, other in zip(plan.devices, trained.devices, strict=True):
+        missing = sorted({held["weight"] for key, held in device.weights.items() if key not in other.weights})
+        if missing:
+            raise error(
+                "P0808", f"in evaluation mode device {device.device} would need {missing[0]}, which it does not have in training",
+                notes=["the model takes another way in evaluation mode"], help="let the model use the same weights in the same parts in both modes",
+            )  # fmt: skip
+    return plan

@@ -103,10 +103,14 @@ class Cluster:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback, for this user, for one job
         _loopback()
         _hush()
-        ray.init(
-            num_cpus=max(count, 1), include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1",
-            _temp_dir=str(self.folder / "ray"), _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0}, object_store_memory=200 * 2**20,
-        )  # fmt: skip
+        try:
+            ray.init(
+                num_cpus=max(count, 1), include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1",
+                _temp_dir=str(self.folder / "ray"), _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0}, object_store_memory=200 * 2**20,
+            )  # fmt: skip
+        except Exception as problem:  # Ray raises bare ones
+            reason = str(problem).partition("\n")[0]
+            raise error("P0605", "Ray does not start on this machine", notes=[reason], help="a machine with too much to do is the usual reason: look at its load and memory, and try again") from None
 
     def _join(self, address: str | None) -> None:
         _hush()

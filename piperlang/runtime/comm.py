@@ -43,15 +43,19 @@ class Comm:
         """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan; `pairs`: who sends to whom."""
         if loopback:  # all on one machine: nobody else need hear
             os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-        limit = timedelta(seconds=timeout)
+        self.limit = timedelta(seconds=timeout)
         self.rank, self.ranks, self.cuda = rank, ranks, cuda
         agree(meeting, rank, world, digest)
-        dist.init_process_group("nccl" if cuda else "gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group("nccl" if cuda else "gloo", store=meeting, rank=rank, world_size=world, timeout=self.limit)
+        self.connect(groups, pairs)
+
+    def connect(self, groups: Sequence[tuple[tuple[int, ...], str]], pairs: Sequence[tuple[int, int]]) -> None:
+        """The groups of a plan. A copy of this object can have those of another one."""
         # Every process makes every group, in the same order: torch asks for it.
-        self.groups = [dist.new_group([ranks[d] for d in members], timeout=limit) if len(members) > 1 else None for members, _ in groups]
-        self.sizes = [len(members) for members, _ in groups]
+        ranks, cuda = self.ranks, self.cuda
+        self.groups = [dist.new_group([ranks[d] for d in members], timeout=self.limit) if len(members) > 1 else None for members, _ in groups]
         # On NCCL each direction of each pair has a communicator of its own: messages of one communicator wait for each other.
-        self.pairs = {pair: dist.new_group([ranks[d] for d in pair], timeout=limit) for pair in pairs} if cuda else {}
+        self.pairs = {pair: dist.new_group([ranks[d] for d in pair], timeout=self.limit) for pair in pairs} if cuda else {}
         self.pending: list[tuple[Any, torch.Tensor]] = []
         if cuda:
             self._meet(groups)
@@ -75,6 +79,8 @@ class Comm:
             work = dist.isend(tensor, self.ranks[device], group=self.pairs[self.device_of(self.rank), device])
         else:
             work = dist.isend(tensor, self.ranks[device], tag=tag)
+        # What has been taken need not be kept until the step ends.
+        self.pending = [(sent, kept) for sent, kept in self.pending if not sent.is_completed()]
         self.pending.append((work, tensor))
 
     def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
@@ -102,21 +108,19 @@ class Comm:
         else:
             dist.all_to_all_single(take, give, take_sizes, give_sizes, group=self.groups[group])
 
-    def all_gather(self, group: int, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Equal parts of all members, in the order of the group."""
+    def gather_into(self, group: int, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        """Equal parts of all members, in the order of the group, one after the other."""
         if self.groups[group] is None:
-            return [mine]
-        parts = [torch.empty_like(mine) for _ in range(self.sizes[group])]
-        dist.all_gather(parts, mine, group=self.groups[group])
-        return parts
+            whole.copy_(mine)
+        else:
+            dist.all_gather_into_tensor(whole, mine, group=self.groups[group])
 
-    def reduce_scatter(self, group: int, parts: list[torch.Tensor]) -> torch.Tensor:
+    def scatter_into(self, group: int, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """The sum of everybody's part with our number."""
         if self.groups[group] is None:
-            return parts[0]
-        out = torch.empty_like(parts[0])
-        dist.reduce_scatter(out, parts, group=self.groups[group])
-        return out
+            mine.copy_(whole)
+        else:
+            dist.reduce_scatter_tensor(mine, whole, group=self.groups[group])
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -52,8 +52,8 @@ class CudaStreams:
 
     def _borrow(self, instruction: Instruction, stream: Any) -> None:
         """What another stream made must not be given to anybody else while this stream reads it."""
-        for key in instruction.reads:
-            if self.made.get(key, instruction.stream) != instruction.stream:
+        for key in self.values.reads[id(instruction)]:
+            if self.made.get(key.removeprefix("sum:"), instruction.stream) != instruction.stream:  # a sum is named after the first of its parts
                 for tensor in _tensors(self.values.values.get(key)):
                     tensor.record_stream(stream)
 

@@ -10,7 +10,8 @@ import torch
 from piperlang.capture.differentiate import Piece
 from piperlang.capture.random import mix
 from piperlang.ir.graph import Key
-from piperlang.plan.instruction import DevicePlan, Instruction
+from piperlang.plan.instruction import NORM, DevicePlan, Instruction
+from piperlang.plan.sums import reads, sums, travels_alone
 from piperlang.runtime.boxes import take
 from piperlang.runtime.comm import Comm
 from piperlang.runtime.optimize import Optimizers, added
@@ -21,18 +22,21 @@ class Device:
 
     def __init__(
         self, plan: DevicePlan, kinds: Sequence[Mapping[str, Any]], pieces: Sequence[Piece], weights: Mapping[str, torch.Tensor], optimizers: Optimizers, comm: Comm | None,
-        where: torch.device, seed: int,
+        where: torch.device, seed: int, kept: dict[Key, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
+        """`kept`: weights of another device's plan on the same process, to work on those."""
         self.plan, self.kinds, self.pieces, self.comm, self.where, self.seed = plan, kinds, pieces, comm, where, seed
         self.optimizers = optimizers
-        self.kept: dict[Key, torch.Tensor] = {key: self._part(weights[held["weight"]], held) for key, held in plan.weights.items()}
+        self.kept: dict[Key, torch.Tensor] = kept if kept is not None else {key: self._part(weights[held["weight"]], held) for key, held in plan.weights.items()}
         self.values: dict[Key, Any] = {}
+        self.sums = sums(plan)
+        self.reads = {id(instruction): reads(instruction, self.sums) for instruction in plan.instructions}
+        """What each instruction reads, sums in place of their parts."""
         self.uses: dict[Key, int] = {}
-        for instruction in plan.instructions:
-            for key in instruction.reads:
+        for keys in self.reads.values():
+            for key in keys:
                 self.uses[key] = self.uses.get(key, 0) + 1
         self.permanent = set(plan.next.values()) | set(plan.losses)
-        self.sums = _accumulators(plan)
         self.left: dict[Key, int] = {}
         self.last_gradients: dict[str, Any] | None = None
         self.run: dict[str, Callable[[Instruction], None]] = {name: getattr(self, f"_{name}") for name in _OPERATIONS} | dict.fromkeys("FBIWR", self._compute)
@@ -62,7 +66,7 @@ class Device:
     def execute(self, instruction: Instruction) -> None:
         self.run[instruction.do](instruction)
         left = self.left
-        for key in instruction.reads:
+        for key in self.reads[id(instruction)]:
             remaining = left[key] = left[key] - 1
             if not remaining and key not in self.kept and key not in self.permanent:
                 self.values.pop(key, None)
@@ -95,10 +99,14 @@ class Device:
         else:
             written = [gave[slot] for slot in kind["gives"] if slot[0] not in ("saved", "kept")] + ([saved] if kind["op"] == "F" else [kept] if kept else [])
         for key, value in zip(instruction.writes, written, strict=False):
-            if key in self.sums:
-                self._accumulate(self.sums[key], value)
-            elif key in self.uses or key in self.permanent:
-                self.values[key] = value
+            self._put(key, value)
+
+    def _put(self, key: Key, value: Any) -> None:
+        """Keep a value for whoever reads it, if anybody does."""
+        if key in self.sums:
+            self._accumulate(self.sums[key], value)
+        elif key in self.uses or key in self.permanent:
+            self.values[key] = value
 
     def _accumulate(self, total: Key, value: torch.Tensor) -> None:
         """Gradients of microbatches are added up as they come, in float32 where they are in half precision."""
@@ -147,12 +155,7 @@ class Device:
                 self.comm.recv(device, tag, part)
                 take(out, box).copy_(part)
         self._put_own(out, args["own"])
-        self._keep(instruction, out)
-
-    def _keep(self, instruction: Instruction, value: torch.Tensor) -> None:
-        key = instruction.writes[0]
-        if key in self.uses:
-            self.values[key] = value
+        self._put(instruction.writes[0], out)
 
     def _put_own(self, out: torch.Tensor, own: Sequence[tuple[Key, Any, Any]]) -> None:
         for key, taken, put in own:
@@ -162,14 +165,14 @@ class Device:
         args = instruction.args
         out = torch.zeros(args["shape"], dtype=getattr(torch, args["dtype"]), device=self.where)
         self._put_own(out, args["own"])
-        self._keep(instruction, out)
+        self._put(instruction.writes[0], out)
 
     def _all_reduce(self, instruction: Instruction) -> None:
         args = instruction.args
         assert self.comm is not None
         value = self.values[instruction.reads[0]].clone(memory_format=torch.contiguous_format)
         self.comm.all_reduce(args["group"], value)
-        self._keep(instruction, value if args["keep"] is None else take(value, args["keep"]).contiguous())
+        self._put(instruction.writes[0], value if args["keep"] is None else take(value, args["keep"]).contiguous())
 
     def _exchange(self, instruction: Instruction) -> None:
         args = instruction.args
@@ -186,7 +189,7 @@ class Device:
             size = torch.Size(shape).numel()
             take(out, box).copy_(arrived[at : at + size].view(shape))
             at += size
-        self._keep(instruction, out)
+        self._put(instruction.writes[0], out)
 
     def _offload(self, instruction: Instruction) -> None:
         self.values[instruction.writes[0]] = {slot: _to(value, torch.device("cpu")) for slot, value in self.values[instruction.reads[0]].items()}
@@ -197,36 +200,52 @@ class Device:
     # ------------------------------------------------------------------------------------------------ weights
 
     def _gather(self, instruction: Instruction) -> None:
-        """Parts of weights to whole ones, all weights of the instruction in one message."""
+        """Parts of weights to whole ones. A large weight in equal parts arrives where it stays; the others go together in one message."""
         args = instruction.args
         assert self.comm is not None
-        entries = args["weights"]
-        sizes = [max(high - low for low, high in entry["cuts"]) for entry in entries]
-        mine = torch.cat([_padded(self.values[entry["from"][0]].flatten(), size) for entry, size in zip(entries, sizes, strict=True)])
-        everyone = self.comm.all_gather(args["group"], mine)
+        alone, together = _apart(args["weights"])
+        for entry in alone:
+            part = self.values[entry["from"][0]]
+            whole = part.new_empty(entry["shape"])
+            self.comm.gather_into(args["group"], whole.view(-1), part.view(-1))
+            self.values[entry["to"]] = whole
+        if not together:
+            return
+        sizes = [max(high - low for low, high in entry["cuts"]) for entry in together]
+        mine = torch.cat([_padded(self.values[entry["from"][0]].flatten(), size) for entry, size in zip(together, sizes, strict=True)])
+        everyone = mine.new_empty(len(together[0]["cuts"]), mine.numel())
+        self.comm.gather_into(args["group"], everyone.view(-1), mine)
         start = 0
-        for entry, size in zip(entries, sizes, strict=True):
+        for entry, size in zip(together, sizes, strict=True):
             pieces = [part[start : start + high - low] for part, (low, high) in zip(everyone, entry["cuts"], strict=True)]
             self.values[entry["to"]] = torch.cat(pieces).view(entry["shape"])
             start += size
 
     def _scatter(self, instruction: Instruction) -> None:
-        """Sums of gradients, each device its part, all weights of the bucket in one message."""
+        """Sums of gradients, each device its part. A large one in equal parts is sent as it lies; the others go together in one message."""
         args = instruction.args
         assert self.comm is not None
-        entries = args["weights"]
-        totals = [self._total(entry["from"]).flatten() for entry in entries]
-        sizes = [max(high - low for low, high in entry["cuts"]) for entry in entries]
-        count = len(entries[0]["cuts"])
-        parts = [
-            torch.cat([_padded(total[slice(*entry["cuts"][r])], size) for entry, total, size in zip(entries, totals, sizes, strict=True)]) for r in range(count)
-        ]
-        mine = self.comm.reduce_scatter(args["group"], parts)
         me = args["members"].index(self.plan.device)
-        start = 0
-        for entry, size in zip(entries, sizes, strict=True):
+        alone, together = _apart(args["weights"])
+        for entry in alone:
+            total = self._total(entry["from"])
             low, high = entry["cuts"][me]
-            self.values[entry["to"]] = mine[start : start + high - low].clone()
+            mine = total.new_empty(high - low)
+            self.comm.scatter_into(args["group"], mine, total.contiguous().view(-1))
+            self._put(entry["to"], mine)
+        if not together:
+            return
+        totals = [self._total(entry["from"]).flatten() for entry in together]
+        sizes = [max(high - low for low, high in entry["cuts"]) for entry in together]
+        parts = torch.cat([
+            _padded(total[slice(*entry["cuts"][r])], size) for r in range(len(together[0]["cuts"])) for entry, total, size in zip(together, totals, sizes, strict=True)
+        ])  # fmt: skip
+        mine = parts.new_empty(sum(sizes))
+        self.comm.scatter_into(args["group"], mine, parts)
+        start = 0
+        for entry, size in zip(together, sizes, strict=True):
+            low, high = entry["cuts"][me]
+            self._put(entry["to"], mine[start : start + high - low].clone())
             start += size
 
     def _reduce(self, instruction: Instruction) -> None:
@@ -241,8 +260,23 @@ class Device:
             self.values[entry["to"]] = flat[start : start + total.numel()].view(total.shape)
             start += total.numel()
 
+    def _norm(self, instruction: Instruction) -> None:
+        """What to scale all gradients by, so that their norm is at most the limit; torch's own rule."""
+        args = instruction.args
+        assert self.comm is not None
+        parts = [self._taken(self._total(entry["grads"]), entry["take_grad"]) for entry in args["weights"] if entry["counts"]]
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float32).double().square() for part in parts]
+        total = torch.stack(squares).sum().view(1) if squares else torch.zeros(1, dtype=torch.float64, device=self.where)
+        self.comm.all_reduce(args["group"], total)
+        self.values[NORM] = (args["limit"] / (total.sqrt() + 1e-6)).clamp(max=1.0)
+
+    @staticmethod
+    def _taken(gradient: torch.Tensor, cut: Sequence[int] | None) -> torch.Tensor:
+        return gradient if cut is None else gradient.flatten()[slice(*cut)]
+
     def _update(self, instruction: Instruction) -> None:
         """In place: the plan lets nobody read the old weights any more."""
+        scale = self.values[NORM] if NORM in instruction.reads else None
         entries = instruction.args["weights"]
         weights, gradients = [], []
         for entry in entries:
@@ -251,26 +285,21 @@ class Device:
                 self.last_gradients[entry["old"]] = gradient.detach().clone()
             weight = self.values[entry["old"]]
             weights.append(weight if entry["take"] is None else weight.view(-1)[slice(*entry["take"])])
-            gradients.append(gradient if entry["take_grad"] is None else gradient.flatten()[slice(*entry["take_grad"])])
+            gradient = self._taken(gradient, entry["take_grad"])
+            gradients.append(gradient if scale is None else gradient * scale.to(gradient.dtype))
         partial = next((entry["weight"] for entry in entries if entry["partial"]), "")
         self.optimizers.update(instruction.writes[0], weights, gradients, partial)
         for entry, weight in zip(entries, weights, strict=True):
             self.values[entry["new"]] = weight
 
 
-_OPERATIONS = ("send", "recv", "copy", "all_reduce", "exchange", "offload", "fetch", "gather", "scatter", "reduce", "update")
+_OPERATIONS = ("send", "recv", "copy", "all_reduce", "exchange", "offload", "fetch", "gather", "scatter", "reduce", "norm", "update")
 
 
-def _accumulators(plan: DevicePlan) -> dict[Key, Key]:
-    """Which gradients are added up into which, as they come: those of one weight that one stream makes, so that the order is always the same."""
-    stream = {key: instruction.stream for instruction in plan.instructions for key in instruction.writes}
-    found: dict[Key, Key] = {}
-    for instruction in plan.instructions:
-        for entry in instruction.args.get("weights", ()):
-            keys: Sequence[Key] = entry.get("grads") or entry.get("from") or []
-            if len(keys) > 1 and all(key.startswith("dw:") for key in keys) and len({stream[key] for key in keys}) == 1:
-                found.update(dict.fromkeys(keys, f"sum:{keys[0]}"))
-    return found
+def _apart(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Weights that travel alone, and those that travel together."""
+    alone = [entry for entry in entries if travels_alone(entry)]
+    return alone, [entry for entry in entries if not travels_alone(entry)]
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:

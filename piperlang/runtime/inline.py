@@ -48,9 +48,9 @@ class Stepped:
 
 
 class Inline:
-    def __init__(self, graph: Graph, captured: Captured, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int = 0, lr_schedule: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, graph: Graph, captured: Captured, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int = 0, lr_schedule: Callable[[Any], Any] | None = None, max_norm: float | None = None) -> None:
         """`model` gives the first weights; it is not changed."""
-        self.graph, self.captured, self.seed = graph, captured, seed
+        self.graph, self.captured, self.seed, self.max_norm = graph, captured, seed, max_norm
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         self.shards = Shards(graph, {name: tensors[name].detach() for name in graph.model.weights}, optimizer, lr_schedule)
         self.order = [graph.nodes[i] for i in topological(graph)]
@@ -65,8 +65,12 @@ class Inline:
         self.count = self.captured.count(flat)
         self.values: dict[Key, list[Any]] = dict(self.shards.current)
         self.collected: dict[str, torch.Tensor] = {}
-        for node in self.order:
-            self._run(node)
+        self.scale: torch.Tensor | float = 1.0
+        if self.max_norm is None:
+            for node in self.order:
+                self._run(node)
+        else:
+            self._clipped(self.max_norm)
         for old, new in self.graph.next.items():
             self.shards.current[old] = self.values[new]
         self.steps += 1
@@ -76,6 +80,22 @@ class Inline:
         """The weights as they are now, whole."""
         return {name: self.shards.whole(name) for name in self.graph.model.weights}
 
+    def _clipped(self, limit: float) -> None:
+        """Updates, and what comes after them, when all gradients are there and their norm is known."""
+        made: set[Key] = set()
+        late = []
+        for node in self.order:
+            if node.op == "update" or any(not made.isdisjoint(keys) for keys in node.reads):
+                made.update(node.writes)
+                late.append(node)
+            else:
+                self._run(node)
+        whole = {name: gradient for node in late if node.op == "update" for name, gradient in self.shards.gradients(node, self.values).items()}
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in whole.values()]))
+        self.scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for node in late:
+            self._run(node)
+
     def _run(self, node: Node) -> None:
         op = node.op
         if op in COMPUTE:
@@ -83,7 +103,7 @@ class Inline:
         elif op in ("offload", "fetch"):
             self.values[node.writes[0]] = self.values[node.reads[0][0]]
         elif op == "update":
-            self.collected |= self.shards.update(node, self.values)
+            self.collected |= self.shards.update(node, self.values, self.scale)
         elif node.writes[0] in self.graph.held:
             self.shards.communicate(node, self.values)
         elif op == "recv":

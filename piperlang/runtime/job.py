@@ -19,7 +19,7 @@ from piperlang.capture.differentiate import Piece, Pieces
 from piperlang.diagnostics import error
 from piperlang.ir.model import Arrangement
 from piperlang.plan.check import check
-from piperlang.plan.instruction import Plan
+from piperlang.plan.instruction import DevicePlan, Plan
 from piperlang.runtime.assemble import assembled
 from piperlang.runtime.boxes import take
 from piperlang.runtime.cluster import Cluster, Lost, pack
@@ -60,6 +60,39 @@ class Step:
     """Of the worker that has most."""
 
 
+class Routine:
+    """A plan, and what its workers get for it: pieces once, parts of a batch every time."""
+
+    def __init__(self, plan: Plan, captured: Captured) -> None:
+        self.plan, self.captured = plan, captured
+        self.packed: dict[tuple[int, ...], bytes] = {}
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Who sends to whom."""
+        return sorted({(device.device, part[0]) for device in self.plan.devices for i in device.instructions if i.do == "send" for part in i.args["parts"]})
+
+    def pieces(self, device: DevicePlan) -> bytes:
+        """The pieces that a device runs, at their places in the plan's list of kinds."""
+        kinds = tuple(sorted({i.args["kind"] for i in device.instructions if "kind" in i.args}))
+        if kinds not in self.packed:
+            found: list[Piece | None] = [None] * len(self.plan.kinds)
+            for i in kinds:
+                kind = self.plan.kinds[i]
+                pieces = self.captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
+                found[i] = getattr(pieces, "F" if kind["op"] == "R" else kind["op"])
+            buffer = io.BytesIO()
+            pickle.dump(found, buffer)
+            self.packed[kinds] = buffer.getvalue()
+        return self.packed[kinds]
+
+    def feeds(self, batch: tuple[Any, Any]) -> tuple[float, list[dict[str, torch.Tensor]]]:
+        """What the losses of a batch are divided by, and every device's part of the batch."""
+        flat = pytree.tree_leaves(batch)
+        self.captured.check_batch(flat)
+        named = dict(zip(self.captured.batch_names, flat, strict=True))
+        return self.captured.count(flat), [{key: take(named[name], box).contiguous() for key, name, box in device.feeds} for device in self.plan.devices]
+
+
 class Job:
     def __init__(
         self, plan: Plan, captured: Captured, training: Training, digest: str = "", address: str | None = None, timeout: float = 300.0, loss_dtype: str = "float32",
@@ -67,6 +100,8 @@ class Job:
     ) -> None:  # fmt: skip
         """`cluster`: workers that are there already, and stay when the job ends. CUDA is used where it is, and chunks are compiled there."""
         self.plan, self.captured = plan, captured
+        self.training = self.active = Routine(plan, captured)
+        self.evaluation: Routine | None = None
         self.cuda = torch.cuda.is_available() if cuda is None else cuda
         self.compiles = self.cuda if compiles is None else compiles
         if self.cuda:
@@ -86,13 +121,11 @@ class Job:
         progress = self._open_progress() if self.cluster.local else ""
         meeting = self.cluster.meeting()
         ranks = {device.device: rank for rank, device in enumerate(self.plan.devices)}
-        made: dict[tuple[int, ...], bytes] = {}
         packed = []
         for device in self.plan.devices:
-            kinds = sorted({i.args["kind"] for i in device.instructions if "kind" in i.args})
             setup = Setup(
-                device, self.plan.kinds, self._pieces(tuple(kinds), made), self.plan.groups, ranks, meeting, progress, digest, training.seed, timeout,
-                loss_dtype, self._pairs(), self.cuda, self.compiles, training.masters, training.make_model, training.optimizer, training.lr_schedule,
+                device, self.plan.kinds, self.training.pieces(device), self.plan.groups, ranks, meeting, progress, digest, training.seed, timeout,
+                loss_dtype, self.training.pairs(), self.cuda, self.compiles, training.masters, training.make_model, training.optimizer, training.lr_schedule,
             )  # fmt: skip
             packed.append(pack(setup))
         try:
@@ -107,22 +140,14 @@ class Job:
         self.progress = path.open("rb")
         return str(path)
 
-    def _pairs(self) -> list[tuple[int, int]]:
-        sends = {(device.device, part[0]) for device in self.plan.devices for i in device.instructions if i.do == "send" for part in i.args["parts"]}
-        return sorted(sends)
-
-    def _pieces(self, kinds: tuple[int, ...], made: dict[tuple[int, ...], bytes]) -> bytes:
-        """The pieces that a device runs, at their places in the plan's list of kinds."""
-        if kinds not in made:
-            found: list[Piece | None] = [None] * len(self.plan.kinds)
-            for i in kinds:
-                kind = self.plan.kinds[i]
-                pieces = self.captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
-                found[i] = getattr(pieces, "F" if kind["op"] == "R" else kind["op"])
-            buffer = io.BytesIO()
-            pickle.dump(found, buffer)
-            made[kinds] = buffer.getvalue()
-        return made[kinds]
+    def prepare(self, plan: Plan, captured: Captured) -> None:
+        """Take a plan for evaluation: forwards on the weights that are trained."""
+        if self.cuda:
+            check(plan, buffered=False)
+        self.evaluation = Routine(plan, captured)
+        pairs = self.evaluation.pairs()
+        packed = [pack((device, plan.kinds, self.evaluation.pieces(device), plan.groups, pairs)) for device in plan.devices]
+        self.cluster.each("prepare", packed)
 
     # --------------------------------------------------------------------------------------------------- steps
 
@@ -131,15 +156,16 @@ class Job:
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
         """Start a step; the caller may prepare the next batch meanwhile."""
-        flat = pytree.tree_leaves(batch)
-        self.captured.check_batch(flat)
-        named = dict(zip(self.captured.batch_names, flat, strict=True))
-        count = self.captured.count(flat)
-        futures = []
-        for i, device in enumerate(self.plan.devices):
-            feeds = {key: take(named[name], box).contiguous() for key, name, box in device.feeds}
-            futures.append(self.cluster.call(i, "step", feeds, count, gradients))
-        return futures
+        self.active = self.training
+        count, feeds = self.training.feeds(batch)
+        return [self.cluster.call(i, "step", feed, count, gradients) for i, feed in enumerate(feeds)]
+
+    def evaluate(self, batch: tuple[Any, Any]) -> float:
+        """The loss of a batch, by the plan that was prepared."""
+        assert self.evaluation is not None, "prepare a plan for evaluation first"
+        self.active = self.evaluation
+        count, feeds = self.evaluation.feeds(batch)
+        return self.finish([self.cluster.call(i, "evaluate", feed, count) for i, feed in enumerate(feeds)]).loss
 
     def finish(self, futures: list[Any]) -> Step:
         try:
@@ -183,9 +209,10 @@ class Job:
         return int(at)
 
     def _named(self, worker: int, at: int) -> str:
-        instruction = self.plan.devices[worker].instructions[at]
-        line = self.plan.lines[instruction.node]
-        return f"{instruction.do} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
+        plan = self.active.plan
+        instruction = plan.devices[worker].instructions[at]
+        line = plan.lines[instruction.node]
+        return f"{instruction.do} of {plan.names[instruction.node]}" + (f" ({line})" if line else "")
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, whole, as they are now."""

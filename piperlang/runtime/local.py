@@ -69,12 +69,13 @@ class LocalComm(Comm):
         everyone = self._share(group, list(torch.split(give, give_sizes)))
         take.copy_(torch.cat([theirs[me] for theirs in everyone]))
 
-    def all_gather(self, group: int, mine: torch.Tensor) -> list[torch.Tensor]:
-        return [part for part in self._share(group, mine.clone()) if isinstance(part, torch.Tensor)]
+    def gather_into(self, group: int, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        whole.copy_(torch.cat([part for part in self._share(group, mine.clone()) if isinstance(part, torch.Tensor)]))
 
-    def reduce_scatter(self, group: int, parts: list[torch.Tensor]) -> torch.Tensor:
+    def scatter_into(self, group: int, mine: torch.Tensor, whole: torch.Tensor) -> None:
         me = self.board.groups[group][0].index(self.device)
-        return torch.stack([theirs[me] for theirs in self._share(group, parts)]).sum(0)
+        everyone = self._share(group, list(torch.split(whole.clone(), mine.numel())))
+        mine.copy_(torch.stack([theirs[me] for theirs in everyone]).sum(0))
 
     def close(self) -> None:
         self.board.mail.clear()

@@ -114,19 +114,25 @@ class Shards:
 
     # ------------------------------------------------------------------------------------------------- update
 
-    def update(self, node: Node, values: dict[Key, list[Any]]) -> dict[str, torch.Tensor]:
-        """One step of the optimizer on each device's part; gives the whole gradients, for whoever compares them."""
-        collected: dict[str, torch.Tensor] = {}
+    def gradients(self, node: Node, values: dict[Key, list[Any]]) -> dict[str, torch.Tensor]:
+        """The whole gradients that an update uses."""
+        found: dict[str, torch.Tensor] = {}
+        for parts in node.reads[1::2]:
+            held = self.graph.held[parts[0]]
+            found[held.weight] = self._joined(held, _added([values[key] for key in parts]))
+        return found
+
+    def update(self, node: Node, values: dict[Key, list[Any]], scale: torch.Tensor | float = 1.0) -> dict[str, torch.Tensor]:
+        """One step of the optimizer on each device's part; gives the whole gradients before they are scaled, for whoever compares them."""
         for i, target in enumerate(node.writes):
             (old,), parts = node.reads[2 * i : 2 * i + 2]
             have, want, grad = self.graph.held[old], self.graph.held[target], self.graph.held[parts[0]]
-            gradients = _added([values[key] for key in parts])
-            collected[have.weight] = self._joined(grad, gradients)
+            gradients = [gradient * scale for gradient in _added([values[key] for key in parts])]
             weights = self._part(have, want, values[old])
             mine = self._part(grad, want, gradients)
             partial = have.weight if dividing(want) else ""
             values[target] = [self.optimizers.step((target, k), w, g, partial, node.family.by) for k, (w, g) in enumerate(zip(weights, mine, strict=True))]
-        return collected
+        return self.gradients(node, values)
 
 
 def _added(values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

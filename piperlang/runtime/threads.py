@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.differentiate import Piece
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instruction import Plan
 from piperlang.runtime.assemble import assembled
@@ -25,32 +27,87 @@ class ThreadJob:
     """The same interface as a Job."""
 
     def __init__(self, plan: Plan, captured: Captured, training: Training, timeout: float = 60.0, loss_dtype: str = "float32") -> None:
-        self.plan, self.captured = plan, captured
+        self.plan, self.captured, self.timeout = plan, captured, timeout
         torch.manual_seed(training.seed)
         model = training.make_model()
         weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        pieces = []
-        for kind in plan.kinds:
-            found = captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
-            pieces.append(getattr(found, "F" if kind["op"] == "R" else kind["op"]))
-        board = self.board = Switchboard(plan.groups, timeout)
-        self.devices = [
+        pieces, board = _pieces(plan, captured), Switchboard(plan.groups, timeout)
+        devices = [
             Device(device, plan.kinds, pieces, weights, Optimizers(training.optimizer, training.lr_schedule, training.masters), board.join(device.device), torch.device("cpu"), training.seed)
             for device in plan.devices
         ]
-        for device in self.devices:
+        for device in devices:
             device.loss_dtype = getattr(torch, loss_dtype)
-        self.streams = [Streams(device.plan.instructions, device.execute, f"{device.plan.device}:") for device in self.devices]
+        self.training = _Routine(plan, captured, board, devices)
+        self.evaluation: _Routine | None = None
         self.steps = 0
 
+    def prepare(self, plan: Plan, captured: Captured) -> None:
+        pieces, board = _pieces(plan, captured), Switchboard(plan.groups, self.timeout)
+        devices = [
+            Device(device, plan.kinds, pieces, {}, trained.optimizers, board.join(device.device), trained.where, trained.seed, trained.kept)
+            for device, trained in zip(plan.devices, self.training.devices, strict=True)
+        ]
+        self.evaluation = _Routine(plan, captured, board, devices)
+
+    def evaluate(self, batch: tuple[Any, Any]) -> float:
+        assert self.evaluation is not None, "prepare a plan for evaluation first"
+        return self.evaluation.run(self.steps, self.evaluation.checked(batch))
+
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:
-        flat = pytree.tree_leaves(batch)
-        self.captured.check_batch(flat)
-        return flat, gradients
+        return self.training.checked(batch), gradients
 
     def finish(self, begun: tuple[list[torch.Tensor], bool]) -> Step:
         flat, gradients = begun
         started = time.perf_counter()
+        for device in self.training.devices:
+            device.last_gradients = {} if gradients else None
+        loss = self.training.run(self.steps, flat)
+        self.steps += 1
+        return Step(loss, time.perf_counter() - started, _resident())
+
+    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> Step:
+        return self.finish(self.begin(batch, gradients))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases)
+
+    def gradients(self) -> list[dict[str, torch.Tensor]]:
+        return [dict(device.last_gradients or {}) for device in self.training.devices]
+
+    def close(self) -> None:
+        for routine in (self.training, self.evaluation):
+            for streams in routine.streams if routine is not None else ():
+                streams.close()
+
+    def __enter__(self) -> ThreadJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pieces(plan: Plan, captured: Captured) -> list[Piece]:
+    found = []
+    for kind in plan.kinds:
+        pieces = captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
+        found.append(getattr(pieces, "F" if kind["op"] == "R" else kind["op"]))
+    return found
+
+
+class _Routine:
+    """A plan with its devices: for training, or for evaluation."""
+
+    def __init__(self, plan: Plan, captured: Captured, board: Switchboard, devices: Sequence[Device]) -> None:
+        self.plan, self.captured, self.board, self.devices = plan, captured, board, devices
+        self.streams = [Streams(device.plan.instructions, device.execute, f"{device.plan.device}:") for device in devices]
+
+    def checked(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
+        flat = pytree.tree_leaves(batch)
+        self.captured.check_batch(flat)
+        return flat
+
+    def run(self, step: int, flat: list[torch.Tensor]) -> float:
         named = dict(zip(self.captured.batch_names, flat, strict=True))
         count = self.captured.count(flat)
         failures: list[tuple[Device, Failed]] = []
@@ -64,8 +121,7 @@ class ThreadJob:
                 self.board.abort()
 
         for device in self.devices:
-            device.begin(self.steps, {key: take(named[name], box) for key, name, box in device.plan.feeds}, count)
-            device.last_gradients = {} if gradients else None
+            device.begin(step, {key: take(named[name], box) for key, name, box in device.plan.feeds}, count)
         threads = [threading.Thread(target=run, args=pair) for pair in zip(self.devices, self.streams, strict=True)]
         for thread in threads:
             thread.start()
@@ -73,11 +129,7 @@ class ThreadJob:
             thread.join()
         if failures:
             raise self._failed(*failures[0])
-        self.steps += 1
-        return Step(sum(device.end() for device in self.devices), time.perf_counter() - started, _resident())
-
-    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> Step:
-        return self.finish(self.begin(batch, gradients))
+        return sum(device.end() for device in self.devices)
 
     def _failed(self, device: Device, failure: Failed) -> Exception:
         if isinstance(failure.cause, PiperError):
@@ -86,19 +138,3 @@ class ThreadJob:
         line = self.plan.lines[node]
         notes = [str(failure), f"it was at {failure.instruction.do} of {self.plan.names[node]}" + (f" ({line})" if line else "")]
         return error("P0604", f"device {device.plan.device} failed", notes=notes, help="the model's own code raised it: run the model without a schedule to see whether it does so too")
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return assembled(self.plan, [device.kept for device in self.devices], self.captured.aliases)
-
-    def gradients(self) -> list[dict[str, torch.Tensor]]:
-        return [dict(device.last_gradients or {}) for device in self.devices]
-
-    def close(self) -> None:
-        for streams in self.streams:
-            streams.close()
-
-    def __enter__(self) -> ThreadJob:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import mmap
 import os
 import pickle
@@ -59,13 +61,40 @@ class Report:
     """The index of the instruction that raised, and what it said."""
 
 
+class Routine:
+    """A plan of this device that can be run: for training, or for evaluation."""
+
+    def __init__(self, device: Device, comm: Comm, cuda: bool, begun: Callable[[int], None]) -> None:
+        """`begun` is told the number of every instruction before it runs."""
+        self.device, self.comm = device, comm
+        instructions = device.plan.instructions
+        positions = self.positions = {id(instruction): i for i, instruction in enumerate(instructions)}
+
+        def execute(instruction: Instruction) -> None:
+            begun(positions[id(instruction)])
+            device.execute(instruction)
+
+        self.streams: Streams | CudaStreams = (CudaStreams if cuda else Streams)(instructions, execute, f"{device.plan.device}:")
+        if isinstance(self.streams, CudaStreams):
+            self.streams.values = device
+
+    def run(self, step: int, feeds: dict[str, torch.Tensor], count: float) -> float:
+        """What its losses count for; raises what an instruction raised, or what sending did."""
+        self.device.begin(step, feeds, count)
+        with torch.no_grad():
+            self.streams.step()
+        self.comm.settle()
+        return self.device.end()
+
+
 class Worker:
     """Not yet an actor: the driver makes it one, so that this file needs no Ray."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         os.environ.update(environment or {})
         torch.set_num_threads(1)
-        self.device: Device | None = None
+        self.routines: dict[str, Routine] = {}
+        self.active: Routine | None = None
         self.meeting: TCPStore | None = None
 
     def where(self) -> tuple[str, int]:
@@ -99,16 +128,23 @@ class Worker:
         pieces = pickle.loads(setup.pieces)
         if setup.compiles:
             pieces = compiled(pieces)
-        self.device = Device(setup.plan, setup.kinds, pieces, weights, Optimizers(setup.optimizer, setup.lr_schedule, setup.masters), self.comm, where, setup.seed)
-        self.device.loss_dtype = getattr(torch, setup.loss_dtype)
+        device = Device(setup.plan, setup.kinds, pieces, weights, Optimizers(setup.optimizer, setup.lr_schedule, setup.masters), self.comm, where, setup.seed)
+        device.loss_dtype = getattr(torch, setup.loss_dtype)
         self._open_progress(setup.progress, rank)
-        made = CudaStreams if setup.cuda else Streams
-        self.streams: Streams | CudaStreams = made(setup.plan.instructions, self._execute, f"{setup.plan.device}:")
-        if isinstance(self.streams, CudaStreams):
-            self.streams.values = self.device
-        self.positions = {id(instruction): i for i, instruction in enumerate(setup.plan.instructions)}
-        self.steps = 0
-        del model, weights
+        self.setting, self.steps = setup, 0
+        self.routines["train"] = Routine(device, self.comm, setup.cuda, self._begun)
+
+    def prepare(self, packed: bytes) -> None:
+        """Another plan on the same weights: evaluation."""
+        plan, kinds, packed_pieces, groups, pairs = pickle.loads(packed)
+        trained, setup = self.routines["train"].device, self.setting
+        comm = copy.copy(self.comm)
+        comm.connect(groups, pairs)
+        pieces = pickle.loads(packed_pieces)
+        if setup.compiles:
+            pieces = compiled(pieces)
+        device = Device(plan, kinds, pieces, {}, trained.optimizers, comm, trained.where, setup.seed, trained.kept)
+        self.routines["evaluate"] = Routine(device, comm, setup.cuda, self._begun)
 
     def _open_progress(self, path: str, rank: int) -> None:
         """One number that the driver can read even when this process is dead, if it shares our files: the instruction last begun."""
@@ -119,48 +155,59 @@ class Worker:
             self.progress = mmap.mmap(-1, 4 * (rank + 1))
         self.slot = 4 * rank
 
-    def _execute(self, instruction: Instruction) -> None:
-        assert self.device is not None
-        struct.pack_into("<i", self.progress, self.slot, self.positions[id(instruction)])
-        self.device.execute(instruction)
+    def _begun(self, position: int) -> None:
+        struct.pack_into("<i", self.progress, self.slot, position)
 
     def step(self, feeds: dict[str, torch.Tensor], count: float, gradients: bool = False) -> Report:
-        assert self.device is not None
+        self.routines["train"].device.last_gradients = {} if gradients else None
+        report = self._run("train", feeds, count)
+        self.steps += 1
+        return report
+
+    def evaluate(self, feeds: dict[str, torch.Tensor], count: float) -> Report:
+        return self._run("evaluate", feeds, count)
+
+    def _run(self, name: str, feeds: dict[str, torch.Tensor], count: float) -> Report:
         started = time.perf_counter()
-        self.device.last_gradients = {} if gradients else None
-        self.device.begin(self.steps, feeds, count)
+        routine = self.active = self.routines[name]
         try:
-            with torch.no_grad():
-                self.streams.step()
-            self.comm.settle()
+            loss = routine.run(self.steps, feeds, count)
         except Failed as failure:
-            at = self.positions[id(failure.instruction)]
-            return Report(0.0, 0.0, 0, (at, str(failure)))
-        except RuntimeError as problem:  # from settle: whoever should have taken what was sent is gone
+            return Report(0.0, 0.0, 0, (routine.positions[id(failure.instruction)], str(failure)))
+        except RuntimeError as problem:  # whoever should have taken what was sent is gone
             (at,) = struct.unpack_from("<i", self.progress, self.slot)
             return Report(0.0, 0.0, 0, (at, str(problem)))
-        loss = self.device.end()
-        self.steps += 1
-        struct.pack_into("<i", self.progress, self.slot, -1)
+        self._begun(-1)
         memory = torch.cuda.max_memory_allocated() if self.comm.cuda else _resident()
         return Report(loss, time.perf_counter() - started, memory)
 
     def running(self) -> dict[str, int]:
         """Which instruction each stream is at, for a message about somebody else."""
-        return dict(self.streams.running) if self.device is not None else {}
+        return dict(self.active.streams.running) if self.active is not None else {}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        assert self.device is not None
-        return {key: value.cpu() for key, value in self.device.kept.items()}
+        return {key: value.cpu() for key, value in self.routines["train"].device.kept.items()}
 
     def gradients(self) -> dict[str, Any]:
-        assert self.device is not None
-        return {key: value.cpu() for key, value in (self.device.last_gradients or {}).items()}
+        return {key: value.cpu() for key, value in (self.routines["train"].device.last_gradients or {}).items()}
+
+    def reset_peak(self) -> dict[str, int]:
+        """The most memory on CUDA since the last call, as torch's allocator counts it; the next peak counts from here, without what earlier jobs have left."""
+        if not self.comm.cuda:
+            return {}
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        found = {name: int(stats[f"{name}_bytes.all.peak"]) for name in ("allocated", "active", "reserved")}
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return found
 
     def close(self) -> None:
-        if self.device is not None:
-            self.device = None
-            self.streams.close()
+        for routine in self.routines.values():
+            routine.streams.close()
+        if self.routines:
+            self.routines, self.active = {}, None
             self.comm.close()
 
 

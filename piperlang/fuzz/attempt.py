@@ -1,0 +1,125 @@
+"""A script tried on a model: the same mathematics, or what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from piperlang.capture.model_file import ModelFile, shipped
+from piperlang.capture.program import Captured, Program
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.ir.graph import Graph
+from piperlang.ir.layout import devices_of
+from piperlang.ir.sort import topological
+from piperlang.plan.check import check
+from piperlang.plan.instruction import Plan
+from piperlang.plan.lower import lower
+from piperlang.runtime.numerics import InDouble, Planned, Trainer, capture_doubled, compare
+from piperlang.session import schedule
+from piperlang.source import Source
+
+EXECUTORS = ("graph", "inline", "ray")
+TIMEOUT = 60.0
+"""Seconds that a device waits for another before it is an error."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    """same | different | refused | failed | raised"""
+    what: str
+    """The size of the graph and the difference, or the error."""
+    error: str = ""
+    """The code of the diagnostic, or the name of the exception: two failures of one kind with one error are taken for the same."""
+
+    @property
+    def fine(self) -> bool:
+        return self.kind == "same"
+
+    def like(self, other: Outcome) -> bool:
+        return (self.kind, self.error) == (other.kind, other.error)
+
+
+class Bench:
+    """A model, and somebody who trains it under any script."""
+
+    def __init__(self, file: ModelFile, seed: int = 0, executor: str = "graph", workers: int = 8) -> None:
+        self.file, self.seed, self.executor, self.workers = file, seed, executor, workers
+        self.cluster: Any = None
+
+    @cached_property
+    def program(self) -> Program:
+        return capture_doubled(self.file, self.seed)
+
+    def attempt(self, script: str) -> Outcome:
+        """Compile, plan, and train two steps beside the plain model. Whatever happens is an outcome."""
+        try:
+            found = schedule(self.program, Source("fuzz.piper", script), say=lambda _: None)
+            if found.problems:
+                return _complained("refused", found.problems)
+            graph = found.graph()
+            topological(graph)
+            plan = lower(graph)
+            check(plan)
+        except PiperError as problem:
+            return _complained("refused", problem.diagnostics)
+        except Exception as problem:
+            return Outcome("raised", f"{type(problem).__name__}: {problem}", type(problem).__name__)
+        cut = found.scheduler.schedule.captured
+        assert isinstance(cut, Captured)
+        try:
+            with self._trainer(graph, plan, cut) as trainer:
+                compared = compare(self.file, self.program, graph, cut, self.seed, trainer)
+        except PiperError as problem:
+            return _complained("failed", problem.diagnostics)
+        except Exception as problem:
+            return Outcome("raised", f"{type(problem).__name__}: {problem}", type(problem).__name__)
+        size = f"{len({d for family in graph.families for d in devices_of(family.where)})} devices, {len(graph.nodes)} nodes"
+        worst = max(compared.max_grad_rel_err, compared.max_weight_rel_err)
+        if compared.ok:
+            return Outcome("same", f"{size}, largest difference {worst:.0e}")
+        return Outcome("different", f"{size}, loss {compared.loss:.9g} instead of {compared.loss_reference:.9g}, largest difference {worst:.1e} in {compared.worst}")
+
+    @contextmanager
+    def _trainer(self, graph: Graph, plan: Plan, cut: Captured) -> Iterator[Trainer | None]:
+        if self.executor == "graph":
+            yield None
+            return
+        from piperlang.runtime.job import Job, Training
+        from piperlang.runtime.optimize import default_optimizer
+        from piperlang.runtime.threads import ThreadJob
+
+        make = shipped(self.file, "model")
+        assert make is not None
+        training = Training(InDouble(make), shipped(self.file, "optimizer") or default_optimizer, shipped(self.file, "lr_schedule"), self.seed)
+        loss_dtype = graph.model.tensors[graph.model.loss].dtype
+        if self.executor == "inline":
+            with ThreadJob(plan, cut, training, TIMEOUT, loss_dtype) as job:
+                yield Planned(graph, job)
+            return
+        try:
+            with Job(plan, cut, training, timeout=TIMEOUT, loss_dtype=loss_dtype, cluster=self._workers()) as job:
+                yield Planned(graph, job)
+        except Exception:
+            self.close()  # a job that fails takes its workers with it: the next one gets new ones
+            raise
+
+    def _workers(self) -> Any:
+        if self.cluster is None:
+            from piperlang.runtime.cluster import Cluster
+
+            self.cluster = Cluster(self.workers)
+        return self.cluster
+
+    def close(self) -> None:
+        if self.cluster is not None:
+            self.cluster.close()
+            self.cluster = None
+
+
+def _complained(kind: str, problems: tuple[Diagnostic, ...]) -> Outcome:
+    first = problems[0]
+    return Outcome(kind, f"{first.code}: {first.message}", first.code)

@@ -1,0 +1,139 @@
+"""What a random schedule has to know of a model: its stages, how its batch divides, and which of its parts may be divided how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from piperlang.diagnostics import PiperError
+from piperlang.ir.graph import Graph
+from piperlang.session import schedule
+from piperlang.source import Source
+
+if TYPE_CHECKING:
+    from piperlang.capture.program import Program
+    from piperlang.ir.model import Model
+
+STAGES = 4
+"""How many a model without stages of its own is cut into, at most."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that `shard` may be tried on."""
+
+    lines: tuple[str, ...]
+    """Tags that make a chunk of it."""
+    selector: str
+    rest: str
+    """What is left of the model."""
+    style: str
+
+
+class Traits:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._allowed: dict[tuple[Part, int], bool] = {}
+
+    @cached_property
+    def plain(self) -> Model:
+        return self.program.cut().model
+
+    @cached_property
+    def tags(self) -> tuple[str, ...]:
+        """Lines that give the model stages where it has none: its modules in order, in runs of about the same number."""
+        if any("stage" in chunk.tags for chunk in self.plain.chunks):
+            return ()
+        paths = list(dict.fromkeys(_block(path) for chunk in self.plain.chunks for path in chunk.modules))
+        count = min(STAGES, len(paths))
+        runs = groupby(enumerate(paths), key=lambda item: item[0] * count // len(paths))
+        return tuple(f"tag stage={stage} at {', '.join(_quoted(path) for _, path in run)}" for stage, run in runs)
+
+    @cached_property
+    def model(self) -> Model:
+        found = schedule(self.program, Source("tags.piper", "".join(f"{line}\n" for line in self.tags)))
+        return found.scheduler.schedule.model
+
+    @cached_property
+    def stages(self) -> tuple[int | str, ...]:
+        """Values of the tag `stage`, in the order in which they come."""
+        return tuple(dict.fromkeys(chunk.tags["stage"] for chunk in self.model.chunks if "stage" in chunk.tags))
+
+    @cached_property
+    def numbered(self) -> bool:
+        """Whether the stages are 0, 1, ..., as the library's schedules want them, nothing is outside of them, and none reads what a later one makes."""
+        if self.loose or self.stages != tuple(range(len(self.stages))):
+            return False
+        made = {name: chunk.tags["stage"] for chunk in self.model.chunks for name in chunk.outputs}
+        return all(self.stages.index(made[name]) <= self.stages.index(chunk.tags["stage"]) for chunk in self.model.chunks for name in chunk.inputs)
+
+    @cached_property
+    def loose(self) -> bool:
+        """Whether anything has no stage."""
+        return any("stage" not in chunk.tags for chunk in self.model.chunks)
+
+    @property
+    def samples(self) -> int:
+        return self.model.samples
+
+    @property
+    def divides(self) -> bool:
+        """Whether the batch may be divided."""
+        return self.model.mixing is None
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether stages share a weight: they must then be divided alike."""
+        readers: dict[str, set[object]] = {}
+        for chunk in self.model.chunks:
+            for name in chunk.weights:
+                readers.setdefault(name, set()).add(chunk.tags.get("stage"))
+        return any(len(stages) > 1 for stages in readers.values())
+
+    # --------------------------------------------------------------------------------------------------- dividing
+
+    @cached_property
+    def parts(self) -> Sequence[Part]:
+        """What `shard` is worth a try on: chunks with a tag of their own as experts, layers by columns and rows, norms by the sequence."""
+        others = sorted({key for chunk in self.model.chunks for key in chunk.tags if key != "stage"})
+        found = [Part((), f"[{key}=*]", f"[!{key}]", "experts") for key in others]
+        weights = {name: weight.shape for name, weight in self.model.weights.items()}
+        for path in dict.fromkeys(path for chunk in self.model.chunks for path in chunk.modules):
+            shape = weights.get(f"{path}.weight")
+            styles = ("columns", "rows") if shape is not None and len(shape) == 2 else ("sequence",) if shape is not None and len(shape) == 1 else ()
+            found += [Part((f'tag part="{style}" at {_quoted(path)}',), f'[part="{style}"]', "[!part]", style) for style in styles]
+        return found
+
+    def allows(self, part: Part, size: int) -> bool:
+        """Whether the compiler divides it among so many devices, alone."""
+        if (part, size) not in self._allowed:
+            lines = [*self.tags, *part.lines, f"mesh gpu = d: {size}", "place [pass=*] on gpu", f"shard {part.selector} over gpu.d with style={part.style}", f"replicate {part.rest} over gpu.d"]
+            try:
+                self._allowed[part, size] = self.compiles(lines) is not None
+            except Exception:
+                self._allowed[part, size] = True  # a fault of the compiler: it will show when the script is tried
+        return self._allowed[part, size]
+
+    def compiles(self, lines: Sequence[str]) -> Graph | None:
+        """The graph of a script, or nothing if it is refused. What else it raises is a fault of the compiler."""
+        found = schedule(self.program, Source("draft.piper", "\n".join(lines) + "\n"))
+        if found.problems:
+            return None
+        try:
+            return found.graph()
+        except PiperError:
+            return None
+
+
+def _block(path: str) -> str:
+    """The part of a module's path that is a layer of the model: to the first number in it, or its first name."""
+    parts = path.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number + 1])
+
+
+def _quoted(path: str) -> str:
+    return f'"{path}"'

@@ -1,0 +1,38 @@
+"""Gradients of one weight that one stream makes are added up as they come, so that the order is always the same and one of them takes memory, not all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from piperlang.ir.graph import Key
+from piperlang.plan.instruction import DevicePlan, Instruction
+
+ADDED = ("dw:", "g:")
+"""Gradients as passes make them, and the parts of them that reductions give."""
+
+
+def sums(device: DevicePlan) -> dict[Key, Key]:
+    """Which gradients are added up into which sum."""
+    stream = {key: x.stream for x in device.instructions for key in x.writes}
+    found: dict[Key, Key] = {}
+    for x in device.instructions:
+        for entry in x.args.get("weights", ()):
+            keys: Sequence[Key] = entry.get("grads") or entry.get("from") or ()
+            if len(keys) > 1 and all(key.startswith(ADDED) for key in keys) and len({stream[key] for key in keys}) == 1:
+                found.update(dict.fromkeys(keys, f"sum:{keys[0]}"))
+    return found
+
+
+ALONE = 2**18
+"""Elements of a weight that is worth a message of its own: then nothing of it is copied."""
+
+
+def travels_alone(entry: Mapping[str, Any]) -> bool:
+    """Whether a weight of a gather or a scatter is moved from where it lies to where it stays: if it is large and its parts are equal."""
+    return len({high - low for low, high in entry["cuts"]}) == 1 and int(entry["cuts"][-1][1]) >= ALONE
+
+
+def reads(instruction: Instruction, totals: dict[Key, Key]) -> tuple[Key, ...]:
+    """What an instruction reads, each once: sums in place of what was added up."""
+    return tuple(dict.fromkeys(totals.get(key, key) for key in instruction.reads))
