@@ -22,16 +22,22 @@ import torch
 from piperlang.capture import program
 from piperlang.capture.model_file import load_model
 from piperlang.cli.main import main
+from piperlang.plan.summary import _bytes as size_text
 from piperlang.runtime import numerics
 
 ROOT = Path(__file__).parent.parent
-SCHEDULES = sorted(path for path in (ROOT / "examples").glob("*/*.piper") if (path.parent / "model.py").exists())
+MISTAKES = "90_mistakes"
+"""Broken on purpose, and tested in test_mistake_examples.py."""
+SCHEDULES = sorted(path for path in (ROOT / "examples").glob("*/*.piper") if (path.parent / "model.py").exists() and path.parent.name != MISTAKES)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 torch.set_num_threads(1)
 LIMIT = 1e-5
 STEPS = 4
 
-QUICK = {"01_mlp/both", "01_mlp/data", "01_mlp/pipeline", "02_gpt/interleaved", "03_moe/data_axis"}
+QUICK = {
+    "01_mlp/both", "01_mlp/data", "01_mlp/pipeline", "02_gpt/interleaved", "03_moe/data_axis", "04_zero/hybrid", "04_zero/prefetch", "04_zero/zero3_zbv",
+    "05_tensor_parallel/pipeline",
+}  # fmt: skip
 """Trained in every run of the tests; the others, which the numerics check covers in every run, with `-m slow`."""
 
 
@@ -187,6 +193,20 @@ def test_every_schedule_is_on_its_page() -> None:
     assert {name_of(path) for path in SCHEDULES} >= QUICK
     for schedule in SCHEDULES:
         assert schedule.name in (schedule.parent / "README.md").read_text(encoding="utf-8"), schedule
+
+
+def test_the_memory_table_of_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    """What examples/04_zero/README.md says of every schedule is what `piperc plan` prints."""
+    folder = ROOT / "examples" / "04_zero"
+    rows = re.findall(r"^\| (\w+) \| (.+ (?:B|KiB|MiB)) \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for name, _ in rows} == {path.stem for path in folder.glob("*.piper")}
+    for name, cells in rows:
+        assert main(["plan", str(folder / "model.py"), str(folder / f"{name}.piper"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        held = found["memory"]["by"]
+        sent = sum(stream["bytes"] for stream in found["communication"].values())
+        expected = [found["memory"]["bytes"]["max"], held["weights"], held["gradients"], held["optimizer states"], sent]
+        assert cells.split(" | ") == [size_text(number) for number in expected], name
 
 
 def test_pages_name_files_that_are_there() -> None:

@@ -76,14 +76,13 @@ def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[Key, ...]]]:
     sizes = {tuple(dict(axes_of(home.where))[axis] for axis in home.flat(2)) for home in bucket[0]}
     for place, home in enumerate(bucket[0]):
         scattered = tuple(axis for axis in home.flat(2) if axis in home.summed) if len(sizes) == 1 else ()
-        for op, axes in (("reduce_scatter", scattered), ("all_reduce", tuple(axis for axis in home.summed if axis not in scattered))):
-            if axes:
-                flat = scattered if op == "all_reduce" else axes
-                family = nodes.family(Family(op, home.site.chunk.tags, home.where, axes=axes, phase=None, by=home.site.uses[axes[0]].directive))
-                written = [_key(nodes, homes[place], f"{op[0]}{len(nodes.families)}", flat) for homes in bucket]
-                nodes.add(family, (), tuple(keys[w][place] for w in range(len(bucket))), tuple(written))
-                for w, key in enumerate(written):
-                    keys[w][place] = (key,)
+        if scattered and home.site.uses[scattered[0]].in_parts:
+            _scatter_each(bucket, place, keys, scattered, nodes)
+        elif scattered:
+            _together("reduce_scatter", bucket, place, keys, scattered, scattered, nodes)
+        rest = tuple(axis for axis in home.summed if axis not in scattered)
+        if rest:
+            _together("all_reduce", bucket, place, keys, rest, scattered, nodes)
     if apart:
         first, *others = bucket[0]
         family = nodes.family(Family("all_reduce", first.site.chunk.tags, first.where, beyond=tuple(home.where for home in others)))
@@ -92,6 +91,33 @@ def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[Key, ...]]]:
         nodes.add(family, (), tuple(parts for per_home in keys for parts in per_home), tuple(written))
         return [[(written[w * len(homes) + place],) for place in range(len(homes))] for w, homes in enumerate(bucket)]
     return keys
+
+
+def _together(op: str, bucket: Bucket, place: int, keys: list[list[tuple[Key, ...]]], axes: tuple[str, ...], flat: tuple[str, ...], nodes: Nodes) -> None:
+    """One reduction for the bucket, of the sums over microbatches; its results take the place of their gradients."""
+    home = bucket[0][place]
+    family = nodes.family(Family(op, home.site.chunk.tags, home.where, axes=axes, phase=None, by=home.site.uses[axes[0]].directive))
+    written = [_key(nodes, homes[place], f"{op[0]}{len(nodes.families)}", flat) for homes in bucket]
+    nodes.add(family, (), tuple(keys[w][place] for w in range(len(bucket))), tuple(written))
+    for w, key in enumerate(written):
+        keys[w][place] = (key,)
+
+
+def _scatter_each(bucket: Bucket, place: int, keys: list[list[tuple[Key, ...]]], axes: tuple[str, ...], nodes: Nodes) -> None:
+    """A reduction for every microbatch: what is added up are parts. Where a weight is read twice there are more of them than microbatches."""
+    site = bucket[0][place].site
+    rounds = max(len(of_weight[place]) for of_weight in keys)
+    dims, points = (site.dims, list(site.points)) if rounds == len(site.points) else (("round",), [(k,) for k in range(rounds)])
+    family = nodes.family(Family("reduce_scatter", site.chunk.tags, site.where, dims, axes=axes, phase=None, by=site.uses[axes[0]].directive))
+    parts: list[list[Key]] = [[] for _ in bucket]
+    for k in range(rounds):
+        now = [w for w in range(len(bucket)) if k < len(keys[w][place])]
+        written = [_key(nodes, bucket[w][place], f"r{len(nodes.families)}.{k}", axes) for w in now]
+        nodes.add(family, points[k], tuple((keys[w][place][k],) for w in now), tuple(written))
+        for w, key in zip(now, written, strict=True):
+            parts[w].append(key)
+    for w, found in enumerate(parts):
+        keys[w][place] = tuple(found)
 
 
 def _key(nodes: Nodes, home: Home, suffix: str, flat: tuple[str, ...]) -> Key:

@@ -52,6 +52,8 @@ class Use:
     style: str = ""
     bucket: int = BUCKET
     prefetch: int = 1
+    in_parts: bool = False
+    """Whether gradients are added up over microbatches in parts, each reduced by itself."""
 
     @property
     def divides_batch(self) -> bool:

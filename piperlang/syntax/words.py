@@ -57,6 +57,7 @@ PYTHON_HABITS = {
 """What a Python reader might write, and what to write instead."""
 
 OPTION_WORDS = {
+    "accumulate": ("whole", "sharded"),
     "grads": ("sharded", "replicated"),
     "params": ("sharded", "replicated"),
     "states": ("sharded", "replicated"),
@@ -66,7 +67,7 @@ OPTION_WORDS = {
 """Options after `with` whose values are words."""
 
 OPTIONS = {
-    "replicate": ("bucket", "grads", "params", "prefetch", "reduce", "states"),
+    "replicate": ("accumulate", "bucket", "grads", "params", "prefetch", "reduce", "states"),
     "shard": ("style",),
     "recompute": (),
     "offload": ("prefetch",),

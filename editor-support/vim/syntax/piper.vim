@@ -52,6 +52,7 @@ syntax region piperLet matchgroup=piperDeclaration start=/\<let\>/ end=/\ze=\|$/
 syntax region piperMesh matchgroup=piperDeclaration start=/\<mesh\>/ end=/$/ end=/^\ze\s*\<\%(def\|elif\|from\|import\|let\|mesh\|offload\|order\|param\|place\|print\|recompute\|repeat\|replicate\|require\|return\|shard\|split\|stream\|tag\)\>/ contains=@piperExpression,piperBound,piperAxis
 syntax region piperTagging matchgroup=piperDirective start=/\<tag\>/ matchgroup=piperConnective end=/\<at\>/
       \ matchgroup=NONE end=/$/ end=/^\ze\s*\<\%(def\|elif\|from\|import\|let\|mesh\|offload\|order\|param\|place\|print\|recompute\|repeat\|replicate\|require\|return\|shard\|split\|stream\|tag\)\>/ contains=@piperExpression,piperTag
+syntax match piperOptionWord contained /\%(\<accumulate\s*=\s*\)\@<=\<\%(whole\|sharded\)\>/
 syntax match piperOptionWord contained /\%(\<grads\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
 syntax match piperOptionWord contained /\%(\<params\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
 syntax match piperOptionWord contained /\%(\<states\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
