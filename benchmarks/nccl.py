@@ -1,4 +1,4 @@
-"""The schedules of tests/test_job.py on CUDA over NCCL, four ranks sharing what GPUs there are, against plain training on one.
+"""The schedules of tests/test_job.py on CUDA over NCCL, four ranks sharing what GPUs there are, against plain training on one, with clipping and evaluation.
 
     python -m benchmarks.nccl [--json]
 """
@@ -14,14 +14,19 @@ from typing import Any
 import torch
 
 from piperlang.capture.program import capture
+from piperlang.plan.clip import clipped
+from piperlang.plan.forward import forward
 from piperlang.plan.lower import lower
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
+from piperlang.runtime.numerics import gradient_errors
 from tests.equivalence import SAMPLES, compiled, optimizer, relative
 from tests.models import CASES
 from tests.test_job import SCHEDULES
 
 RANKS = 4
+MAX_NORM = 0.05
+"""Gradients are clipped, as every job that trains a language model does."""
 
 
 def compare(cluster: Cluster, model: str, script: str, compiles: bool) -> dict[str, Any]:
@@ -32,7 +37,8 @@ def compare(cluster: Cluster, model: str, script: str, compiles: bool) -> dict[s
         return tuple(t.to(device) for t in case.batch(SAMPLES))
 
     graph, captured = compiled(capture(case.model, case.loss, batch(0, "cuda")), script)
-    plan = lower(graph)
+    plan = clipped(lower(graph), MAX_NORM)
+    only = forward(lower(graph))
     if len(plan.devices) > RANKS:
         return {"devices": len(plan.devices), "skipped": f"needs {len(plan.devices)} ranks"}
     torch.manual_seed(0)
@@ -40,19 +46,18 @@ def compare(cluster: Cluster, model: str, script: str, compiles: bool) -> dict[s
     eager = optimizer([p for p in plain.parameters() if p.requires_grad])
     worst = {"loss": 0.0, "gradients": 0.0}
     with Job(plan, captured, Training(case.model, optimizer), timeout=60, cluster=cluster, cuda=True, compiles=compiles) as job:
+        job.prepare(only, captured)
         for step in range(2):
+            evaluated = job.evaluate(batch(step, "cpu"))
             done = job.step(batch(step, "cpu"), gradients=True)
             inputs, target = batch(step, "cuda")
             eager.zero_grad()
             loss = case.loss(plain(inputs), target)
             loss.backward()
-            worst["loss"] = max(worst["loss"], abs(done.loss - loss.item()) / abs(loss.item()))
+            worst["loss"] = max(worst["loss"], abs(done.loss - loss.item()) / abs(loss.item()), abs(evaluated - loss.item()) / abs(loss.item()))
             expected = {name: p.grad.cpu() for name, p in plain.named_parameters() if p.grad is not None}
-            for found in job.gradients():
-                for key, gradient in found.items():
-                    name = graph.held[key].weight
-                    if gradient.shape == expected[name].shape:
-                        worst["gradients"] = max(worst["gradients"], relative(gradient, expected[name]))
+            worst["gradients"] = max(worst["gradients"], *gradient_errors(graph, [device.device for device in plan.devices], job.gradients(), expected).values())
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
             eager.step()
         weights = job.weights()
     worst["weights"] = max(relative(weights[name], p.detach().cpu()) for name, p in plain.named_parameters())

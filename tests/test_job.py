@@ -43,6 +43,7 @@ SCHEDULES = {
     "1f1b": ("gpt", pipeline("one_f_one_b", "loop", 4)),
     "1f1b x dp": ("unet", pipeline("one_f_one_b", "loop", 4, 2, REPLICATE)),
     "zbv x zero3": ("gpt", pipeline("zbv", "vee", 2, 2, f"{REPLICATE} with params=sharded")),
+    "zbv x zero3, added up in parts": ("gpt", pipeline("zbv", "vee", 2, 2, f"{REPLICATE} with params=sharded, accumulate=sharded")),
     "dualpipe x zero2": ("mlp", pipeline("dualpipe", "mirror", 4, 2, f"{REPLICATE} with grads=sharded", "4, 4")),
     "dp": ("gpt", DP.format("")),
     "zero1": ("mlp", DP.format(" with states=sharded")),

@@ -173,7 +173,7 @@ def _weights_differ(nodes: Sequence[str]) -> Diagnostic:
 
 
 def _pass(piece: Piece) -> ir.Pass:
-    return ir.Pass(piece.takes, piece.gives, piece.cost.flops, piece.cost.read_bytes + piece.cost.written_bytes)
+    return ir.Pass(piece.takes, piece.gives, piece.cost.flops, piece.cost.read_bytes + piece.cost.written_bytes, piece.cost.scratch_bytes)
 
 
 def _dtype(value: torch.Tensor) -> str:

@@ -70,6 +70,7 @@ class Pass:
     gives: tuple[Slot, ...]
     flops: int = 0
     moved_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from piperlang.ir.model import Slot, Tensor
 from piperlang.ir.sort import topological
 from piperlang.passes.flow import Flow
 from piperlang.passes.nodes import Nodes
-from piperlang.passes.reduce import reduce
+from piperlang.passes.reduce import hold_back, reduce
 from piperlang.passes.schedule import Schedule
 from piperlang.passes.sites import Point, Site, Sites
 from piperlang.passes.temporal import Temporal
@@ -63,6 +63,7 @@ class _Build:
         temporal = Temporal(self.schedule, self.nodes)
         orders = [] if self.sketch else temporal.orders()
         self.weights.prefetch(orders)
+        hold_back(self.nodes, orders)
         chains = [] if self.sketch else temporal.chains()
         n = self.nodes
         graph = Graph(self.model, n.nodes, [family for family in n.families if family.points], n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated, chains)

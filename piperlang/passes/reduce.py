@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from piperlang.ir.graph import Family, Held, Key
+from piperlang.ir.graph import Family, Held, Key, Steps
 from piperlang.ir.layout import axes_of
 from piperlang.ir.model import Model, Place
 from piperlang.passes.nodes import Nodes
 from piperlang.passes.schedule import BUCKET
-from piperlang.passes.weights import Home, two_ways
+from piperlang.passes.weights import Home, position, two_ways
 
 Bucket = Sequence[Sequence[Home]]
 """Weights that are reduced together, each with all its homes."""
@@ -104,20 +104,49 @@ def _together(op: str, bucket: Bucket, place: int, keys: list[list[tuple[Key, ..
 
 
 def _scatter_each(bucket: Bucket, place: int, keys: list[list[tuple[Key, ...]]], axes: tuple[str, ...], nodes: Nodes) -> None:
-    """A reduction for every microbatch: what is added up are parts. Where a weight is read twice there are more of them than microbatches."""
-    site = bucket[0][place].site
-    rounds = max(len(of_weight[place]) for of_weight in keys)
-    dims, points = (site.dims, list(site.points)) if rounds == len(site.points) else (("round",), [(k,) for k in range(rounds)])
-    family = nodes.family(Family("reduce_scatter", site.chunk.tags, site.where, dims, axes=axes, phase=None, by=site.uses[axes[0]].directive))
+    """A reduction for every pass that makes gradients of the bucket: what is added up are parts."""
+    by = bucket[0][place].site.uses[axes[0]].directive
+    made: dict[int, list[tuple[int, Key]]] = {}
+    for w, of_weight in enumerate(keys):
+        for key in of_weight[place]:
+            made.setdefault(nodes.made[key], []).append((w, key))
+    families: dict[object, Family] = {}
     parts: list[list[Key]] = [[] for _ in bucket]
-    for k in range(rounds):
-        now = [w for w in range(len(bucket)) if k < len(keys[w][place])]
-        written = [_key(nodes, bucket[w][place], f"r{len(nodes.families)}.{k}", axes) for w in now]
-        nodes.add(family, points[k], tuple((keys[w][place][k],) for w in now), tuple(written))
-        for w, key in zip(now, written, strict=True):
+    for maker, gradients in made.items():
+        its = nodes.nodes[maker].family
+        family = families.get(id(its))
+        if family is None:
+            family = families[id(its)] = nodes.family(Family("reduce_scatter", its.tags, its.where, its.dims, axes=axes, phase=None, by=by))
+        written = [_key(nodes, bucket[w][place], f"r{len(nodes.families)}.{len(parts[w])}", axes) for w, _ in gradients]
+        nodes.add(family, nodes.nodes[maker].point, tuple((key,) for _, key in gradients), tuple(written))
+        for (w, _), key in zip(gradients, written, strict=True):
             parts[w].append(key)
     for w, found in enumerate(parts):
         keys[w][place] = tuple(found)
+
+
+WHOLE = 2
+"""Gradients of how many passes may be whole at once where they are added up in parts: one that is made, and one that is on its way."""
+
+
+def hold_back(nodes: Nodes, orders: Sequence[Steps]) -> None:
+    """Where every microbatch is reduced by itself, a pass waits until the gradients of the one before the last are in parts, or they would pile up behind slow communication."""
+    scatters: dict[int, list[int]] = {}
+    for node in nodes.nodes:
+        makers = {nodes.made[key] for keys in node.reads for key in keys} if node.op == "reduce_scatter" and node.family.dims else set()
+        if len(makers) == 1:
+            scatters.setdefault(makers.pop(), []).append(node.id)
+    if not scatters:
+        return
+    lines: list[list[int]] = [[node for group in order.groups for node in sorted((n for n in group if n in scatters), key=lambda n: position(nodes, n))] for order in orders]
+    ordered = {node for line in lines for node in line}
+    open_ones: dict[object, list[int]] = {}
+    for pass_ in sorted((number for number in scatters if number not in ordered), key=lambda n: position(nodes, n)):
+        open_ones.setdefault((nodes.nodes[pass_].family.where, nodes.nodes[pass_].point), []).append(pass_)
+    for line in (*lines, *open_ones.values()):
+        for earlier, later in zip(line, line[WHOLE:], strict=False):
+            for scatter in scatters[earlier]:
+                nodes.before(later, scatter)
 
 
 def _key(nodes: Nodes, home: Home, suffix: str, flat: tuple[str, ...]) -> Key:

@@ -160,7 +160,7 @@ class Weights:
         found: set[int] = set()
         for group in order.groups:
             readers: dict[bool, list[_Gather]] = {}
-            for reader in sorted((node for node in group if node in by_reader), key=self._position):
+            for reader in sorted((node for node in group if node in by_reader), key=lambda node: position(self.nodes, node)):
                 readers.setdefault(self.nodes.nodes[reader].family.phase == "F", []).append(by_reader[reader])
             if not readers:
                 continue
@@ -175,11 +175,12 @@ class Weights:
                 lines[forward] = line[-max(gather.distance for gather in gathers) :]
         return found
 
-    def _position(self, node: int) -> tuple[Point, int, str]:
-        """Chunks are numbered as they follow each other; backwards go the other way, and an I before its W."""
-        family = self.nodes.nodes[node].family
-        assert family.chunk is not None
-        return self.nodes.nodes[node].point, family.chunk if family.phase == "F" and family.op == "F" else -family.chunk, "" if family.op == "R" else family.op
+
+def position(nodes: Nodes, node: int) -> tuple[Point, int, str]:
+    """Among the passes of a step: chunks are numbered as they follow each other; backwards go the other way, and an I before its W."""
+    family = nodes.nodes[node].family
+    assert family.chunk is not None
+    return nodes.nodes[node].point, family.chunk if family.op == "F" else -family.chunk, "" if family.op == "R" else family.op
 
 
 def two_ways(name: str, first: Site, second: Site) -> PiperError:

@@ -5,7 +5,8 @@ Streams that run side by side may need a little more at once, and a backend has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ from piperlang.ir.graph import COMPUTE, Graph, Key
 from piperlang.ir.held import coordinates, interval
 from piperlang.ir.layout import devices_of
 from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.plan.sums import reads, sums, travels_alone
 from piperlang.plan.transfer import local_shapes
 
 STATES = 8.0
@@ -65,9 +67,20 @@ class Sizes:
             about = self.plan.kinds[instruction.args["kind"]]
             chunk = self.graph.model.chunks[about["chunk"]]
             whole = chunk.saved_bytes if kind == "saved" else chunk.kept_bytes
-            self.bundles[last] = round(whole * about["samples"] / self.graph.model.samples / prod(divide.size for divide in about["arranged"][0]))
+            self.bundles[last] = self._scaled(whole, about)
+
+    def scratch(self, kind: int) -> int:
+        """Of a pass, beyond what it reads and gives."""
+        about = self.plan.kinds[kind]
+        whole = self.graph.model.chunks[about["chunk"]].passes["F" if about["op"] == "R" else about["op"]].scratch_bytes
+        return self._scaled(whole, about)
+
+    def _scaled(self, whole: int, about: Mapping[str, Any]) -> int:
+        """For the samples and the part of a chunk that a device has."""
+        return int(whole * about["samples"] / self.graph.model.samples / prod(divide.size for divide in about["arranged"][0]))
 
     def of(self, key: Key, device: int) -> int:
+        """In bytes."""
         held = self.graph.held.get(key)
         if held is not None:
             weight = self.graph.model.weights[held.weight]
@@ -87,15 +100,12 @@ class Sizes:
 
 class _Walk:
     def __init__(self, device: DevicePlan, plan: Plan, sizes: Sizes, states: float) -> None:
-        self.device, self.sizes = device, sizes
+        self.device, self.sizes, self.plan = device, sizes, plan
         self.number = device.device
-        self.left: dict[Key, int] = {}
-        for instruction in device.instructions:
-            for key in instruction.reads:
-                self.left[key] = self.left.get(key, 0) + 1
+        self.sums = sums(device)
+        self.reads = [reads(x, self.sums) for x in device.instructions]
+        self.left = Counter(key for keys in self.reads for key in keys)
         self.permanent = {*device.next.values(), *device.losses, *device.weights}
-        self.sums = _added_up(device)
-        self.members = {k: len(members) for k, (members, _) in enumerate(plan.groups)}
         self.now = dict.fromkeys((WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION), 0)
         self.live: dict[Key, int] = {}
         for key in (*device.weights, *(key for key, _, _ in device.feeds)):
@@ -106,51 +116,61 @@ class _Walk:
     def _elements(self, entry: Mapping[str, Any]) -> int:
         if entry["take"] is not None:
             return int(entry["take"][1] - entry["take"][0])
-        return self.sizes.of(entry["old"], self.number) // self.sizes.graph.model.weights[entry["weight"]].itemsize
+        return self.sizes.of(entry["old"], self.number) // self._item(entry["old"])
+
+    def _item(self, key: Key) -> int:
+        return self.sizes.graph.model.weights[self.sizes.graph.held[key].weight].itemsize
+
+    def _size(self, key: Key) -> int:
+        """Sums are named after the first of their parts, and are in float32 where those are in half precision."""
+        part = key.removeprefix("sum:")
+        size = self.sizes.of(part, self.number)
+        return size * max(1, 4 // self._item(part)) if part != key else size
 
     def _add(self, key: Key) -> None:
         if key not in self.live:
-            size = self.sizes.of(self.sums[1].get(key, key), self.number)
-            self.live[key] = size
-            self.now[kind_of(key)] += size
+            self.live[key] = self._size(key)
+            self.now[kind_of(key)] += self.live[key]
 
     def _end(self, key: Key) -> None:
-        if key in self.live and key not in self.permanent and not key.startswith("sum:"):
+        if key in self.live and key not in self.permanent:
             self.now[kind_of(key)] -= self.live.pop(key)
 
     def peak(self) -> Peak:
+        sent = 0
+        again = set(self.device.next.values())
         for i, instruction in enumerate(self.device.instructions):
-            for key in instruction.writes:
-                total = self.sums[0].get(key, key)
-                if instruction.do == "update":
-                    continue  # in place
-                if total in self.left or total in self.permanent or total.startswith("sum:"):
-                    self._add(total)
-            self._look(i, self._buffers(instruction))
             if instruction.do == "send":
-                self.now[COMMUNICATION] += self._sent(instruction)  # until the step ends: sends are not waited for before
-            for key in instruction.reads:
+                self.now[COMMUNICATION] -= sent  # what was sent before has been taken by now
+                sent = self._sent(instruction)
+                self.now[COMMUNICATION] += sent
+            fresh = 0
+            for key in instruction.writes:
+                total = self.sums.get(key, key)
+                if total != key:
+                    fresh += self.sizes.of(key, self.number) if total in self.live else 0  # until it has been added to its sum
+                if instruction.do != "update" and key not in again and (total in self.left or total in self.permanent):
+                    self._add(total)
+            kind = ACTIVATIONS if instruction.do in COMPUTE else COMMUNICATION
+            self._look(i, {GRADIENTS: fresh, kind: self._buffers(instruction)})
+            for key in self.reads[i]:
                 self.left[key] -= 1
                 if not self.left[key]:
                     self._end(key)
         return Peak(self.best, self.at, self.by)
 
-    def _look(self, i: int, buffers: int) -> None:
-        total = sum(self.now.values()) + buffers
+    def _look(self, i: int, more: Mapping[str, int]) -> None:
+        total = sum(self.now.values()) + sum(more.values())
         if total > self.best:
-            self.best, self.at, self.by = total, i, {**self.now, COMMUNICATION: self.now[COMMUNICATION] + buffers}
+            self.best, self.at, self.by = total, i, {name: size + more.get(name, 0) for name, size in self.now.items()}
 
     def _sent(self, instruction: Instruction) -> int:
-        """Only what is cut out of a value is a copy; but the value itself stays with its message, too."""
+        """What is cut out of a value is a copy."""
         args = instruction.args
         if args["key"] is None:
             return len(args["parts"])
-        whole = self.sizes.of(args["key"], self.number)
-        if any(part[2] is None for part in args["parts"]):
-            self.permanent.add(args["key"])
-            return 0
-        elements = prod(self._shape(args["key"])) or 1
-        return sum(whole * prod(part[3]) // elements for part in args["parts"])
+        whole, elements = self.sizes.of(args["key"], self.number), prod(self._shape(args["key"])) or 1
+        return sum(whole * prod(part[3]) // elements for part in args["parts"] if part[2] is not None)
 
     def _shape(self, key: Key) -> tuple[int, ...]:
         value = self.sizes.graph.values[key]
@@ -159,26 +179,17 @@ class _Walk:
     def _buffers(self, instruction: Instruction) -> int:
         """What an instruction needs only while it runs."""
         do, args = instruction.do, instruction.args
-        if do in ("gather", "scatter", "reduce"):
-            mine = sum(self.sizes.of(self.sums[1].get(key, key), self.number) for entry in args["weights"] for key in entry["from"][:1])
-            written = sum(self.sizes.of(key, self.number) for key in instruction.writes)
-            return mine * (1 + self.members[args["group"]]) if do == "gather" else mine + (written if do == "scatter" else 0)
+        if do in COMPUTE:
+            return self.sizes.scratch(args["kind"])
+        if do in ("gather", "scatter"):
+            together = [entry for entry in args["weights"] if not travels_alone(entry)]
+            copied: int = sum(prod(entry["shape"]) for entry in together) * self._item(instruction.writes[0])
+            return copied + copied // (len(args["weights"][0]["cuts"]) or 1)
         if do == "exchange":
             return self.sizes.of(instruction.reads[0], self.number) + self.sizes.of(instruction.writes[0], self.number)
         if do == "all_reduce":
-            return self.sizes.of(instruction.reads[0], self.number)
+            return self.sizes.of(instruction.reads[0], self.number) if args["keep"] is not None else 0
+        if do == "recv":
+            largest: int = max((prod(part[3]) for part in args["parts"] if part[2] is not None), default=0)
+            return int(largest * self.sizes.of(instruction.writes[0], self.number) // max(1, prod(args["shape"])))
         return 0
-
-
-def _added_up(device: DevicePlan) -> tuple[dict[Key, Key], dict[Key, Key]]:
-    """Gradients of one weight that one stream makes are added up as they come: which into which sum, and of what size that is."""
-    stream = {key: x.stream for x in device.instructions if x.do in COMPUTE for key in x.writes}
-    into: dict[Key, Key] = {}
-    like: dict[Key, Key] = {}
-    for x in device.instructions:
-        for entry in x.args.get("weights", ()):
-            keys: Sequence[Key] = entry.get("grads") or entry.get("from") or ()
-            if len(keys) > 1 and all(key.startswith("dw:") for key in keys) and len({stream[key] for key in keys}) == 1:
-                into.update(dict.fromkeys(keys, f"sum:{keys[0]}"))
-                like[f"sum:{keys[0]}"] = keys[0]
-    return into, like

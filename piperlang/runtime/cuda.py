@@ -35,6 +35,10 @@ class CudaStreams:
         for i, instruction in enumerate(self.instructions):
             self.running = {instruction.stream: i}
             stream = self.streams[instruction.stream]
+            if instruction.do == "gather":
+                # The host must not run ahead of what bounds gathers: memory is given out when it issues an instruction, not when that runs.
+                for earlier in instruction.waits:
+                    self.events[earlier].synchronize()
             with torch.cuda.stream(stream):
                 for earlier in instruction.waits:
                     stream.wait_event(self.events[earlier])

@@ -37,6 +37,7 @@ class Device:
             for key in keys:
                 self.uses[key] = self.uses.get(key, 0) + 1
         self.permanent = set(plan.next.values()) | set(plan.losses)
+        self.before = {new: old for old, new in plan.next.items()}
         self.left: dict[Key, int] = {}
         self.last_gradients: dict[str, Any] | None = None
         self.run: dict[str, Callable[[Instruction], None]] = {name: getattr(self, f"_{name}") for name in _OPERATIONS} | dict.fromkeys("FBIWR", self._compute)
@@ -206,7 +207,11 @@ class Device:
         alone, together = _apart(args["weights"])
         for entry in alone:
             part = self.values[entry["from"][0]]
-            whole = part.new_empty(entry["shape"])
+            whole = self._again(entry["to"])
+            if whole is None:
+                whole = part.new_empty(entry["shape"])
+            else:
+                part = part.clone()  # it lies in the whole, and backends differ in what they allow there
             self.comm.gather_into(args["group"], whole.view(-1), part.view(-1))
             self.values[entry["to"]] = whole
         if not together:
@@ -218,8 +223,14 @@ class Device:
         start = 0
         for entry, size in zip(together, sizes, strict=True):
             pieces = [part[start : start + high - low] for part, (low, high) in zip(everyone, entry["cuts"], strict=True)]
-            self.values[entry["to"]] = torch.cat(pieces).view(entry["shape"])
+            whole = self._again(entry["to"])
+            self.values[entry["to"]] = torch.cat(pieces).view(entry["shape"]) if whole is None else torch.cat(pieces, out=whole.view(-1)).view(entry["shape"])
             start += size
+
+    def _again(self, key: Key) -> torch.Tensor | None:
+        """Where a weight lay before its update, if it is gathered to be kept: nobody reads the old one any more."""
+        old = self.before.get(key)
+        return None if old is None else self.values[old]
 
     def _scatter(self, instruction: Instruction) -> None:
         """Sums of gradients, each device its part. A large one in equal parts is sent as it lies; the others go together in one message."""
@@ -253,7 +264,9 @@ class Device:
         assert self.comm is not None
         entries = args["weights"]
         totals = [self._total(entry["from"]) for entry in entries]
-        flat = torch.cat([total.flatten() for total in totals]) * args.get("share", 1.0)
+        flat = torch.cat([total.flatten() for total in totals])
+        if args.get("share", 1.0) != 1.0:
+            flat *= args["share"]
         self.comm.all_reduce(args["group"], flat)
         start = 0
         for entry, total in zip(entries, totals, strict=True):
