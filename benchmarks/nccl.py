@@ -53,7 +53,7 @@ def compare(cluster: Cluster, model: str, script: str, compiles: bool) -> dict[s
             inputs, target = batch(step, "cuda")
             eager.zero_grad()
             loss = case.loss(plain(inputs), target)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             worst["loss"] = max(worst["loss"], abs(done.loss - loss.item()) / abs(loss.item()), abs(evaluated - loss.item()) / abs(loss.item()))
             expected = {name: p.grad.cpu() for name, p in plain.named_parameters() if p.grad is not None}
             worst["gradients"] = max(worst["gradients"], *gradient_errors(graph, [device.device for device in plan.devices], job.gradients(), expected).values())

@@ -31,6 +31,8 @@ place [stage=2:4] on gpu[pp=1]
 split batch into 2 as mb
 """
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 def listening(pids: list[int]) -> dict[int, set[str]]:
     """Addresses, as the kernel writes them, on which processes wait for connections."""

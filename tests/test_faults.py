@@ -20,6 +20,8 @@ from piperlang.runtime.job import Job, Training
 from tests.equivalence import compiled, optimizer
 from tests.sleepy import CASE, SCRIPT
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 def processes(folder: Path) -> list[int]:
     """Processes of a job: those that it started name its folder."""

@@ -124,6 +124,7 @@ def test_fine(executor: str, count: int, capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_fine_on_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["fuzz", MODEL, "--count", "5", "--mesh", "pp=2,dp=2", "--executor", "ray", "--out", str(tmp_path), "--json"]) == 0
     assert [json.loads(line)["outcome"] for line in capsys.readouterr().out.splitlines()] == ["same"] * 5

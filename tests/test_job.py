@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -65,13 +64,6 @@ SCHEDULES = {
         "mesh gpu = pp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nsplit batch into 2 as mb\norder [stage=3, pass=F, mb=0] -> [stage=0, pass=F, mb=1]\n",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    found = Cluster(8)
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

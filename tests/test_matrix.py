@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,13 +26,6 @@ OFTEN = (
 """Run every time: each pipeline, each data strategy and each way to divide a stage at least once."""
 RUNNING = [name for name, each in ALL.items() if each.refused is None]
 each_combination = pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in RUNNING])
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    found = Cluster(8)
-    yield found
-    found.close()
 
 
 @each_combination

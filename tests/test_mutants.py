@@ -22,13 +22,6 @@ from tests.plan_mutants import mutate
 from tests.test_plan import SUBJECTS, expected, planned
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    made = Cluster(8)
-    yield made
-    made.close()
-
-
 def accepted() -> Iterator[tuple[int, str, Plan]]:
     """Mistakes that change a plan of several devices and are not refused: their seed, whose plan it was, and what has become of it."""
     names = list(SUBJECTS)

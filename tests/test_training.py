@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,6 @@ from tests.test_job import SCHEDULES
 MAX_NORM = 0.05
 """Small enough that gradients of all these models are clipped."""
 NAMES = ["1f1b", "zbv x zero3", "dualpipe x zero2", "dp", "zero1", "zero3", "ep", "columns and rows", "ranks wait for each other", "uneven"]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    made = Cluster(8)
-    yield made
-    made.close()
 
 
 def plain(model: torch.nn.Module, name: str, steps: int = 2) -> list[float]:
@@ -139,6 +131,8 @@ def test_evaluation(name: str) -> None:
     model = case.model()
     eager = optimizer([p for p in model.parameters() if p.requires_grad])
     only = forward(plan)
+    check(only, forward=True)
+    check(only, buffered=False, forward=True)
     assert {x.do for device in only.devices for x in device.instructions}.isdisjoint({"B", "I", "W", "update", "scatter", "reduce"})
     with ThreadJob(plan, captured, Training(case.model, optimizer)) as job:  # type: ignore[arg-type]
         job.prepare(only, captured)  # type: ignore[arg-type]

@@ -97,12 +97,14 @@ class Checked:
             raise Stop
 
 
-def check(plan: Plan, *, buffered: bool = True) -> None:
-    """Raise what is wrong with a plan. `buffered=False`: for backends (NCCL) that tell messages apart by order alone, and whose sends end only when they are received."""
-    measured(plan, buffered=buffered)
+def check(plan: Plan, *, buffered: bool = True, forward: bool = False) -> None:
+    """Raise what is wrong with a plan. `buffered=False`: for backends (NCCL) that tell messages apart by order alone, and whose sends end only when they are received.
+
+    `forward`: the plan is only the forward of one that was checked; where its values lie is seen from the backward, and has been."""
+    measured(plan, buffered=buffered, forward=forward)
 
 
-def measured(plan: Plan, *, buffered: bool = True) -> int:
+def measured(plan: Plan, *, buffered: bool = True, forward: bool = False) -> int:
     """The same, and how many steps it took."""
     # Here, as these modules name what they find through this one.
     from piperlang.plan import (
@@ -130,7 +132,7 @@ def measured(plan: Plan, *, buffered: bool = True) -> int:
             (check_groups.collectives, *(() if buffered else (check_partners.messages, check_partners.in_order))),
             (check_values.values, check_weights.flow, check_samples.losses, check_samples.data),
             (check_order.order if buffered else check_order.rendezvous,),  # which looks at messages, too
-            (check_parts.parts,),
+            (() if forward else (check_parts.parts,)),
         ):  # fmt: skip
             for ask in questions:
                 ask(checked)

@@ -122,7 +122,10 @@ class Evaluated:
 
 def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
     """The forward of a graph, on the weights that another plan trains."""
-    plan = forward(lower(graph))
+    whole = lower(graph)
+    check(whole)
+    plan = forward(whole)
+    check(plan, forward=True)
     for device, other in zip(plan.devices, trained.devices, strict=True):
         missing = sorted({held["weight"] for key, held in device.weights.items() if key not in other.weights})
         if missing:

@@ -143,7 +143,7 @@ class Job:
     def prepare(self, plan: Plan, captured: Captured) -> None:
         """Take a plan for evaluation: forwards on the weights that are trained."""
         if self.cuda:
-            check(plan, buffered=False)
+            check(plan, buffered=False, forward=True)
         self.evaluation = Routine(plan, captured)
         pairs = self.evaluation.pairs()
         packed = [pack((device, plan.kinds, self.evaluation.pieces(device), plan.groups, pairs)) for device in plan.devices]

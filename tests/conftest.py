@@ -1,0 +1,43 @@
+"""One set of workers for all tests that want some: starting eight of them takes longer than most of what they are used for."""
+
+from __future__ import annotations
+
+import pytest
+
+from piperlang.runtime.cluster import Cluster
+
+_shared: list[Cluster] = []
+
+
+def _end() -> None:
+    while _shared:
+        _shared.pop().close()
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """Eight workers. A test that breaks them leaves none to the next."""
+    if _shared and _shared[0].dead(0):
+        _end()
+    if not _shared:
+        _shared.append(Cluster(8))
+    return _shared[0]
+
+
+@pytest.fixture
+def alone() -> None:
+    """For tests that start Ray themselves: it runs once in a process."""
+    _end()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    _end()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share workers run on one process; xdist keeps those of a group together."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("workers"))
