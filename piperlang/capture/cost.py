@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ class Cost:
     written_bytes: int
     scratch_bytes: int = 0
     """Needed on the way, beyond what it reads and gives."""
+    given: tuple[frozenset[int], ...] = ()
+    """For each thing that it takes, the storages it lies in, by number; the same for what it gives. Numbers tell only which are the same."""
+    gave: tuple[frozenset[int], ...] = ()
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of each storage."""
 
 
 def cost(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Cost:
@@ -28,8 +33,19 @@ def cost(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Cos
     watched = _Watched(module, inputs)
     with mode, counter, torch.no_grad():
         results = watched.run(*inputs)
-    given = watched.storages(results)
-    return Cost(int(counter.get_total_flops()), sum(map(size, inputs)), sum(map(size, results)), max(0, watched.most - sum(given.values())))
+    scratch = max(0, watched.most - sum(watched.storages(results).values()))
+    taken, gave = [storages(value) for value in inputs], [storages(value) for value in results]
+    sizes = {storage: length for found in (*taken, *gave) for storage, length in found.items()}
+    numbers = {storage: i for i, storage in enumerate(sizes)}
+    numbered = [tuple(frozenset(numbers[storage] for storage in one) for one in side) for side in (taken, gave)]
+    return Cost(
+        int(counter.get_total_flops()), sum(map(size, inputs)), sum(map(size, results)), scratch, numbered[0], numbered[1], {numbers[storage]: length for storage, length in sizes.items()},
+    )  # fmt: skip
+
+
+def storages(values: Any) -> dict[int, int]:
+    """What values lie in, by identity, and how large that is."""
+    return {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)}
 
 
 class _Watched(fx.Interpreter):
@@ -57,14 +73,8 @@ class _Watched(fx.Interpreter):
         return result
 
     def storages(self, values: Any) -> dict[int, int]:
-        """What values lie in, by identity, but for what was given."""
-        found: dict[int, int] = {}
-        for value in pytree.tree_leaves(values):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                if storage._cdata not in self.given:
-                    found[storage._cdata] = storage.nbytes()
-        return found
+        """But for what was given."""
+        return {storage: length for storage, length in storages(values).items() if storage not in self.given}
 
 
 def size(value: Any) -> int:

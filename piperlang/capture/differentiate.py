@@ -63,6 +63,14 @@ class Pieces:
     kept_bytes: int
     """What I keeps for W when the two run apart."""
 
+    def saved(self) -> tuple[int, tuple[Slot, ...]]:
+        """Of what F keeps for the backward: bytes that only that keeps, and which of its inputs and outputs it keeps with it, because it lies in them."""
+        cost = self.F.cost
+        mine = frozenset[int]().union(*(found for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] == "saved"))
+        others = [*zip(self.F.takes, cost.given, strict=True), *((slot, found) for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] != "saved")]
+        apart = mine.difference(*(found for _, found in others))
+        return sum(cost.sizes[storage] for storage in apart), tuple(slot for slot, found in others if slot[0] in ("input", "output") and found & mine)
+
 
 def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
     """The pieces of every chunk; equal chunks get the same object."""

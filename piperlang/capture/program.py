@@ -156,7 +156,7 @@ class Captured:
         return ir.Chunk(
             chunk.number, dict(chunk.tags), tuple(traced.weights[place].name for place in chunk.weights), chunk.batch,
             tuple(v.name for v in chunk.inputs), tuple(v.name for v in chunk.outputs), passes, chunk.random,
-            tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number],
+            tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number], *pieces.saved(),
         )  # fmt: skip
 
 

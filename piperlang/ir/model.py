@@ -93,6 +93,10 @@ class Chunk:
     kept_bytes: int = 0
     key: object = field(default=None, compare=False)
     """Equal for chunks that compute the same."""
+    saved_apart: int = 0
+    """Of the saved bytes, those that lie in no input or output."""
+    saved_in: tuple[Slot, ...] = ()
+    """Inputs and outputs in which activations lie: as long as those are there, so are these."""
 
     @property
     def tagset(self) -> frozenset[tuple[str, TagValue]]:

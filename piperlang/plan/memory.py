@@ -54,6 +54,8 @@ class Sizes:
         self.plan, self.graph = plan, graph
         self.known: dict[Key, int] = {}
         self.bundles: dict[Key, int] = {}
+        self.fetched: dict[Key, int] = {}
+        """Activations that come back from the host: those lie in nothing else."""
         for device in plan.devices:
             for instruction in device.instructions:
                 if instruction.do in ("F", "I", "R"):
@@ -66,8 +68,9 @@ class Sizes:
         if kind in ("saved", "kept") and last not in self.bundles:
             about = self.plan.kinds[instruction.args["kind"]]
             chunk = self.graph.model.chunks[about["chunk"]]
-            whole = chunk.saved_bytes if kind == "saved" else chunk.kept_bytes
+            whole = chunk.saved_apart if kind == "saved" else chunk.kept_bytes
             self.bundles[last] = self._scaled(whole, about)
+            self.fetched[last] = self._scaled(chunk.saved_bytes, about)
 
     def scratch(self, kind: int) -> int:
         """Of a pass, beyond what it reads and gives."""
@@ -95,7 +98,9 @@ class Sizes:
         value = self.graph.values.get(key)
         if value is not None:
             return prod(local_shapes(value.tensor, value.layout, value.samples, value.inner)[device]) * value.tensor.itemsize
-        return self.bundles.get(key.removesuffix("!"), 0)  # what has been offloaded is in the host's memory
+        if key.endswith("!"):
+            return self.fetched.get(key[:-1], 0)
+        return self.bundles.get(key, 0)  # what has been offloaded is in the host's memory
 
 
 class _Walk:
@@ -108,6 +113,10 @@ class _Walk:
         self.permanent = {*device.next.values(), *device.losses, *device.weights}
         self.now = dict.fromkeys((WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION), 0)
         self.live: dict[Key, int] = {}
+        self.inside: dict[Key, list[Key]] = {}
+        """Activations, and the values that they lie in."""
+        self.keeping: Counter[Key] = Counter()
+        self.over: set[Key] = set()
         for key in (*device.weights, *(key for key, _, _ in device.feeds)):
             self._add(key)
         self.now[OPTIMIZER] = round(states * sum(self._elements(entry) for x in device.instructions if x.do == "update" for entry in x.args["weights"]))
@@ -133,8 +142,37 @@ class _Walk:
             self.now[kind_of(key)] += self.live[key]
 
     def _end(self, key: Key) -> None:
-        if key in self.live and key not in self.permanent:
-            self.now[kind_of(key)] -= self.live.pop(key)
+        if key not in self.live or key in self.permanent:
+            return
+        if self.keeping[key]:
+            self.over.add(key)  # nobody reads it, but activations lie in it
+            return
+        self.now[kind_of(key)] -= self.live.pop(key)
+        for value in self.inside.pop(key, ()):
+            self.keeping[value] -= 1
+            if value in self.over and not self.keeping[value]:
+                self.over.discard(value)
+                self._end(value)
+
+    def _lie_in(self, instruction: Instruction) -> None:
+        """Activations that a forward keeps may lie in what it reads or gives."""
+        kind = self.plan.kinds[instruction.args["kind"]]
+        bundle = instruction.writes[-1]
+        if instruction.do not in ("F", "R") or not bundle.startswith("saved:"):
+            return
+        given = {slot: keys[0] for slot, keys in zip(kind["slots"], instruction.args["reads"], strict=True) if keys}
+        gave = dict(zip(kind["gives"], instruction.writes, strict=False)) if instruction.do == "F" else {}
+        for slot in self.sizes.graph.model.chunks[kind["chunk"]].saved_in:
+            key = given.get(slot) or gave.get(slot)
+            if instruction.do == "R" and slot[0] == "output":
+                # Made again only for what lies in it.
+                again = self.sizes.of(f"{self.sizes.graph.model.chunks[kind['chunk']].outputs[slot[1]]}#{bundle.partition('#')[2]}", self.number)
+                self.live[bundle] += again
+                self.now[ACTIVATIONS] += again
+            elif key is not None:
+                self._add(key)
+                self.inside.setdefault(bundle, []).append(key)
+                self.keeping[key] += 1
 
     def peak(self) -> Peak:
         sent = 0
@@ -151,6 +189,8 @@ class _Walk:
                     fresh += self.sizes.of(key, self.number) if total in self.live else 0  # until it has been added to its sum
                 if instruction.do != "update" and key not in again and (total in self.left or total in self.permanent):
                     self._add(total)
+            if instruction.do in COMPUTE and instruction.writes[-1] in self.live:
+                self._lie_in(instruction)
             kind = ACTIVATIONS if instruction.do in COMPUTE else COMMUNICATION
             self._look(i, {GRADIENTS: fresh, kind: self._buffers(instruction)})
             for key in self.reads[i]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece
 from piperlang.capture.random import mix
@@ -51,8 +52,10 @@ class Device:
 
     # --------------------------------------------------------------------------------------------------- a step
 
-    def begin(self, step: int, feeds: Mapping[Key, torch.Tensor], count: float) -> None:
+    def begin(self, step: int, feeds: dict[Key, torch.Tensor], count: float) -> None:
+        """`feeds` is emptied: its parts go when nobody reads them any more, and whoever called must not keep them."""
         self.values = {**self.kept, **{key: value.to(self.where, non_blocking=True) for key, value in feeds.items()}}
+        feeds.clear()
         self.left = dict(self.uses)
         self.step, self.count = step, count
 
@@ -89,10 +92,11 @@ class Device:
                 given[slot] = torch.tensor([mix(self.seed, self.step), args["first"], *args["at"]], device=self.where)
             else:
                 given[slot] = self.values[keys[0]]
-        results = piece.module(*(given[slot] for slot in piece.takes))
-        self._store(instruction, kind, dict(zip(piece.gives, results, strict=True)))
+        taken = [given[slot] for slot in piece.takes]
+        results = piece.module(*taken)
+        self._store(instruction, kind, dict(zip(piece.gives, results, strict=True)), (taken, results))
 
-    def _store(self, instruction: Instruction, kind: Mapping[str, Any], gave: Mapping[Any, Any]) -> None:
+    def _store(self, instruction: Instruction, kind: Mapping[str, Any], gave: Mapping[Any, Any], around: Any) -> None:
         saved = {slot: value for slot, value in gave.items() if slot[0] == "saved"}
         kept = {slot: value for slot, value in gave.items() if slot[0] == "kept"}
         if kind["op"] == "R":
@@ -100,21 +104,24 @@ class Device:
         else:
             written = [gave[slot] for slot in kind["gives"] if slot[0] not in ("saved", "kept")] + ([saved] if kind["op"] == "F" else [kept] if kept else [])
         for key, value in zip(instruction.writes, written, strict=False):
-            self._put(key, value)
+            self._put(key, value, around)
 
-    def _put(self, key: Key, value: Any) -> None:
-        """Keep a value for whoever reads it, if anybody does."""
+    def _put(self, key: Key, value: Any, around: Any = ()) -> None:
+        """Keep a value for whoever reads it, if anybody does. `around`: what it may lie in together with others."""
         if key in self.sums:
-            self._accumulate(self.sums[key], value)
+            self._accumulate(self.sums[key], value, around)
+        elif key in self.plan.losses:
+            self.values[key] = value.clone()  # kept to the end of the step; a scalar that torch has reduced may lie in a buffer as large as what it was reduced from
         elif key in self.uses or key in self.permanent:
             self.values[key] = value
 
-    def _accumulate(self, total: Key, value: torch.Tensor) -> None:
+    def _accumulate(self, total: Key, value: torch.Tensor, around: Any) -> None:
         """Gradients of microbatches are added up as they come, in float32 where they are in half precision."""
         known = self.values.get(total)
         if known is None:
-            # A copy of our own to add to: two weights that are added up in the model have one gradient, and one tensor for it.
-            self.values[total] = value.to(torch.float32) if value.dtype in (torch.bfloat16, torch.float16) else value.clone()
+            # It must be ours alone to add to: two weights that are added up in the model have one gradient, and one tensor for it.
+            half = value.dtype in (torch.bfloat16, torch.float16)
+            self.values[total] = value.to(torch.float32) if half else value.clone() if _shares(value, around) else value
         else:
             known += value
 
@@ -313,6 +320,12 @@ def _apart(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]
     """Weights that travel alone, and those that travel together."""
     alone = [entry for entry in entries if travels_alone(entry)]
     return alone, [entry for entry in entries if not travels_alone(entry)]
+
+
+def _shares(value: torch.Tensor, around: Any) -> bool:
+    """Whether others among the tensors around it lie in the same storage."""
+    storage = value.untyped_storage().data_ptr()
+    return sum(one.untyped_storage().data_ptr() == storage for one in pytree.tree_leaves(around) if isinstance(one, torch.Tensor)) > 1
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:

@@ -90,7 +90,8 @@ class Routine:
         flat = pytree.tree_leaves(batch)
         self.captured.check_batch(flat)
         named = dict(zip(self.captured.batch_names, flat, strict=True))
-        return self.captured.count(flat), [{key: take(named[name], box).contiguous() for key, name, box in device.feeds} for device in self.plan.devices]
+        # Copies: a view would travel with all of the batch that it is a view of.
+        return self.captured.count(flat), [{key: take(named[name], box).clone() for key, name, box in device.feeds} for device in self.plan.devices]
 
 
 class Job:
@@ -166,6 +167,12 @@ class Job:
         self.active = self.evaluation
         count, feeds = self.evaluation.feeds(batch)
         return self.finish([self.cluster.call(i, "evaluate", feed, count) for i, feed in enumerate(feeds)]).loss
+
+    def measure(self, batch: tuple[Any, Any]) -> list[Any]:
+        """A step, slowly, and what it took of memory on every device (runtime/measure.py)."""
+        self.active = self.training
+        count, feeds = self.training.feeds(batch)
+        return [measured for _, measured in self.cluster.wait([self.cluster.call(i, "measure", feed, count) for i, feed in enumerate(feeds)])]
 
     def finish(self, futures: list[Any]) -> Step:
         try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -24,6 +24,9 @@ from piperlang.runtime.cuda import CudaStreams, compiled
 from piperlang.runtime.execute import Device
 from piperlang.runtime.optimize import Optimizers
 from piperlang.runtime.streams import Failed, Streams
+
+if TYPE_CHECKING:
+    from piperlang.runtime.measure import Measured
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,15 @@ class Worker:
 
     def gradients(self) -> dict[str, Any]:
         return {key: value.cpu() for key, value in (self.routines["train"].device.last_gradients or {}).items()}
+
+    def measure(self, feeds: dict[str, torch.Tensor], count: float) -> tuple[float, Measured]:
+        """A step, and what it takes of memory."""
+        from piperlang.runtime.measure import measured
+
+        routine = self.routines["train"]
+        found = measured(routine.device, routine.comm.settle, self.steps, feeds, count)
+        self.steps += 1
+        return found
 
     def reset_peak(self) -> dict[str, int]:
         """The most memory on CUDA since the last call, as torch's allocator counts it; the next peak counts from here, without what earlier jobs have left."""

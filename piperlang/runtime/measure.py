@@ -1,0 +1,122 @@
+"""How much memory a step really takes on a device: every storage that torch makes, from when it is made to when it is gone.
+
+Slow, since all storages alive are looked at after every operator; for tests, and for whoever doubts what a plan foresees. Buffers inside kernels and backends are not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from piperlang.runtime.execute import Device
+
+
+@dataclass
+class Measured:
+    """Of one step."""
+
+    start: int = 0
+    """Bytes that were there when it began: weights, optimizer states, its part of the batch."""
+    peak: int = 0
+    at: int = -1
+    """The instruction that reached it."""
+    held: list[dict[str, int]] = field(default_factory=list)
+    """After every instruction, bytes of `weights`, `gradients` and `activations` (those kept for backwards)."""
+    live: list[int] = field(default_factory=list)
+    """After every instruction, all bytes that are alive."""
+    stale: list[str] = field(default_factory=list)
+    """Values that were kept though nobody was left to read them."""
+
+
+class _Storages:
+    """Which storages are alive; several threads make them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak, self.at, self.now = 0, -1, -1
+
+    def see(self, values: Any) -> None:
+        with self.lock:
+            for value in pytree.tree_leaves(values):
+                if isinstance(value, torch.Tensor):
+                    storage = value.untyped_storage()
+                    self.known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+            total = self.bytes()
+            if total > self.peak:
+                self.peak, self.at = total, self.now
+
+    def bytes(self) -> int:
+        self.known = {key: one for key, one in self.known.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+        return sum(size for _, size in self.known.values())
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, storages: _Storages) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.storages.see(result)
+        return result
+
+
+class _Quiet:
+    """Communication of which nothing is seen but what it is given: backends have buffers of their own."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.comm, name)
+
+        def unseen(*arguments: Any) -> Any:
+            with _disable_current_modes():
+                return method(*arguments)
+
+        return unseen
+
+
+def measured(device: Device, settle: Callable[[], None], step: int, feeds: dict[str, torch.Tensor], count: float) -> tuple[float, Measured]:
+    """Run a step of a device in the order of its plan, as CUDA's host issues it, and see what it takes. Threads of their own, as streams on CPU are, may run ahead and take more."""
+    storages, found = _Storages(), Measured()
+    states = [state for optimizer, _ in device.optimizers.made.values() for state in optimizer.state.values()]
+    device.begin(step, feeds, count)
+    storages.see([list(device.values.values()), states])
+    found.start = storages.bytes()
+    device.comm, comm = _Quiet(device.comm), device.comm  # type: ignore[assignment]
+    for i, instruction in enumerate(device.plan.instructions):
+        storages.now = i
+        if instruction.do == "send":
+            settle()  # gloo does not say when what was sent has been taken; in this order it has been, or is about to be
+        with _Watch(storages), torch.no_grad():
+            device.execute(instruction)
+        found.held.append(_held(device))
+        found.live.append(storages.bytes())
+        found.stale += [key for key in device.values if not device.left.get(key) and key not in device.kept and key not in device.permanent]
+    settle()
+    device.comm = comm
+    found.peak, found.at = storages.peak, storages.at
+    return device.end(), found
+
+
+def _held(device: Device) -> dict[str, int]:
+    """By what it is; what lies in weights or in the batch is no activation."""
+    values = dict(device.values)
+    weights = _sizes([device.kept, [value for key, value in values.items() if key.startswith("w:")]])
+    given = weights | _sizes([values.get(key) for key, _, _ in device.plan.feeds])
+    saved = _sizes([value for key, value in values.items() if key.startswith(("saved:", "kept:"))])
+    gradients = _sizes([value for key, value in values.items() if key.startswith(("dw:", "g:", "sum:"))])
+    return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "activations": sum(size for storage, size in saved.items() if storage not in given)}
+
+
+def _sizes(values: Any) -> dict[int, int]:
+    return {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)}
