@@ -233,3 +233,33 @@ def test_flags_that_cannot_be_followed(files: tuple[str, str], capsys: pytest.Ca
     Path(files[0]).write_text(MODEL.replace("def validation", "def other"))
     assert main([*files, "--validate-every", "2"]) == 2
     assert "has no `validation`" in capsys.readouterr().err
+
+
+class Spare(torch.nn.Module):
+    """A weight and a buffer that the forward never reads, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.register_buffer("count", torch.tensor(3.0))
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.used(x)) * self.scale  # type: ignore[no-any-return]
+
+
+def test_what_is_saved_can_be_loaded(cluster: Cluster) -> None:
+    """Everything that the plain model would save, and nothing else."""
+    batch = torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 4)
+    graph, captured = compiled(capture(Spare, torch.nn.functional.mse_loss, batch), "mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\n")
+    plan = lower(graph)
+    torch.manual_seed(0)
+    plain = Spare()
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    with Job(plan, captured, Training(Spare, optimizer), timeout=30, cluster=cluster) as job, ThreadJob(plan, captured, Training(Spare, optimizer)) as threads:
+        for one in (job, threads):
+            one.step(batch)
+            plain.load_state_dict(one.weights())
+            assert torch.equal(plain.spare.weight, before["spare.weight"])
+            assert float(plain.count) == 3.0  # type: ignore[arg-type]
+            assert not torch.equal(plain.used.weight, before["used.weight"])

@@ -133,7 +133,7 @@ def hold_back(nodes: Nodes, orders: Sequence[Steps]) -> None:
     """Where every microbatch is reduced by itself, a pass waits until the gradients of the one before the last are in parts, or they would pile up behind slow communication."""
     scatters: dict[int, list[int]] = {}
     for node in nodes.nodes:
-        makers = {nodes.made[key] for keys in node.reads for key in keys} if node.op == "reduce_scatter" and node.family.dims else set()
+        makers = {nodes.made[key] for keys in node.reads for key in keys} if node.op == "reduce_scatter" and node.family.dims and node.writes[0] in nodes.held else set()
         if len(makers) == 1:
             scatters.setdefault(makers.pop(), []).append(node.id)
     if not scatters:

@@ -130,7 +130,7 @@ def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
         missing = sorted({held["weight"] for key, held in device.weights.items() if key not in other.weights})
         if missing:
             raise error(
-                "P0808", f"in evaluation mode device {device.device} would need {missing[0]}, which it does not have in training",
+                "P0606", f"in evaluation mode device {device.device} would need {missing[0]}, which it does not have in training",
                 notes=["the model takes another way in evaluation mode"], help="let the model use the same weights in the same parts in both modes",
             )  # fmt: skip
     return plan

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from piperlang.plan.instruction import Plan
 from piperlang.runtime.boxes import take
@@ -28,3 +30,25 @@ def assembled(plan: Plan, kept: Sequence[Mapping[str, torch.Tensor]], aliases: M
         for box, flat in boxes.items():
             take(whole[name], box).copy_(flat.view([high - low for low, high in box]))
     return whole | {alias: whole[name] for name, others in aliases.items() if name in whole for alias in others}
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a model saves: all names in order, and those tensors that no device keeps, because nothing reads them."""
+
+    names: tuple[str, ...]
+    tensors: Mapping[str, torch.Tensor]
+
+    def complete(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: whole[name] if name in whole else self.tensors[name] for name in self.names}
+
+
+def rest_of(model: nn.Module, known: Container[str]) -> Rest:
+    state = model.state_dict()
+    return Rest(tuple(state), {name: value.detach().clone() for name, value in state.items() if name not in known and isinstance(value, torch.Tensor)})
+
+
+def known_to(plan: Plan, aliases: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Names of all weights that some device keeps."""
+    names = {held["weight"] for device in plan.devices for held in device.weights.values()}
+    return frozenset(names | {alias for name in names for alias in aliases.get(name, ())})

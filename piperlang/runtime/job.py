@@ -20,7 +20,7 @@ from piperlang.diagnostics import error
 from piperlang.ir.model import Arrangement
 from piperlang.plan.check import check
 from piperlang.plan.instruction import DevicePlan, Plan
-from piperlang.runtime.assemble import assembled
+from piperlang.runtime.assemble import assembled, known_to
 from piperlang.runtime.boxes import take
 from piperlang.runtime.cluster import Cluster, Lost, pack
 from piperlang.runtime.worker import Report, Setup
@@ -122,11 +122,12 @@ class Job:
         progress = self._open_progress() if self.cluster.local else ""
         meeting = self.cluster.meeting()
         ranks = {device.device: rank for rank, device in enumerate(self.plan.devices)}
-        packed = []
+        packed: list[bytes] = []
         for device in self.plan.devices:
             setup = Setup(
                 device, self.plan.kinds, self.training.pieces(device), self.plan.groups, ranks, meeting, progress, digest, training.seed, timeout,
                 loss_dtype, self.training.pairs(), self.cuda, self.compiles, training.masters, training.make_model, training.optimizer, training.lr_schedule,
+                known_to(self.plan, self.captured.aliases) if not packed else None,
             )  # fmt: skip
             packed.append(pack(setup))
         try:
@@ -223,7 +224,9 @@ class Job:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, whole, as they are now."""
-        return assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)), self.captured.aliases)
+        (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
+        whole: dict[str, torch.Tensor] = rest.complete(assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)), self.captured.aliases))
+        return whole
 
     def gradients(self) -> list[dict[str, torch.Tensor]]:
         return self.cluster.each("gradients", count=len(self.plan.devices))

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from piperlang.capture.differentiate import Piece
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instruction import Plan
-from piperlang.runtime.assemble import assembled
+from piperlang.runtime.assemble import assembled, known_to, rest_of
 from piperlang.runtime.boxes import take
 from piperlang.runtime.execute import Device
 from piperlang.runtime.job import Captured, Step, Training
@@ -31,6 +31,7 @@ class ThreadJob:
         torch.manual_seed(training.seed)
         model = training.make_model()
         weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        self.rest = rest_of(model, known_to(plan, captured.aliases))
         pieces, board = _pieces(plan, captured), Switchboard(plan.groups, timeout)
         devices = [
             Device(device, plan.kinds, pieces, weights, Optimizers(training.optimizer, training.lr_schedule, training.masters), board.join(device.device), torch.device("cpu"), training.seed)
@@ -70,7 +71,7 @@ class ThreadJob:
         return self.finish(self.begin(batch, gradients))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases)
+        return self.rest.complete(assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases))
 
     def gradients(self) -> list[dict[str, torch.Tensor]]:
         return [dict(device.last_gradients or {}) for device in self.training.devices]

@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from piperlang.plan.instruction import DevicePlan, Instruction
+from piperlang.runtime.assemble import Rest, rest_of
 from piperlang.runtime.comm import Comm, opened
 from piperlang.runtime.cuda import CudaStreams, compiled
 from piperlang.runtime.execute import Device
@@ -51,6 +52,8 @@ class Setup:
     make_model: Callable[[], Any]
     optimizer: Callable[[Any], Any]
     lr_schedule: Callable[[Any], Any] | None
+    known: frozenset[str] | None = None
+    """For one worker: the names of weights that are kept somewhere. It keeps the others."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Worker:
         torch.manual_seed(setup.seed)
         model = setup.make_model()
         weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        self.rest_of_model = rest_of(model, setup.known) if setup.known is not None else None
         # After the model: what it defines, operators of its own above all, is what pieces call.
         pieces = pickle.loads(setup.pieces)
         if setup.compiles:
@@ -190,6 +194,9 @@ class Worker:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {key: value.cpu() for key, value in self.routines["train"].device.kept.items()}
+
+    def rest(self) -> Rest | None:
+        return self.rest_of_model
 
     def gradients(self) -> dict[str, Any]:
         return {key: value.cpu() for key, value in (self.routines["train"].device.last_gradients or {}).items()}
