@@ -85,7 +85,7 @@ def test_workers_that_share_no_files() -> None:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A Ray that somebody else has started, with two CPUs."""
     folder = tempfile.mkdtemp(prefix="pr-", dir="/tmp")
     code = (
@@ -94,6 +94,8 @@ def address() -> Iterator[str]:
         "print(found.address_info['gcs_address'], flush=True)\n"
         "sys.stdin.read()\n"
     )
+    # Ray starts with tokens unless told otherwise, and a token would have to be handed to whoever joins.
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert server.stdin is not None
     assert server.stdout is not None

@@ -33,8 +33,17 @@ def wrap(source: Source, tokens: Sequence[Token], comments: Sequence[Token], dep
     if not comments and ("\n" in text or len(INDENT * depth) + len(text) <= WIDTH):
         return [INDENT * depth + text]
     lines = _break(source, tokens, tokens, comments, depth)
-    # A comment that no item of a broken bracket took (two brackets in a row, empty brackets) goes above the line.
-    return [*(INDENT * depth + text for text in _missing(comments, lines)), *lines]
+    missing = _missing(comments, lines)
+    if not missing:
+        return lines
+    # A comment that no item of a broken bracket took (two brackets in a row, empty brackets) goes above the line, which then may not need to be broken.
+    left = Counter(missing)
+    others = []
+    for comment in comments:
+        left[comment_text(comment)] -= 1
+        if left[comment_text(comment)] < 0:
+            others.append(comment)
+    return [*(INDENT * depth + text for text in missing), *wrap(source, tokens, others, depth)]
 
 
 def _missing(comments: Sequence[Token], lines: list[str]) -> list[str]:
