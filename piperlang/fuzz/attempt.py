@@ -15,6 +15,7 @@ from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import topological
 from piperlang.plan.check import check
+from piperlang.plan.clip import clipped
 from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
 from piperlang.runtime.numerics import InDouble, Planned, Trainer, capture_doubled, compare
@@ -62,7 +63,7 @@ class Bench:
                 return _complained("refused", found.problems)
             graph = found.graph()
             topological(graph)
-            plan = lower(graph)
+            plan = lower(graph) if self.file.max_norm is None else clipped(lower(graph), self.file.max_norm)
             check(plan)
         except PiperError as problem:
             return _complained("refused", problem.diagnostics)

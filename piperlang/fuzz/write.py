@@ -13,7 +13,8 @@ from piperlang.ir.graph import Graph
 
 Mesh = tuple[tuple[str, int], ...]
 """Axes and their sizes; stages are dealt along the axis `pp`, the batch or weights divided along all others."""
-ZERO = ("", " with states=sharded", " with grads=sharded, bucket=300B", " with params=sharded", " with params=sharded, prefetch=0, bucket=1KB")
+ZERO = ("", " with states=sharded", " with grads=sharded, bucket=300B", " with params=sharded", " with params=sharded, prefetch=0, bucket=1KB",
+        " with grads=sharded, accumulate=sharded", " with params=sharded, accumulate=sharded, bucket=300B")
 SCHEDULES = {
     "gpipe": ("loop", 1), "one_f_one_b": ("loop", 1), "zero_bubble": ("loop", 1), "looped_bfs": ("loop", 0), "interleaved": ("loop", 0), "interleaved_zero_bubble": ("loop", 0),
     "zbv": ("vee", 2), "dualpipev": ("vee", 2), "dualpipe": ("mirror", 1),

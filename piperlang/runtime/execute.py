@@ -285,7 +285,7 @@ class Device:
         args = instruction.args
         assert self.comm is not None
         parts = [self._taken(self._total(entry["grads"]), entry["take_grad"]) for entry in args["weights"] if entry["counts"]]
-        squares = [torch.linalg.vector_norm(part, dtype=torch.float32).double().square() for part in parts]
+        squares = [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).double().square() for part in parts]
         total = torch.stack(squares).sum().view(1) if squares else torch.zeros(1, dtype=torch.float64, device=self.where)
         self.comm.all_reduce(args["group"], total)
         self.values[NORM] = (args["limit"] / (total.sqrt() + 1e-6)).clamp(max=1.0)
