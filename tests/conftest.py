@@ -1,20 +1,11 @@
-"""One set of workers for all tests that want some: starting eight of them takes longer than most of what they are used for.
-
-Where CI runs them, tests of random programs draw the same programs every time; elsewhere they go on looking.
-"""
+"""One set of workers for all tests that want some: starting eight of them takes longer than most of what they are used for."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from hypothesis import settings
 
 from piperlang.runtime.cluster import Cluster
 
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
 _shared: list[Cluster] = []
 
 

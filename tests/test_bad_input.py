@@ -141,12 +141,17 @@ def check(folder: Path, text: Text) -> Outcome:
 Case = tuple[Text, tuple[str, ...]]
 
 
+def _often(number: int) -> tuple[pytest.MarkDecorator, ...]:
+    """Every case is a process: a third of each table in every run of the tests, the others with `-m slow`."""
+    return () if number % 3 == 0 else (pytest.mark.slow,)
+
+
 def cases(table: Mapping[str, Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("text", "codes"), [pytest.param(*case, id=name.replace(" ", "-")) for name, case in table.items()])
+    return pytest.mark.parametrize(("text", "codes"), [pytest.param(*case, id=name.replace(" ", "-"), marks=_often(i)) for i, (name, case) in enumerate(table.items())])
 
 
 def texts(table: Mapping[str, Text]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("text", [pytest.param(text, id=name.replace(" ", "-")) for name, text in table.items()])
+    return pytest.mark.parametrize("text", [pytest.param(text, id=name.replace(" ", "-"), marks=_often(i)) for i, (name, text) in enumerate(table.items())])
 
 
 def lines(*parts: str) -> str:

@@ -267,3 +267,10 @@ def test_two_splits() -> None:
     assert [dict(item) for work in lane.steps for item in work.items] == [
         {"stage": 0, "pass": "F", "mb": 0, "seq": 0}, {"stage": 0, "pass": "F", "mb": 0, "seq": 1}, {"stage": 1, "pass": "F", "mb": 0},
     ]  # fmt: skip
+
+
+def test_a_requirement_without_words() -> None:
+    """An empty message is no message: the error still says what it is about."""
+    (problem,) = outline(Source("s.piper", 'require 1 == 2, ""\n')).problems
+    assert problem.code == "P0207"
+    assert problem.message == "a requirement does not hold"

@@ -364,7 +364,7 @@ class Interpreter(Evaluator):
     def require(self, node: tree.Require) -> None:
         if not self.truth(node.test):
             message = self.text(node.message, "the message of `require`")
-            raise error("P0207", message, node.test.span, "this must hold")
+            raise error("P0207", message.strip() or "a requirement does not hold", node.test.span, "this must hold")
 
     def print(self, node: tree.Print) -> None:
         values = [self.present(value) for value in node.values]
