@@ -245,7 +245,11 @@ class Cluster:
             remove_placement_group(self.group)
         if self.own or self.joined:
             ray.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for _ in range(20):  # what is just ending may still write there
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.folder.exists():
+                break
+            time.sleep(0.05)
         if self.janitor is not None:
             self.janitor.kill()
             self.janitor.wait()
