@@ -104,14 +104,15 @@ def test_a_worker_that_is_stopped(within: float) -> None:
     assert "device 1 does not answer" in diagnostic.message
 
 
-def test_a_driver_that_is_killed() -> None:
+@pytest.mark.parametrize("within", [20.0, pytest.param(10.0, marks=pytest.mark.slow)])
+def test_a_driver_that_is_killed(within: float) -> None:
     driver = subprocess.Popen([sys.executable, "-c", "from tests.sleepy import main; main()"], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     folder = Path(driver.stdout.readline().strip())
     assert len(processes(folder)) > 2
     driver.kill()
     driver.wait()
-    gone(folder, 20.0)
+    gone(folder, within)
 
 
 

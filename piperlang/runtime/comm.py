@@ -42,7 +42,8 @@ class Comm:
     ) -> None:  # fmt: skip
         """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan; `pairs`: who sends to whom."""
         if loopback:  # all on one machine: nobody else need hear
-            os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+            for name, value in (("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_IB_DISABLE", "1")):
+                os.environ.setdefault(name, value)
         self.limit = timedelta(seconds=timeout)
         self.rank, self.ranks, self.cuda = rank, ranks, cuda
         agree(meeting, rank, world, digest)
@@ -79,8 +80,8 @@ class Comm:
             work = dist.isend(tensor, self.ranks[device], group=self.pairs[self.device_of(self.rank), device])
         else:
             work = dist.isend(tensor, self.ranks[device], tag=tag)
-        # What has been taken need not be kept until the step ends.
-        self.pending = [(sent, kept) for sent, kept in self.pending if not sent.is_completed()]
+        if self.cuda:  # one thread issues everything there; gloo's threads only add to the list, and gloo never says that a send is done
+            self.pending = [(sent, kept) for sent, kept in self.pending if not sent.is_completed()]
         self.pending.append((work, tensor))
 
     def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
