@@ -26,7 +26,7 @@ from piperlang.diagnostics import PiperError
 from piperlang.runtime.cluster import Cluster
 from tests.equivalence import LIMIT, compiled
 from tests.jobs import Errors, trained
-from tests.models import Case, Gpt, Mixture, Mlp, Unet, square, tokens, vectors, words
+from tests.models import Case, Dropless, Gpt, Mixture, Mlp, Unet, balanced, square, tokens, vectors, words
 
 PAGE = Path(__file__).parent.parent / "docs" / "composition.md"
 SAMPLES, MICROBATCHES = 16, 4
@@ -64,6 +64,8 @@ INSIDE = {
     "none": "none",
     "ep": "EP, own axis",
     "ep-data": "EP, data axis",
+    "dropless": "EP without a limit, own axis",
+    "dropless-data": "EP without a limit, data axis",
     "tp": "TP columns, rows",
     "sp": "TP and sequence",
 }
@@ -76,12 +78,15 @@ TAGS = {
 PARTS = {
     "ep": ["overlapped({axis})"],
     "ep-data": ["ep({axis})"],
+    "dropless": ["overlapped({axis})"],
+    "dropless-data": ["ep({axis})"],
     "tp": ['pair({axis}, [part="up"], [part="down"])'],
     "sp": ['pair({axis}, [part="up"], [part="down"])', 'sequence({axis}, [part="norm"])'],
 }
-IMPORTS = {"ep": "from std.expert import overlapped", "ep-data": "from std.expert import ep", "tp": "from std.tensor import pair", "sp": "from std.tensor import pair, sequence"}
+IMPORTS = {**dict.fromkeys(("ep", "dropless"), "from std.expert import overlapped"), **dict.fromkeys(("ep-data", "dropless-data"), "from std.expert import ep"), "tp": "from std.tensor import pair", "sp": "from std.tensor import pair, sequence"}
 
-REFUSED = {("none", "ep-data"): "P0404"}
+EXPERTS = ("ep", "ep-data", "dropless", "dropless-data")
+REFUSED = {("none", "ep-data"): "P0404", ("none", "dropless-data"): "P0404"}
 """Data and inside strategies that make no sense together, and what a user is told: without data parallelism there is no data axis that experts could share."""
 
 
@@ -105,11 +110,12 @@ class Combination:
 
 
 def cases() -> dict[str, Case]:
-    """GPT with tied embeddings, a mixture of experts and an MLP, each in four stages and in two; a U-Net in four."""
+    """GPT with tied embeddings, mixtures of experts with and without a limit, and an MLP, each in four stages and in two; a U-Net in four."""
     found = [Case("unet-4", Unet, square, vectors, 4)]
     for stages in (2, 4):
         found.append(Case(f"gpt-{stages}", partial(Gpt, stages), words, tokens, stages))
         found.append(Case(f"moe-{stages}", partial(Mixture, stages), words, tokens, stages))
+        found.append(Case(f"dropless-{stages}", partial(Dropless, stages), balanced, tokens, stages))
         found.append(Case(f"mlp-{stages}", partial(Mlp, 0.0, stages), square, vectors, stages))
     return {case.name: case for case in found}
 
@@ -126,12 +132,12 @@ def program(model: str) -> Program:
 def combination(pipeline: str, data: str, inside: str) -> Combination:
     """With at most eight devices: four ranks where one stage on each and one further axis leave room for them, two elsewhere."""
     part = PIPELINES[pipeline]
-    shared = inside == "ep-data" or (data == "hybrid" and inside != "none")
+    shared = inside.endswith("-data") or (data == "hybrid" and inside != "none")
     axes = {"none": [], "hybrid": ["node", "dp"]}.get(data, ["dp"])
-    axes = [*axes, *([] if inside == "none" or (shared and axes) else ["dp" if inside == "ep-data" else "ep" if inside == "ep" else "tp"])]
+    axes = [*axes, *([] if inside == "none" or (shared and axes) else ["dp" if inside.endswith("-data") else "ep" if inside in EXPERTS else "tp"])]
     ranks = 4 if part.stages == 1 and len(axes) < 2 else 2
     stages = ranks * part.stages
-    kind = "moe" if inside.startswith("ep") else "gpt" if inside != "none" or data in ("none", "zero1", "zero3", "hybrid") else "mlp"
+    kind = "dropless" if inside.startswith("dropless") else "moe" if inside in EXPERTS else "gpt" if inside != "none" or data in ("none", "zero1", "zero3", "hybrid") else "mlp"
     along = "dp" if shared else axes[-1] if axes else ""
     place, order = part.lines(ranks)
     lines = [
@@ -156,8 +162,8 @@ def _plain_rest(data: str, inside: str, shared: bool) -> bool:
 
 def _data(data: str, inside: str, along: str, shared: bool) -> list[str]:
     """Who is copied, and who is divided how, along the axes of data parallelism; what is not divided along an axis of its own divides the batch there."""
-    rest = "[!expert]" if inside.startswith("ep") else "[!part]"
-    divided = "[expert=*]" if inside.startswith("ep") else "[part=*]"
+    rest = "[!expert]" if inside in EXPERTS else "[!part]"
+    divided = "[expert=*]" if inside in EXPERTS else "[part=*]"
     if inside == "none":
         return {"none": [], "hybrid": ["hybrid(gpu.dp, gpu.node)"]}.get(data, [f"{FUNCTIONS.get(data)}(gpu.dp)"])
     if shared and data == "hybrid":
@@ -209,6 +215,8 @@ def further() -> Iterator[Combination]:
     yield _with("recompute", "1f1b", "zero2", "none", more=["recompute [stage=0:3]"])
     yield _with("recompute", "zbv", "zero3", "none", more=["recompute [pass=*]"])
     yield _with("recompute", "dualpipev", "zero1", "ep-data", more=["recompute [expert=*]"])
+    yield _with("recompute", "zbv", "zero1", "dropless-data", more=["recompute [expert=*]"])
+    yield _with("offload", "1f1b", "zero3", "dropless", more=["offload [expert=*]"])
     yield _with("recompute", "interleaved-zb", "dp", "tp", more=["recompute [part=*]"])
     yield _with("offload", "1f1b", "zero3", "none", more=["offload [stage=1:3]"])
     yield _with("offload", "dualpipe", "zero2", "none", more=["offload [stage=0] with prefetch=2"])
@@ -259,7 +267,8 @@ This file is written by `python -m tests.matrix --write`, from a run with piperl
 are refused. A test keeps the tables in step with the matrix.
 
 - *Data strategies*: `none`; DP (`ddp`), ZeRO-1 to ZeRO-3 (`zero1`, `zero2`, `zero3`) over an axis `dp` of two; hybrid (`hybrid`): ZeRO-3 inside a node of two, copies across two nodes.
-- *Models*: a GPT with tied embeddings (a weight that the first and the last stage share) and an MLP; for experts a mixture of experts in every layer; a U-Net for skips. Two to four stages, four microbatches.
+- *Models*: a GPT with tied embeddings (a weight that the first and the last stage share) and an MLP; for experts a mixture of experts in every layer: one expert for each token and what is
+  too much for it dropped, or, without a limit, two and one that all share, nothing dropped, and a loss for choosing unevenly; a U-Net for skips. Two to four stages, four microbatches.
 - *Experts or features over an axis of their own*: what is not divided along it divides the batch there, so no device repeats another's work. With hybrid they share the axis inside the
   node, which keeps the job at eight processes. *On the data axis*: the axis that divides the batch for the rest divides the experts, as in DeepSeek's models. Without data parallelism
   there is no such axis: the rest of the model has no use for it, and is refused.

@@ -11,6 +11,7 @@ import torch.nn.functional as f
 from torch import nn
 
 from piperlang.capture.annotate import annotate
+from piperlang.capture.routed import routed_linear
 
 WIDTH, WORDS, LENGTH = 16, 40, 6
 
@@ -165,6 +166,57 @@ class Experts(nn.Module):
         return x + torch.einsum("stec,secd->std", dispatch * weight[..., None, None], done)
 
 
+class Chosen(nn.Module):
+    """A layer in which every token goes to two of the experts, however many go there, and to one that all share."""
+
+    def __init__(self, experts: int = 4, bias: bool = True) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 2 * WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(experts, 2 * WIDTH) / 4) if bias else None
+        self.down = nn.Parameter(torch.randn(experts, 2 * WIDTH, WIDTH) / 4)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """And how unevenly the tokens of every sequence choose."""
+        y = self.norm(x)
+        gates = torch.softmax(self.gate(y), -1)
+        weight, picked = gates.topk(2, -1)
+        often = f.one_hot(picked, gates.shape[-1]).sum(2).to(x.dtype).mean(1)
+        uneven = (often * gates.mean(1)).sum(-1) * gates.shape[-1]
+        rows, chosen = y.unsqueeze(2).expand(-1, -1, 2, -1).flatten(0, 2), picked.flatten()
+        with annotate("expert", "all"):
+            done = routed_linear(torch.relu(routed_linear(rows, chosen, self.up, self.bias)), chosen, self.down)
+        return x + torch.tanh(self.shared(y)) + (done.view(*picked.shape, -1) * weight.unsqueeze(-1)).sum(2), uneven
+
+
+class Dropless(nn.Module):
+    """Experts without a limit in every one of four layers, and a loss for choosing unevenly."""
+
+    def __init__(self, stages: int = 4, bias: bool = True) -> None:
+        super().__init__()
+        self.stages = stages
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Chosen(bias=bias) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        uneven: list[torch.Tensor] = []
+        with annotate("stage", 0):
+            x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            with annotate("stage", i * self.stages // 4):
+                x, one = layer(x)
+                uneven.append(one)
+        with annotate("stage", self.stages - 1):
+            return self.head(x), torch.stack(uneven, -1).mean(-1)
+
+
+def balanced(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    logits, uneven = output
+    return f.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / target.numel() + 0.1 * uneven.mean()
+
+
 class Mixture(nn.Module):
     """A mixture of experts in every one of four layers."""
 
@@ -193,5 +245,6 @@ CASES = {
         Case("unet", Unet, square, vectors, 4),
         Case("moe", Moe, words, tokens, 2),
         Case("dropout", lambda: Mlp(0.25), square, vectors, 4),
+        Case("dropless", Dropless, balanced, tokens, 4),
     )
 }

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction, Plan
 
-COLLECTIVE = ("exchange", "all_reduce", "gather", "scatter", "reduce")
+COLLECTIVE = ("exchange", *ROUTES, "all_reduce", "gather", "scatter", "reduce")
 COMPUTE = ("F", "B", "I", "W", "R")
 
 
@@ -122,7 +122,7 @@ def _other_shape(m: Mutant, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shape(m: Mutant) -> None:
-    args = m.args("send", "recv", "exchange", "all_reduce", "copy", "gather", "scatter", "reduce")
+    args = m.args("send", "recv", "copy", *COLLECTIVE)
     if "weights" in args:
         entry = m.pick(args["weights"])
         entry["shape"] = _other_shape(m, entry["shape"])
@@ -138,6 +138,17 @@ def shape(m: Mutant) -> None:
 def dtype(m: Mutant) -> None:
     args = m.args("send", "recv", "copy", *COLLECTIVE)
     args["dtype"] = m.pick(name for name in ("float64", "float16", "int64", "bool") if name != args["dtype"])
+
+
+def experts(m: Mutant) -> None:
+    args = m.args(*ROUTES)
+    args["experts"] = m.pick(n for n in (0, 1, 2, 3, 8) if n != args["experts"])
+
+
+def way(m: Mutant) -> None:
+    """There instead of back, or back instead of there."""
+    device, i, x = m.any("dispatch", "combine")
+    m.change(device, i, do="combine" if x.do == "dispatch" else "dispatch")
 
 
 def reduction(m: Mutant) -> None:
@@ -279,7 +290,7 @@ def kept(m: Mutant) -> None:
 
 
 MUTATIONS = (
-    swap, swap_in_stream, swap_raw, drop, duplicate, tag, peer, group, shape, dtype, reduction, cuts, box, wait, stream, key, key, microbatch, piece, share, feed, kept,
+    swap, swap_in_stream, swap_raw, drop, duplicate, tag, peer, group, shape, dtype, experts, way, reduction, cuts, box, wait, stream, key, key, microbatch, piece, share, feed, kept,
 )  # fmt: skip
 
 

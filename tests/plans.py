@@ -33,7 +33,7 @@ class _Pipeline:
         weights = tuple(("weight", i) for i in range(WEIGHTS))
         given = (("batch", 0),) if s in (0, self.stages - 1) else ()
         inputs = (("input", 0),) if s else ()
-        same = {"chunk": s, "samples": 1, "arranged": ((), ()), "loss": 0 if s == self.stages - 1 else None}
+        same = {"chunk": s, "samples": 1, "arranged": ((), ()), "loss": 0 if s == self.stages - 1 else None, "routed": False}
         self.kinds.append({"op": "F", "slots": weights + given + inputs, "gives": (("output", 0), ("saved", 0)), **same})
         gives = tuple(("grad_weight", i) for i in range(WEIGHTS)) + ((("grad_input", 0),) if s else ())
         self.kinds.append({"op": "B", "slots": (*weights[:2], ("grad_output", 0), ("saved", 0)), "gives": gives, **same})

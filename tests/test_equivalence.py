@@ -20,7 +20,7 @@ SHARD = {
 shard [part="down"] over gpu.tp with style=rows
 shard [part="norm"] over gpu.tp with style=sequence
 replicate [!part] over gpu.tp""",
-    "moe": "shard [expert=*] over gpu.tp with style=experts\nreplicate [!expert] over gpu.tp",
+    **dict.fromkeys(("moe", "dropless"), "shard [expert=*] over gpu.tp with style=experts\nreplicate [!expert] over gpu.tp"),
 }
 """Which parts of each model are divided, and how; the rest divides the batch along the same axis."""
 TAGS = {

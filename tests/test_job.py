@@ -52,6 +52,10 @@ SCHEDULES = {
         "moe",
         "mesh gpu = pp: 2, ep: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nshard [expert=*] over gpu.ep\nreplicate [!expert] over gpu.ep with grads=sharded\n",
     ),
+    "dropless": (
+        "dropless",
+        "mesh gpu = pp: 2, ep: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nshard [expert=*] over gpu.ep\nreplicate [!expert] over gpu.ep with states=sharded\nsplit batch into 2 as mb\n",
+    ),
     "uneven": ("mlp", "mesh gpu = d: 4\nplace [stage=0] on gpu[d=3]\nplace [stage=1] on gpu[d=0:2]\nplace [stage=2:4] on gpu\nreplicate [stage!=0] over gpu.d\nsplit batch into 2 as mb\n"),
     "columns and rows": (
         "gpt",
@@ -79,7 +83,7 @@ EACH = 5
 @cache
 def random_model(number: int) -> tuple[Case, Traits]:
     """Random models, and every third time a GPT or a mixture of experts, whose weights can be divided in more ways."""
-    found = cases()[("gpt-4", "moe-4", "gpt-2", "moe-2")[number // 3 % 4]] if number % 3 == 1 else case(number)
+    found = cases()[("gpt-4", "moe-4", "dropless-4", "gpt-2", "moe-2", "dropless-2")[number // 3 % 6]] if number % 3 == 1 else case(number)
     return found, Traits(capture(found.model, found.loss, found.batch(SAMPLES)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -110,16 +110,16 @@ def _weight(node: Any) -> tuple[fx.Node | None, list[int]]:
 
 
 def candidates(
-    values: Mapping[Slot, torch.Tensor], features: Mapping[Slot, Features], divides: Sequence[Divide], arriving: Mapping[Slot, PerAxis]
+    values: Mapping[Slot, torch.Tensor], features: Mapping[Slot, Features], divides: Sequence[Divide], arriving: Mapping[Slot, PerAxis], rows: Collection[Slot] = ()
 ) -> tuple[list[dict[Slot, PerAxis]], int]:
-    """What to try, in order, and the number of the one that the styles ask for, whose failure is the one to report."""
+    """What to try, in order, and the number of the one that the styles ask for, whose failure is the one to report. `rows`: inputs whose rows go where their experts are."""
     experts = [_experts(values) if divide.style == "experts" else 0 for divide in divides]
     choices: dict[Slot, list[PerAxis]] = {}
     asked: dict[Slot, PerAxis] = {}
     for slot, value in values.items():
         if slot[0] == "grad_output":
             continue  # follows the output
-        per_axis = [_choices(slot, value, divide, features.get(slot, (None, None)), e) for divide, e in zip(divides, experts, strict=True)]
+        per_axis = [[0] if divide.style == "experts" and slot in rows else _choices(slot, value, divide, features.get(slot, (None, None)), e) for divide, e in zip(divides, experts, strict=True)]
         options = list(itertools.product(*per_axis))
         asked[slot] = options[0]
         choices[slot] = list(dict.fromkeys([arriving[slot], *options] if slot in arriving else options))

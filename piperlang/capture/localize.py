@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from piperlang.capture import routed
 from piperlang.capture.features import Features, PerAxis, Unfit, candidates, check, operator_name, part_shape, refusal
 from piperlang.capture.keep import keep
 from piperlang.ir.model import SUM, WHOLE, Divide, Place, Slot
@@ -60,12 +61,15 @@ def localize(
     features: Mapping[Slot, Features],
     divides: Sequence[Divide],
     arriving: Mapping[Slot, PerAxis],
+    rows: Collection[Slot] = (),
 ) -> Local:
-    """Divide a joint graph with the first places that need no communication: as the inputs arrive if that works, else as the styles ask."""
+    """Divide a joint graph with the first places that need no communication: as the inputs arrive if that works, else as the styles ask.
+
+    `rows`: inputs of which each device gets the rows that chose its experts; here they are as if their first dimension were divided."""
     nodes = dict(zip(takes, (node for node in joint.graph.nodes if node.op == "placeholder"), strict=True))
     values = {slot: node.meta["val"] for slot, node in nodes.items()}
     try:
-        choices, asked = candidates(values, features, divides, arriving)
+        choices, asked = candidates(values, features, divides, arriving, rows)
         problems: list[Unfit] = []
         with _fake_group(divides):
             localization = _Localization(joint, values, gives, divides)
@@ -133,7 +137,7 @@ class _Localization:
                 origin = self._origin(node)
                 raise Unfit(f"{operator_name(origin)} needs communication between the devices: {operator_name(node)}", origin)
         other, _ = self._trace(places, gives, self.meshes[1])
-        for ours, theirs, node in itertools.zip_longest(_written(graph.graph), _written(other.graph), graph.graph.nodes):
+        for ours, theirs, node in itertools.zip_longest(written(graph.graph), written(other.graph), graph.graph.nodes):
             if ours != theirs:
                 origin = self._origin(node) if node is not None else None
                 raise Unfit(f"{operator_name(origin)} needs a part of a value that every device has whole", origin)
@@ -211,6 +215,8 @@ class _Runner(fx.Interpreter):
             return _divided(target(args[0].to_local(), **kwargs), self.mesh, args[0].placements, self.whole)
         if getattr(target, "__name__", "").startswith(_ATTENTION):
             return self._attention(target, args, kwargs)
+        if routed.is_routed(target):
+            return self._routed(target, args)
         return super().call_function(target, args, kwargs)
 
     def _keep(self, like: DTensor, rng: DTensor, *constants: Any) -> DTensor:
@@ -221,6 +227,23 @@ class _Runner(fx.Interpreter):
             raise ValueError("what it masks is not divided in even slices")
         divided = [number for axis, dim in enumerate(dims) if isinstance(dim, int) for number in (dim, _COORDINATES + axis, self.mesh.size(axis))]
         return _divided(keep(like.to_local(), rng.to_local(), *constants[:3], divided), self.mesh, placements, self.whole)
+
+    def _routed(self, target: Any, args: tuple[Any, ...]) -> DTensor:
+        """Rows that choose experts: our own operators, so our own rules."""
+        names = [argument.name for argument in target._schema.arguments]
+        tensors = {name: value for name, value in zip(names, args, strict=True) if isinstance(value, DTensor)}
+        placements: list[Placement] = []
+        experts = args[-1]
+        for axis in range(self.mesh.ndim):
+            dims = {name: _place(value.placements[axis]) for name, value in tensors.items()}
+            if SUM in dims.values():
+                raise ValueError("parts of a sum cannot be multiplied")
+            result = routed.divided(target, {name: dim if isinstance(dim, int) else None for name, dim in dims.items()})
+            placements.append(Replicate() if result is None else Partial() if result == SUM else Shard(int(result)))
+            if isinstance(experts, int) and dims["chosen"] == 0:
+                experts //= self.mesh.size(axis)
+        local = [value.to_local() if isinstance(value, DTensor) else experts for value in args]
+        return _divided(target(*local), self.mesh, placements, self.whole)
 
     def _attention(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Our own rule: DTensor has none for CPUs, leaves a mask that is a keyword argument as it is, and would cut one that is the same for all heads."""
@@ -298,7 +321,7 @@ def _drop_views(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _written(graph: fx.Graph) -> list[tuple[str, str, str]]:
+def written(graph: fx.Graph) -> list[tuple[str, str, str]]:
     """Operators with their constants, and who reads whom by number: names depend on what DTensor remembers."""
     numbers = {node: i for i, node in enumerate(graph.nodes)}
     found: list[tuple[str, str, str]] = []

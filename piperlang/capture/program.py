@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from piperlang.capture import routed
 from piperlang.capture.cut import Chunk, cut, matches, module_path
 from piperlang.capture.differentiate import Localize, Piece, Pieces, pieces_at, signature
-from piperlang.capture.features import features_of
-from piperlang.capture.localize import localize
+from piperlang.capture.features import Unfit, features_of, operator_name, refusal
+from piperlang.capture.localize import localize, written
 from piperlang.capture.samples import Samples, samples
 from piperlang.capture.sizes import Sizes, trace_sizes
 from piperlang.diagnostics import Diagnostic, PiperError, did_you_mean, error
@@ -45,7 +46,10 @@ class Program:
     def pieces(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
         known = (key, samples, arranged)
         if known not in self._pieces:
-            self._pieces[known] = pieces_at(self.sizes, chunk, samples, self._local(chunk, known) if arranged[0] else None)
+            made = pieces_at(self.sizes, chunk, samples, self._local(chunk, known) if arranged[0] else None)
+            if any(ir.ROUTED in places for places in self._places.get(known, {}).values()):
+                self._any_rows(chunk, known, made)
+            self._pieces[known] = made
         return self._pieces[known]
 
     def places(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement) -> ir.Places:
@@ -54,14 +58,51 @@ class Program:
         return self._places[key, samples, arranged]
 
     def _local(self, chunk: Chunk, known: tuple[int, int, Arrangement]) -> Localize:
-        divides, arriving = known[2]
+        divides = known[2][0]
+        arriving = {slot: tuple(0 if place == ir.ROUTED else place for place in places) for slot, places in known[2][1]}
+        rows = self._rows(chunk) if any(divide.style == "experts" for divide in divides) else frozenset[ir.Slot]()
 
         def local(joint: fx.GraphModule, takes: Sequence[ir.Slot], gives: Sequence[ir.Slot | None]) -> fx.GraphModule:
-            found = localize(joint, takes, gives, features_of(self.sizes.small, chunk), divides, dict(arriving))
-            self._places[known] = found.places
+            problem = self._unroutable(chunk, rows)
+            if problem is not None:
+                raise refusal(problem, divides, {}, joint)
+            found = localize(joint, takes, gives, features_of(self.sizes.small, chunk), divides, arriving, rows)
+            self._places[known] = {slot: _routed(places, divides) if _of(slot) in rows else places for slot, places in found.places.items()}
             return found.joint
 
         return local
+
+    # ------------------------------------------------------------------------------------------ rows that choose experts
+
+    def _rows(self, chunk: Chunk) -> frozenset[ir.Slot]:
+        """Inputs and outputs whose rows go where their experts are, if rows of this chunk choose experts."""
+        if not any(routed.operators(chunk.nodes)):
+            return frozenset()
+        nodes = {node.name: node for node in self.sizes.small.graph.nodes}
+        crossing = [(("input", i), v) for i, v in enumerate(chunk.inputs)] + [(("output", i), v) for i, v in enumerate(chunk.outputs)]
+        return frozenset(slot for slot, v in crossing if (dims := self.sizes.dims(nodes[v.name])) and dims[0][0])
+
+    def _unroutable(self, chunk: Chunk, rows: frozenset[ir.Slot]) -> Unfit | None:
+        """Why rows could not go where their experts are."""
+        apart = "let one chunk choose and flatten, and the next have the experts: `with annotate(...)` around them alone"
+        if rows and choice(chunk) is None:
+            return Unfit("rows can go to their experts only if they have chosen them before, all by one choice that is an input of this chunk", next(routed.operators(chunk.nodes)), apart)
+        if rows and chunk.random:
+            return Unfit("dropout numbers elements by their place in the batch, and rows that have gone to their experts have left it", next(routed.operators(chunk.nodes)), "put dropout before or after the experts")
+        if rows and chunk.batch:
+            return Unfit("it reads the batch itself, which does not go where the experts are", next(routed.operators(chunk.nodes)), apart)
+        return None
+
+    def _any_rows(self, chunk: Chunk, known: tuple[int, int, Arrangement], made: Pieces) -> None:
+        """The data decide how many rows there are: the pieces must be the same for any number of them."""
+        key, samples, arranged = known
+        twice = (key, 2 * samples, arranged)
+        other = pieces_at(self.sizes, chunk, 2 * samples, self._local(chunk, twice))
+        for name in "FBIW":
+            one, two = getattr(made, name), getattr(other, name)
+            for ours, theirs, node in zip(written(one.module.graph), written(two.module.graph), one.module.graph.nodes, strict=True) if one is not None else ():
+                if ours != theirs:
+                    raise refusal(Unfit(f"{operator_name(node)} asks how many rows there are, which the data decide", node, "flatten rows before they go to their experts, and treat each by itself there"), arranged[0], {}, one.module)
 
     @cached_property
     def samples(self) -> Samples:
@@ -156,8 +197,23 @@ class Captured:
         return ir.Chunk(
             chunk.number, dict(chunk.tags), tuple(traced.weights[place].name for place in chunk.weights), chunk.batch,
             tuple(v.name for v in chunk.inputs), tuple(v.name for v in chunk.outputs), passes, chunk.random,
-            tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number], *pieces.saved(),
+            tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number], *pieces.saved(), choice(chunk),
         )  # fmt: skip
+
+
+def choice(chunk: Chunk) -> ir.Choice | None:
+    """The input by which rows of a chunk choose their experts, if they do and there is one for all."""
+    choices = {ir.Choice(*routed.choice_of(node)) for node in routed.operators(chunk.nodes)}
+    return next(iter(choices)) if len(choices) == 1 and {found.name for found in choices} <= {v.name for v in chunk.inputs} else None
+
+
+def _routed(places: tuple[ir.Place, ...], divides: Sequence[ir.Divide]) -> tuple[ir.Place, ...]:
+    return tuple(ir.ROUTED if place == 0 and divide.style == "experts" else place for place, divide in zip(places, divides, strict=True))
+
+
+def _of(slot: ir.Slot) -> ir.Slot:
+    """What a gradient is of."""
+    return slot[0].removeprefix("grad_"), slot[1]
 
 
 def _other_shape(message: str) -> PiperError:

@@ -343,6 +343,16 @@ def _without_classes(call: Call, operand: Operand) -> Operand:
     return Operand(_less(operand.state, {classes}, False), operand.small.select(classes, 0), operand.large.select(classes, 0))
 
 
+def chosen(call: Call) -> State:
+    """Rows that choose experts: each by itself, whatever the others choose; the experts are free of data."""
+    operands = call.plain()
+    states = {operand.state for operand in operands}
+    (state, *others) = states
+    if others or not isinstance(state, Along) or state.dim != 0 or any(operand.small.dim() == 3 for operand in operands):
+        raise call.through()
+    return state
+
+
 def dropped(call: Call) -> State:
     """Our dropout numbers elements by their place in a batch that is the first dimension."""
     state, value = call.operands[0].state, call.operands[0].small
@@ -386,6 +396,7 @@ _FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
     (MATRIX, matrix), (CLASSES, lost), (("copy",), copied),
     (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
 )  # fmt: skip
+_OWN: dict[str, Rule] = {"counter_dropout": dropped, "routed_linear": chosen, "routed_rows": chosen}
 RULES: dict[str, Rule] = {name: rule for names, rule in _FAMILIES for name in names}
 
 
@@ -402,7 +413,7 @@ def rule_of(target: Any) -> Rule | None:
     """None: an operator to be decomposed, or trusted if it cannot be."""
     schema, name = getattr(target, "_schema", None), name_of(target)
     if schema is None or not schema.name.startswith("aten::"):
-        return dropped if name == "counter_dropout" else trusted
+        return _OWN.get(name, trusted)
     if name in RULES:
         return RULES[name]
     if torch.Tag.pointwise in target.tags or name == "masked_fill":

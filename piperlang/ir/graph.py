@@ -22,6 +22,8 @@ Key: TypeAlias = str
 COMPUTE = ("F", "B", "I", "W", "R")
 """Passes of a chunk; R is a forward again, for the activations of a backward."""
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+WAY = "!way"
+"""Ends the key of the way that rows go to their experts: which go where, and how many come from where."""
 LOCAL = ("slice", "concat", "share", "offload", "fetch")
 """What moves data without another device."""
 
@@ -104,6 +106,13 @@ class Node(NamedTuple):
     @property
     def op(self) -> str:
         return self.family.op
+
+    @property
+    def routes(self) -> str | None:
+        """What an exchange of rows with their experts is: `choose` for the choice itself, which finds the way; `route` for what follows it there and back."""
+        if any(key.endswith(WAY) for key in self.writes):
+            return "choose"
+        return "route" if len(self.reads) == 2 and self.reads[1] and self.reads[1][0].endswith(WAY) else None
 
     def __str__(self) -> str:
         family = self.family

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -17,6 +17,14 @@ def coordinates(where: Slice) -> tuple[Mapping[str, int], ...]:
     """For every device of a part, its position along each axis."""
     axes = axes_of(where)
     return tuple(dict(zip((axis for axis, _ in axes), at, strict=True)) for at in product(*(range(size) for _, size in axes)))
+
+
+def along(where: Slice, axes: Collection[str]) -> Iterable[list[int]]:
+    """Groups of devices of a part that differ only along some axes; by their number in the part."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for k, at in enumerate(coordinates(where)):
+        found.setdefault(tuple(i for axis, i in at.items() if axis not in axes), []).append(k)
+    return found.values()
 
 
 def local_box(held: Held, shape: Sequence[int], at: Mapping[str, int]) -> Box:

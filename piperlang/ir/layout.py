@@ -1,8 +1,8 @@
 """How a tensor lies on a part of a mesh, and what turns one way of lying into another.
 
-Along every axis of its part a tensor is whole, divided in a dim, divided in its samples, or a sum of parts. Communication is
-what turns the producer's layout into the consumer's: divided to whole is an all-gather, a sum to whole an all-reduce, one dim to
-another an all-to-all, one part of the mesh to another a send.
+Along every axis of its part a tensor is whole, divided in a dim, divided in its samples, a sum of parts, or has its rows where the experts are that they
+chose. Communication is what turns the producer's layout into the consumer's: divided to whole is an all-gather, a sum to whole an all-reduce, one dim to
+another an all-to-all, as are rows to their experts and back, one part of the mesh to another a send.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 from typing import TypeAlias
 
 from piperlang.elaborate.values import Slice
-from piperlang.ir.model import BATCH, MEAN, SUM, WHOLE, Place, Tensor
+from piperlang.ir.model import BATCH, MEAN, SUM, WHOLE, Place, Tensor, choice_of
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """A part of a tensor: from and to, in every dim. Samples count from the first of the whole batch."""
@@ -55,6 +55,10 @@ class Layout:
         """The same with sums added up."""
         return Layout(self.where, tuple(WHOLE if place in (SUM, MEAN) else place for place in self.places), self.inner)
 
+    def unrouted(self) -> Layout:
+        """The same with rows where their samples are."""
+        return _with(self, [BATCH if choice_of((place,)) else place for place in self.places])
+
     def separate(self) -> list[int]:
         """Of the devices that have the same samples, the first of each."""
         axes = axes_of(self.where)
@@ -66,7 +70,7 @@ class Layout:
         return f"{self.where}{{{', '.join(parts)}}}" if parts else str(self.where)
 
     def boxes(self, tensor: Tensor, first: int, count: int, inner: tuple[tuple[int, int], ...] = ()) -> Iterator[Box]:
-        """What each device has of the samples first to first + count, in the order of devices_of(where).
+        """What each device has of the samples first to first + count, in the order of devices_of(where); of rows that chose an expert, as many as it has if all experts are chosen alike.
 
         `inner`: of what a device has, only this part of so many."""
         axes = axes_of(self.where)
@@ -84,6 +88,8 @@ class Layout:
             for i, place in enumerate(self.places):
                 if isinstance(place, int):
                     box[place] = _part(box[place], at[i], axes[i][1])
+                elif tensor.batch is not None and choice_of((place,)):
+                    box[tensor.batch] = _part(box[tensor.batch], at[i], axes[i][1])
             yield tuple(box)
 
 
@@ -95,6 +101,12 @@ def _part(interval: tuple[int, int], at: int, of: int) -> tuple[int, int]:
 
 def moves(source: Layout, target: Layout) -> list[tuple[str, Layout]]:
     """The operations, each with the layout it leads to, that turn `source` into `target`; none if they are the same."""
+    if source == target:
+        return []
+    if choice_of(source.places):
+        return [("all_to_all", source.unrouted()), *moves(source.unrouted(), target)]
+    if choice_of(target.places):
+        return [*moves(source, target.unrouted()), ("all_to_all", target)]
     shares = SHARE in source.places or SHARE in target.places
     if shares and not _alike(source, target):
         # Parts of a gradient that do not match one to one: added up, moved whole, and kept by the first of those that share it.
@@ -151,6 +163,8 @@ def _last(layout: Layout, axis: int) -> bool:
 def exchanging(source: Layout, target: Layout) -> tuple[str, ...]:
     """The axes along which devices have to talk to turn one layout of a part into another; all of them where one does not do."""
     axes = axes_of(source.where)
+    if choice_of(source.places) or choice_of(target.places):
+        return tuple(axis for (axis, _), have, want in zip(axes, source.places, target.places, strict=True) if have != want)  # rows go anywhere, whichever sample they are of
     differing = [i for i, (have, want) in enumerate(zip(source.places, target.places, strict=True)) if have != want]
     simple = all(_last(layout, i) for i in differing for layout in (source, target))
     return tuple(axes[i][0] for i in differing) if simple else tuple(axis for axis, _ in axes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from piperlang.diagnostics import Diagnostic
 from piperlang.elaborate.selector import TagValue
@@ -24,6 +24,29 @@ MEAN = "mean"
 """Every device has a part of a mean (only losses)."""
 BATCH = "batch"
 """The samples are divided along the axis."""
+ROUTED = "routed"
+"""Every row is where the expert is that it has chosen: how many a device has, the data decide."""
+
+
+class Choice(NamedTuple):
+    """Which tensor decides where rows are, and among how many experts."""
+
+    name: str
+    experts: int
+
+    @property
+    def place(self) -> Place:
+        """Rows that follow different choices lie differently."""
+        return f"{ROUTED} by {self.name} among {self.experts}"
+
+
+def choice_of(places: Sequence[Place]) -> Choice | None:
+    """What decides where rows are, if anything does."""
+    for place in places:
+        if isinstance(place, str) and place.startswith(f"{ROUTED} by "):
+            name, _, experts = place.removeprefix(f"{ROUTED} by ").rpartition(" among ")
+            return Choice(name, int(experts))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +120,8 @@ class Chunk:
     """Of the saved bytes, those that lie in no input or output."""
     saved_in: tuple[Slot, ...] = ()
     """Inputs and outputs in which activations lie: as long as those are there, so are these."""
+    choice: Choice | None = None
+    """Its input that says which expert each row has chosen, if it has experts that rows choose."""
 
     @property
     def tagset(self) -> frozenset[tuple[str, TagValue]]:

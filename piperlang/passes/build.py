@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import replace
 
-from piperlang.diagnostics import PiperError
+from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.ir.graph import Family, Graph, Key, Value
-from piperlang.ir.model import Slot, Tensor
+from piperlang.ir.model import Slot, Tensor, choice_of
 from piperlang.ir.sort import topological
 from piperlang.passes.flow import Flow
 from piperlang.passes.nodes import Nodes
@@ -62,22 +63,27 @@ class _Build:
         updated = reduce(self.model, list(self.weights.homes.values()), self.nodes)
         temporal = Temporal(self.schedule, self.nodes)
         orders = [] if self.sketch else temporal.orders()
-        self.weights.prefetch(orders)
-        hold_back(self.nodes, orders)
         chains = [] if self.sketch else temporal.chains()
         n = self.nodes
         graph = Graph(self.model, n.nodes, [family for family in n.families if family.points], n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated, chains)
+        # What is counted in passes is counted in an order in which the graph can run. Without chains that is known without looking.
+        turns = self._turns(graph) if chains else {}
+        self.weights.prefetch(orders, turns)
+        hold_back(self.nodes, orders, turns)
         if self.fetched and not self.sketch:
-            self._fetch_ahead(graph)
+            self._fetch_ahead(self._turns(graph))
         return graph
 
-    def _fetch_ahead(self, graph: Graph) -> None:
-        """Activations come back so many backwards ahead, counted in an order in which the graph can run: that of the script where it gives one, whichever way its microbatches go."""
+    def _turns(self, graph: Graph) -> dict[int, int]:
+        """Where each node stands in an order in which the graph can run."""
         try:
-            position = {node: at for at, node in enumerate(topological(graph))}
+            return {node: at for at, node in enumerate(topological(graph))}
         except PiperError:
-            return  # reported by whoever sorts the graph next
-        for ahead, pairs in self.fetched:
+            return {}  # reported by whoever sorts the graph next
+
+    def _fetch_ahead(self, position: Mapping[int, int]) -> None:
+        """Activations come back so many backwards ahead, in the order of the script where it gives one, whichever way its microbatches go."""
+        for ahead, pairs in self.fetched if position else ():
             ranked = sorted(pairs, key=lambda pair: position[pair[1]])
             for (_, earlier), (fetch, _) in zip(ranked, ranked[ahead:], strict=False):
                 self.nodes.before(fetch, earlier)
@@ -93,6 +99,8 @@ class _Build:
         out = self.nodes.family(Family("offload", chunk.tags, site.where, site.dims, number, by=self.schedule.offloaded[site.group])) if offloads else None
         for point in site.points:
             at = _text(point)
+            if chunk.choice is not None:
+                self._given(site, ("input", chunk.inputs.index(chunk.choice.name)), point, "F")  # rows follow it
             reads = tuple(self._given(site, slot, point, "F") for slot in takes)
             writes = [f"{name}#{at}" for name in chunk.outputs]
             for j, name in enumerate(chunk.outputs):
@@ -200,6 +208,11 @@ class _Build:
                 have, want = source.layouts["grad_input", i], site.layouts["grad_output", j]
                 parts += self.flow.fetch(f"d:{name}:{reader}.{i}", self._gradient_of(tensor), source, have, site, want, point, half)
             found[j] = tuple(parts)
+            if not parts and tensor.differentiable and choice_of(site.layouts["output", j].places):
+                raise error(
+                    "P0411", f"nothing learns through {name}, which {site.chunk} gives", site.by.span if site.by else None, "placed here",
+                    notes=["its rows are where the experts are that they chose, and how many zeros its gradient has is not known"], help="`.detach()` it where it is made, or let the loss depend on it",
+                )  # fmt: skip
         return found
 
     def _pass(self, op: str, family: Family, site: Site, point: Point, arrived: dict[int, tuple[Key, ...]], saved: Key) -> int:

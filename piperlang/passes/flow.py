@@ -13,9 +13,10 @@ from itertools import product
 from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.selector import TagValue
-from piperlang.ir.graph import LOCAL, Family, Key, Value
+from piperlang.elaborate.values import Slice
+from piperlang.ir.graph import LOCAL, WAY, Family, Key, Value
 from piperlang.ir.layout import Layout, axes_of, exchanging, moves
-from piperlang.ir.model import Tensor
+from piperlang.ir.model import Tensor, choice_of
 from piperlang.passes.nodes import Nodes
 from piperlang.passes.sites import Point, Site
 
@@ -36,6 +37,8 @@ class Flow:
         self._routes: dict[tuple[str, Layout, Layout, tuple[str, ...], tuple[str, ...]], list[_Hop]] = {}
         self._cut: dict[tuple[str, Layout, tuple[str, ...], str], Family] = {}
         self._names: dict[Layout, str] = {}
+        self._ways: dict[tuple[str, Slice, Point], Key] = {}
+        """By choice, part and microbatch."""
 
     def fetch(self, name: str, tensor: Tensor, source: Site, have: Layout, target: Site, want: Layout, point: Point, phase: str) -> tuple[Key, ...]:
         """The keys of what `target` reads at `point`: one, or several whose sum it is."""
@@ -69,8 +72,14 @@ class Flow:
         for hop in self._route(name, source, have, target, want, phase):
             known = f"{key}{hop.suffix}"
             if known not in self.nodes.values:  # what two readers want alike moves once
+                choice = choice_of((*self.nodes.values[key].layout.places, *hop.target.places)) if hop.op == "all_to_all" else None
                 self.nodes.values[known] = Value(tensor, hop.target, value.first, value.samples, value.inner)
-                if len(hop.families) == 2:
+                if choice is not None and choice.name == name:
+                    self._ways[choice.name, hop.target.where, point] = f"{known}{WAY}"
+                    self.nodes.add(hop.families[0], point, ((key,),), (known, f"{known}{WAY}"))
+                elif choice is not None:
+                    self.nodes.add(hop.families[0], point, ((key,), (self._ways[choice.name, hop.target.where, point],)), (known,))
+                elif len(hop.families) == 2:
                     self.nodes.add(hop.families[0], point, ((key,),), (f"{known}~",))
                     self.nodes.values[f"{known}~"] = self.nodes.values[known]
                     self.nodes.add(hop.families[1], point, ((f"{known}~",),), (known,))

@@ -129,7 +129,7 @@ WHOLE = 2
 """Gradients of how many passes may be whole at once where they are added up in parts: one that is made, and one that is on its way."""
 
 
-def hold_back(nodes: Nodes, orders: Sequence[Steps]) -> None:
+def hold_back(nodes: Nodes, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
     """Where every microbatch is reduced by itself, a pass waits until the gradients of the one before the last are in parts, or they would pile up behind slow communication."""
     scatters: dict[int, list[int]] = {}
     for node in nodes.nodes:
@@ -141,7 +141,7 @@ def hold_back(nodes: Nodes, orders: Sequence[Steps]) -> None:
     lines: list[list[int]] = [[node for group in order.groups for node in sorted((n for n in group if n in scatters), key=lambda n: position(nodes, n))] for order in orders]
     ordered = {node for line in lines for node in line}
     open_ones: dict[object, list[int]] = {}
-    for pass_ in sorted((number for number in scatters if number not in ordered), key=lambda n: position(nodes, n)):
+    for pass_ in sorted((number for number in scatters if number not in ordered), key=lambda n: (turns.get(n, 0), position(nodes, n))):
         open_ones.setdefault((nodes.nodes[pass_].family.where, nodes.nodes[pass_].point), []).append(pass_)
     for line in (*lines, *open_ones.values()):
         for earlier, later in zip(line, line[WHOLE:], strict=False):

@@ -8,12 +8,12 @@ from itertools import product
 from math import prod
 from typing import TypeAlias
 
-from piperlang.diagnostics import PiperError
+from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.elaborate.values import Slice
 from piperlang.ir.layout import SHARE, Layout, axes_of
-from piperlang.ir.model import BATCH, SUM, WHOLE, Arrangement, Chunk, Divide, Place, Slot
+from piperlang.ir.model import BATCH, ROUTED, SUM, WHOLE, Arrangement, Chunk, Divide, Place, Slot, choice_of
 from piperlang.passes.schedule import ALONE, Schedule, Use
 
 Point: TypeAlias = tuple[int, ...]
@@ -131,6 +131,8 @@ class Sites:
                 asked = uses[divides[0].axis].directive
                 raise PiperError(*(replace(x, span=asked.span).within(asked.trail) for x in problem.diagnostics)) from None
         layouts = {slot: self._layout(chunk, where, slot, uses, divides, local) for slot in _slots(chunk)}
+        if len(counts) > outer and any(choice_of(layout.places) for layout in layouts.values()):
+            raise _split_again(chunk, self.schedule.splits(group)[outer])
         return Site(chunk, group, where, dims, outer, counts, samples, degree, points, layouts, uses, arranged, self.inner_axes, by)
 
     def _arriving(self, chunk: Chunk, where: Slice, divides: tuple[Divide, ...]) -> tuple[tuple[Slot, tuple[Place, ...]], ...]:
@@ -140,8 +142,10 @@ class Sites:
         for i, name in enumerate(chunk.inputs):
             number, j = self.maker[name]
             layout = self.of[number][0].layouts["output", j]
-            if layout.where == where:
-                found["input", i] = tuple(layout.places[axes.index(divide.axis)] for divide in divides)
+            choice = choice_of(layout.places)
+            if layout.where == where and choice in (None, chunk.choice):
+                places = [layout.places[axes.index(divide.axis)] for divide in divides]
+                found["input", i] = tuple(ROUTED if choice_of((place,)) else place for place in places)
         return tuple(found.items())
 
     def _layout(
@@ -158,7 +162,8 @@ class Sites:
             if use is None:
                 places.append(WHOLE)  # not used so far: all devices along it do the same
             elif not use.divides_batch:
-                places.append(local[slot][dividing.index(axis)] if slot in local else WHOLE)
+                place = local[slot][dividing.index(axis)] if slot in local else WHOLE
+                places.append(chunk.choice.place if place == ROUTED and chunk.choice else place)
             elif kind == "grad_weight":
                 places.append(SUM)
             elif kind == "weight":
@@ -166,6 +171,13 @@ class Sites:
             else:
                 places.append(BATCH if batched else SHARE if kind.startswith("grad_") else WHOLE)
         return Layout(where, tuple(places), self.inner_axes)
+
+
+def _split_again(chunk: Chunk, by: d.Split) -> PiperError:
+    return error(
+        "P0411", f"{chunk} cannot be split: its rows are where the experts are that they chose", by.span, "splits it",
+        notes=["samples are split before their rows go to experts, and this is after it"], help="split the batch, or divide the experts of another chunk",
+    )  # fmt: skip
 
 
 def _slots(chunk: Chunk) -> list[Slot]:

@@ -133,15 +133,15 @@ class Weights:
         self.nodes.held[key] = Held(home.weight, home.where, home.places, ())
         return key
 
-    def prefetch(self, orders: Sequence[Steps]) -> None:
-        """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once."""
+    def prefetch(self, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
+        """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once. `turns`: when passes come that no order names, where that is not as they were made."""
         by_reader = {gather.reader: gather for gather in self.gathers}
         ordered: set[int] = set()
         for order in orders:
             ordered |= self._in_order(order, by_reader)
         by_part: dict[tuple[Slice, Point, bool], list[_Gather]] = {}
         forwards = {(family.chunk, family.where): family for family in self.nodes.families if family.op == "F"}
-        for gather in self.gathers:
+        for gather in sorted(self.gathers, key=lambda gather: turns.get(gather.reader, 0)):
             if gather.reader in ordered:
                 continue
             family = self.nodes.nodes[gather.reader].family

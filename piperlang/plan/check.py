@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
 from piperlang.ir.graph import COMPUTE, Key
-from piperlang.plan.instruction import Instruction, Plan
+from piperlang.plan.instruction import ROUTES, Instruction, Plan
 
-COLLECTIVE = ("exchange", "all_reduce", "gather", "scatter", "reduce", "norm")
+COLLECTIVE = ("exchange", *ROUTES, "all_reduce", "gather", "scatter", "reduce", "norm")
 """What all members of a group enter together."""
 ONE, SOME = (1, 1), (1, 1 << 30)
 FORM = {
     **dict.fromkeys(COMPUTE, ((0, SOME[1]), SOME)), **dict.fromkeys(("gather", "scatter", "reduce", "update"), (SOME, SOME)), "send": ((0, 1), (0, 0)), "recv": ((0, 1), ONE),
-    "copy": (SOME, ONE), "norm": (SOME, ONE), **dict.fromkeys(("exchange", "all_reduce", "offload", "fetch"), (ONE, ONE)),
+    "choose": (ONE, (2, 2)), **dict.fromkeys(("dispatch", "combine"), ((2, 2), ONE)), "copy": (SOME, ONE), "norm": (SOME, ONE), **dict.fromkeys(("exchange", "all_reduce", "offload", "fetch"), (ONE, ONE)),
 }  # fmt: skip
 """How many values each kind of instruction reads and writes, at least and at most."""
 REBUILD = "make the plan again from its script, with `piperc plan`"
@@ -113,6 +113,7 @@ def measured(plan: Plan, *, buffered: bool = True, forward: bool = False) -> int
         check_order,
         check_partners,
         check_parts,
+        check_routes,
         check_samples,
         check_values,
         check_weights,
@@ -130,7 +131,7 @@ def measured(plan: Plan, *, buffered: bool = True, forward: bool = False) -> int
         for questions in (
             (check_compute.compute, check_partners.moves, check_weights.entries),
             (check_groups.collectives, *(() if buffered else (check_partners.messages, check_partners.in_order))),
-            (check_values.values, check_weights.flow, check_samples.losses, check_samples.data),
+            (check_values.values, check_weights.flow, check_samples.losses, check_samples.data, check_routes.routes),
             (check_order.order if buffered else check_order.rendezvous,),  # which looks at messages, too
             (() if forward else (check_parts.parts,)),
         ):  # fmt: skip

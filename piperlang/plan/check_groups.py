@@ -8,6 +8,7 @@ from typing import Any
 
 from piperlang.plan.check import COLLECTIVE, At, Checked
 from piperlang.plan.check_partners import BOTH, CODE, size_of
+from piperlang.plan.instruction import ROUTES
 
 
 def collectives(checked: Checked) -> None:
@@ -70,6 +71,8 @@ def _about(at: At) -> tuple[Any, ...]:
     do, args = at.does.do, at.does.args
     if do == "exchange":
         return do, args["dtype"], None, None
+    if do in ROUTES:
+        return do, args["dtype"], None, (args["experts"], args["shape"][1:])
     if do == "all_reduce":
         return do, args["dtype"], args["reduce"], args["shape"]
     if do == "norm":

@@ -8,6 +8,7 @@ from typing import Any
 
 from piperlang.ir.graph import Key
 from piperlang.plan.check import At, Checked
+from piperlang.plan.instruction import ROUTES
 
 CODE = "P0503"
 Message = tuple[int, int, int]
@@ -35,8 +36,8 @@ def moves(checked: Checked) -> None:
             _filled(checked, at, args)
     for at in checked.all("copy", "exchange"):
         _filled(checked, at, at.does.args)
-    for at in checked.all("copy", "exchange", "all_reduce"):
-        for key in at.does.reads:
+    for at in checked.all("copy", "exchange", *ROUTES, "all_reduce"):
+        for key in at.does.reads[: 1 if at.does.do in ROUTES else None]:
             _moved(checked, key, at.does.writes[0], at, at)
 
 

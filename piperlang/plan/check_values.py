@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from piperlang.ir.graph import Key
 from piperlang.plan.check import At, Checked
-from piperlang.plan.instruction import DevicePlan, Instruction
+from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction
 
 CODE = "P0504"
 LATE = "a wait for the first of these instructions is missing from the second, or comes too late"
-SPMD = ("exchange", "all_reduce", "gather", "scatter", "update", "copy", "offload", "fetch")
+SPMD = ("exchange", *ROUTES, "all_reduce", "gather", "scatter", "update", "copy", "offload", "fetch")
 """What is the same on all devices of a node, but for sizes and places; of compute, check_compute sees to it."""
 
 
@@ -138,7 +138,7 @@ def _kept(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) ->
     instructions = device.instructions
     for old, new in device.next.items():
         if old not in device.weights or new not in made:
-            readers = [At(d, i, x) for i, x in enumerate(instructions) if x.do == "update" and old in x.reads][:1]
+            readers = [At(d, i, x) for i, x in sorted(enumerate(instructions), key=lambda one: one[1].do != "update") if old in x.reads or new in x.writes][:1]
             checked.wrong(CODE, f"device {device.device} should keep {new} as the next {old}, and does not have it", *readers)
     for key in device.losses:
         if key not in made:

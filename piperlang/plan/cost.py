@@ -7,6 +7,7 @@ from math import prod
 
 from piperlang.ir.graph import COMPUTE, Graph, Node
 from piperlang.ir.layout import axes_of
+from piperlang.ir.model import choice_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Costs:
         for key in node.writes:
             value, held = self.graph.values.get(key), self.graph.held.get(key)
             if value is not None:
-                parts = prod(size for (_, size), place in zip(axes_of(value.layout.where), value.layout.places, strict=True) if place == "batch" or isinstance(place, int))
+                parts = prod(size for (_, size), place in zip(axes_of(value.layout.where), value.layout.places, strict=True) if place == "batch" or isinstance(place, int) or choice_of((place,)))
                 total += value.tensor.bytes(value.samples) / parts / prod(of for _, of in value.inner)
             elif held is not None:
                 sizes = dict(axes_of(held.where))

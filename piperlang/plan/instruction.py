@@ -13,6 +13,9 @@ SYNC = "order"
 NORM = "norm"
 """The stream on which the norm of all gradients is found, and the key of what they are scaled by."""
 
+ROUTES = ("choose", "dispatch", "combine")
+"""Rows to the experts that they chose, and back: `choose` finds the way, the others go it."""
+
 
 class Instruction(NamedTuple):
     do: str

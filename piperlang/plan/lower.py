@@ -9,9 +9,9 @@ from typing import Any
 from piperlang.diagnostics import error
 from piperlang.elaborate.values import Slice
 from piperlang.ir.graph import COMPUTE, Family, Graph, Held, Key, Node
-from piperlang.ir.held import coordinates, dividing, interval, local_box, local_shape
+from piperlang.ir.held import along, coordinates, dividing, interval, local_box, local_shape
 from piperlang.ir.layout import axes_of, devices_of
-from piperlang.ir.model import Tensor
+from piperlang.ir.model import Tensor, choice_of
 from piperlang.plan.cost import Costs, Machine
 from piperlang.plan.instruction import SYNC, DevicePlan, Instruction, Plan
 from piperlang.plan.linearize import linearize
@@ -136,6 +136,8 @@ class _Lowering:
             self._recv(node)
         elif op == "all_reduce" or op == "reduce_scatter":
             self._all_reduce(node)
+        elif node.routes is not None:
+            self._route(node)
         elif op in ("all_gather", "all_to_all"):
             self._exchange(node)
         else:
@@ -181,6 +183,7 @@ class _Lowering:
             loss = chunk.outputs.index(self.graph.model.loss) if self.graph.model.loss in chunk.outputs else None
             self.kind_list.append({
                 "op": family.op, "chunk": family.chunk, "samples": family.samples, "arranged": family.arranged, "slots": family.slots, "gives": family.gives, "loss": loss,
+                "routed": chunk.choice is not None and any(divide.style == "experts" for divide in family.arranged[0]),
             })  # fmt: skip
         return self.kinds[id(family)]
 
@@ -242,12 +245,24 @@ class _Lowering:
                 args = {"group": self._group(members, node.stream), "members": members, "give": give, "take": take, "shape": shapes[device], "dtype": have.tensor.dtype}
                 self._emit(device, "exchange", node, [key], [target], args)
 
+    def _route(self, node: Node) -> None:
+        """Rows to their experts and back. Shapes are those of experts that are all chosen alike; how many rows there are is seen when they go."""
+        (key,), (target, *_) = node.reads[0], node.writes
+        have, want = self.graph.values[key], self.graph.values[target]
+        choice = choice_of((*have.layout.places, *want.layout.places))
+        assert choice is not None
+        there = choice_of(want.layout.places) is not None
+        do = "choose" if node.routes == "choose" else "dispatch" if there else "combine"
+        shapes = local_shapes(want.tensor, want.layout, want.samples, want.inner)
+        for members in self._along(node.family.where, node.family.axes):
+            for device in members:
+                args = {"group": self._group(members, node.stream), "members": members, "experts": choice.experts, "shape": shapes[device], "dtype": have.tensor.dtype}
+                self._emit(device, do, node, [key for keys in node.reads for key in keys], node.writes, args)
+
     def _along(self, where: Slice, axes: Sequence[str]) -> Iterator[list[int]]:
         """Groups of devices that differ only along some axes."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for device, at in zip(devices_of(where), coordinates(where), strict=True):
-            found.setdefault(tuple(i for axis, i in at.items() if axis not in axes), []).append(device)
-        yield from found.values()
+        devices = devices_of(where)
+        yield from ([devices[k] for k in group] for group in along(where, axes))
 
     def _local(self, node: Node) -> None:
         target = node.writes[0]

@@ -14,7 +14,7 @@ from typing import Any
 from piperlang.ir.graph import COMPUTE, Graph, Key
 from piperlang.ir.held import coordinates, interval
 from piperlang.ir.layout import devices_of
-from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction, Plan
 from piperlang.plan.sums import reads, sums, travels_alone
 from piperlang.plan.transfer import local_shapes
 
@@ -225,7 +225,7 @@ class _Walk:
             together = [entry for entry in args["weights"] if not travels_alone(entry)]
             copied: int = sum(prod(entry["shape"]) for entry in together) * self._item(instruction.writes[0])
             return copied + copied // (len(args["weights"][0]["cuts"]) or 1)
-        if do == "exchange":
+        if do in ("exchange", *ROUTES):
             return self.sizes.of(instruction.reads[0], self.number) + self.sizes.of(instruction.writes[0], self.number)
         if do == "all_reduce":
             return self.sizes.of(instruction.reads[0], self.number) if args["keep"] is not None else 0

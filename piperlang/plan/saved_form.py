@@ -157,6 +157,7 @@ ARGUMENTS: dict[str, Read] = {
     "send": named(parts=PARTS, key=maybe(text), dtype=text),
     "recv": named(parts=PARTS, own=OWN, shape=SHAPE, dtype=text),
     "exchange": named(group=integer, members=lists(integer), give=TURNS, take=TURNS, shape=SHAPE, dtype=text),
+    **dict.fromkeys(("choose", "dispatch", "combine"), named(group=integer, members=lists(integer), experts=integer, shape=SHAPE, dtype=text)),
     "all_reduce": named(group=integer, shape=SHAPE, dtype=text, reduce=text, keep=maybe(BOX)),
     "copy": named(own=OWN, shape=SHAPE, dtype=text),
     "update": named(weights=lists(CHANGE)),
@@ -164,7 +165,7 @@ ARGUMENTS: dict[str, Read] = {
 }
 """What each kind of instruction is told."""
 
-KINDS = lists(named(op=text, chunk=integer, samples=integer, arranged=ARRANGED, slots=many(SLOT), gives=many(SLOT), loss=maybe(integer)))
+KINDS = lists(named(op=text, chunk=integer, samples=integer, arranged=ARRANGED, slots=many(SLOT), gives=many(SLOT), loss=maybe(integer), routed=truth))
 DEVICE = named(
     device=integer, feeds=lists(together(text, text, BOX)), weights=table(named(weight=text, box=BOX, flat=maybe(INTERVAL), first=truth)), next=table(text), losses=table(number),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from piperlang.ir.graph import COMPUTE, Graph
 from piperlang.plan.cost import Costs, Machine
-from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction, Plan
 from piperlang.plan.memory import STATES, peaks
 
 SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "complex64": 8, "complex128": 16}
@@ -85,6 +85,8 @@ def sent(instruction: Instruction, plan: Plan) -> float:
     others = (len(plan.groups[args["group"]][0]) - 1) / len(plan.groups[args["group"]][0])
     if do == "exchange":
         return 0.0  # by device: see _given
+    if do in ROUTES:
+        return float(others * prod(args["shape"]) * _item(args))
     if do == "norm":
         return 2 * others * _item(args)
     size = prod(args["shape"]) if do == "all_reduce" else sum(prod(entry["shape"]) for entry in args["weights"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,11 +77,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def compiled(pieces: Sequence[Piece | None]) -> list[Piece | None]:
-    """Pieces compiled by Inductor, each distinct one once."""
+def compiled(pieces: Sequence[Piece | None], kinds: Sequence[Mapping[str, Any]]) -> list[Piece | None]:
+    """Pieces compiled by Inductor, each distinct one once; not those with as many rows as choose their experts, which would be compiled for every number of them."""
     known: dict[int, Piece] = {}
     found: list[Piece | None] = []
-    for piece in pieces:
+    for piece, kind in zip(pieces, kinds, strict=True):
+        if kind["routed"]:
+            found.append(piece)
+            continue
         if piece is not None and id(piece) not in known:
             known[id(piece)] = replace(piece, module=torch.compile(piece.module, fullgraph=True, dynamic=False))  # type: ignore[arg-type]
         found.append(known[id(piece)] if piece is not None else None)

@@ -16,6 +16,7 @@ from piperlang.plan.sums import reads, sums, travels_alone
 from piperlang.runtime.boxes import take
 from piperlang.runtime.comm import Comm
 from piperlang.runtime.optimize import Optimizers, added
+from piperlang.runtime.ways import Way, leaving
 
 
 class Device:
@@ -199,6 +200,40 @@ class Device:
             at += size
         self._put(instruction.writes[0], out)
 
+    # ------------------------------------------------------------------------------------------- rows and experts
+
+    def _choose(self, instruction: Instruction) -> None:
+        """Find the way to the experts that rows chose: everybody tells everybody how many come; and let the choices go it. On CUDA the host waits here, once for all that follows."""
+        args, chosen = instruction.args, self.values[instruction.reads[0]]
+        members = args["members"]
+        parts = leaving(chosen, args["experts"], len(members))
+        give = [len(part) for part in parts]
+        told = chosen.new_tensor(give)
+        counts = torch.empty_like(told)
+        assert self.comm is not None
+        self.comm.exchange(args["group"], told, [1] * len(members), counts, [1] * len(members))
+        way = Way(torch.cat(parts), give, counts.tolist())
+        first = members.index(self.plan.device) * (args["experts"] // len(members))
+        self._put(instruction.writes[0], self._gone(args["group"], chosen[way.order], way.give, way.take) - first)
+        self._put(instruction.writes[1], way)
+
+    def _dispatch(self, instruction: Instruction) -> None:
+        value, way = (self.values[key] for key in instruction.reads)
+        self._put(instruction.writes[0], self._gone(instruction.args["group"], value[way.order], way.give, way.take))
+
+    def _combine(self, instruction: Instruction) -> None:
+        value, way = (self.values[key] for key in instruction.reads)
+        back = self._gone(instruction.args["group"], value, way.take, way.give)
+        self._put(instruction.writes[0], torch.empty_like(back).index_copy_(0, way.order, back))
+
+    def _gone(self, group: int, rows: torch.Tensor, give: list[int], take: list[int]) -> torch.Tensor:
+        """Rows, so many to each member, exchanged for so many from each."""
+        assert self.comm is not None
+        size = torch.Size(rows.shape[1:]).numel()
+        arrived = rows.new_empty(sum(take), *rows.shape[1:])
+        self.comm.exchange(group, rows.contiguous().view(-1), [size * n for n in give], arrived.view(-1), [size * n for n in take])
+        return arrived
+
     def _offload(self, instruction: Instruction) -> None:
         self.values[instruction.writes[0]] = {slot: _to(value, torch.device("cpu")) for slot, value in self.values[instruction.reads[0]].items()}
 
@@ -313,7 +348,7 @@ class Device:
             self.values[entry["new"]] = weight
 
 
-_OPERATIONS = ("send", "recv", "copy", "all_reduce", "exchange", "offload", "fetch", "gather", "scatter", "reduce", "norm", "update")
+_OPERATIONS = ("send", "recv", "copy", "all_reduce", "exchange", "choose", "dispatch", "combine", "offload", "fetch", "gather", "scatter", "reduce", "norm", "update")
 
 
 def _apart(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:

@@ -18,11 +18,13 @@ from torch.utils import _pytree as pytree
 from piperlang.capture.differentiate import Piece, Pieces
 from piperlang.capture.random import mix
 from piperlang.ir.graph import COMPUTE, Graph, Key, Node
+from piperlang.ir.held import along
 from piperlang.ir.layout import axes_of, devices_of
-from piperlang.ir.model import Arrangement, Slot, Tensor
+from piperlang.ir.model import Arrangement, Slot, Tensor, choice_of
 from piperlang.ir.sort import topological
 from piperlang.runtime.boxes import boxes, move, take
 from piperlang.runtime.shards import Shards
+from piperlang.runtime.ways import leaving
 
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
 
@@ -108,9 +110,35 @@ class Inline:
             self.shards.communicate(node, self.values)
         elif op == "recv":
             self.values[node.writes[0]] = self.values[node.reads[0][0]]
+        elif node.routes is not None:
+            self._route(node)
         else:
             sources = [(self.graph.values[key], self.values[key]) for key in node.reads[0]]
             self.values[node.writes[0]] = move(sources, self.graph.values[node.writes[0]])
+
+    def _route(self, node: Node) -> None:
+        """Rows to the devices that have their experts, and back; all of a group at once, so that nobody has to be told how many come."""
+        given = self.values[node.reads[0][0]]
+        after = self.graph.values[node.writes[0]].layout
+        choice = choice_of(after.places)
+        ways: list[Any] = self.values[node.reads[1][0]] if node.routes == "route" else [None] * len(given)
+        found: list[Any] = [None] * len(given)
+        for members in along(node.family.where, node.family.axes):
+            if node.routes == "choose" and choice is not None:
+                for k in members:
+                    ways[k] = leaving(given[k], choice.experts, len(members))
+            for place, k in enumerate(members):
+                if choice is not None:
+                    found[k] = torch.cat([given[other][ways[other][place]] for other in members])
+                    continue
+                found[k] = given[k].new_empty(sum(map(len, ways[k])), *given[k].shape[1:])
+                for there, other in enumerate(members):
+                    came = [len(ways[member][there]) for member in members]
+                    found[k][ways[k][there]] = given[other].split(came)[place]
+            if node.routes == "choose" and choice is not None:
+                for place, k in enumerate(members):
+                    found[k] = found[k] - place * (choice.experts // len(members))
+        self.values |= dict(zip(node.writes, (found, ways), strict=False))
 
     # ------------------------------------------------------------------------------------------------ compute
 

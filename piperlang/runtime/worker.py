@@ -134,7 +134,7 @@ class Worker:
         # After the model: what it defines, operators of its own above all, is what pieces call.
         pieces = pickle.loads(setup.pieces)
         if setup.compiles:
-            pieces = compiled(pieces)
+            pieces = compiled(pieces, setup.kinds)
         device = Device(setup.plan, setup.kinds, pieces, weights, Optimizers(setup.optimizer, setup.lr_schedule, setup.masters), self.comm, where, setup.seed)
         device.loss_dtype = getattr(torch, setup.loss_dtype)
         self._open_progress(setup.progress, rank)
@@ -149,7 +149,7 @@ class Worker:
         comm.connect(groups, pairs)
         pieces = pickle.loads(packed_pieces)
         if setup.compiles:
-            pieces = compiled(pieces)
+            pieces = compiled(pieces, kinds)
         device = Device(plan, kinds, pieces, {}, trained.optimizers, comm, trained.where, setup.seed, trained.kept)
         self.routines["evaluate"] = Routine(device, comm, setup.cuda, self._begun)
 

@@ -1,0 +1,186 @@
+"""Rows that each choose an expert, without a limit to how many choose the same one.
+
+On one device nothing has a size that depends on the data: there are as many rows as tokens have choices. Where experts are divided among devices, each device gets the
+rows that chose its experts, however many those are; so these operators ask nothing of the order of rows, nor of how many there are.
+
+Private API, kept in this file: `torch._grouped_mm` (tried on torch 2.11; used on CUDA alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+_ALIGNED = 16
+"""Bytes that a row of what a grouped product reads must be a multiple of."""
+
+
+def routed_linear(rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Row i of `rows` [n, in] times the matrix of the expert that it chose: `weight` [experts, in, out] at `chosen` [n], plus its row of `bias` [experts, out]."""
+    if rows.dim() != 2 or chosen.dim() != 1 or weight.dim() != 3 or rows.shape[0] != chosen.shape[0] or rows.shape[1] != weight.shape[1]:
+        raise ValueError(f"routed_linear takes rows [n, in], choices [n] and weights [experts, in, out], and got {list(rows.shape)}, {list(chosen.shape)} and {list(weight.shape)}")
+    done: Tensor = torch.ops.piper.routed_linear(rows, chosen, weight)
+    return done if bias is None else done + torch.ops.piper.routed_rows(bias, chosen)
+
+
+# -------------------------------------------------------------------------------------------------------- operators
+
+
+@torch.library.custom_op("piper::routed_linear", mutates_args=(), schema="(Tensor rows, Tensor chosen, Tensor weight) -> Tensor")
+def _linear(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+    order, counts = _sorted(chosen, weight.shape[0])
+    given = rows[order]
+    if _grouped(given, weight):
+        done = torch._grouped_mm(given, weight, offs=_ends(counts))
+    else:
+        done = torch.cat([part @ matrix for part, matrix in zip(torch.split(given, counts.tolist()), weight, strict=True)])
+    return torch.empty_like(done).index_copy_(0, order, done)
+
+
+@torch.library.custom_op("piper::routed_outer", mutates_args=(), schema="(Tensor rows, Tensor grads, Tensor chosen, int experts) -> Tensor")
+def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
+    """For every expert the sum over its rows of row times gradient: the gradient of its matrix."""
+    order, counts = _sorted(chosen, experts)
+    given, arrived = rows[order], grads[order]
+    if _grouped(given, arrived):
+        return torch._grouped_mm(given.t(), arrived, offs=_ends(counts))
+    sizes = counts.tolist()
+    return torch.stack([part.t() @ grad for part, grad in zip(torch.split(given, sizes), torch.split(arrived, sizes), strict=True)])
+
+
+@torch.library.custom_op("piper::routed_rows", mutates_args=(), schema="(Tensor table, Tensor chosen) -> Tensor")
+def _rows(table: Tensor, chosen: Tensor) -> Tensor:
+    return table[chosen]
+
+
+@torch.library.custom_op("piper::routed_sum", mutates_args=(), schema="(Tensor grads, Tensor chosen, int experts) -> Tensor")
+def _sum(grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
+    return grads.new_zeros(experts, grads.shape[1]).index_add_(0, chosen, grads)
+
+
+def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Rows by expert, those of one expert in the order in which they came; and how many each has."""
+    return torch.argsort(chosen, stable=True), torch.bincount(chosen, minlength=experts)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _grouped(first: Tensor, second: Tensor) -> bool:
+    """Whether one kernel can do all experts, without asking the device how many rows each has."""
+    aligned = all(max(one.stride()) * one.element_size() % _ALIGNED == 0 and one.shape[-1] * one.element_size() % _ALIGNED == 0 for one in (first, second))
+    return first.is_cuda and first.dtype == second.dtype == torch.bfloat16 and first.shape[0] > 0 and aligned
+
+
+@_linear.register_fake
+def _(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@_outer.register_fake
+def _(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
+    return rows.new_empty(experts, rows.shape[1], grads.shape[1])
+
+
+@_rows.register_fake
+def _(table: Tensor, chosen: Tensor) -> Tensor:
+    return table.new_empty(chosen.shape[0], table.shape[1])
+
+
+@_sum.register_fake
+def _(grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
+    return grads.new_empty(experts, grads.shape[1])
+
+
+# -------------------------------------------------------------------------------------------------------- gradients
+
+
+def _linear_keeps(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _rows_keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.experts = inputs[0].shape[0]
+
+
+def _linear_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, chosen, weight = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    return (
+        torch.ops.piper.routed_linear(grad, chosen, weight.transpose(1, 2)) if wanted[0] else None, None,
+        torch.ops.piper.routed_outer(rows, grad, chosen, weight.shape[0]) if wanted[2] else None,
+    )  # fmt: skip
+
+
+def _rows_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (chosen,) = ctx.saved_tensors
+    return torch.ops.piper.routed_sum(grad, chosen, ctx.experts), None
+
+
+_linear.register_autograd(_linear_back, setup_context=_linear_keeps)
+_rows.register_autograd(_rows_back, setup_context=_rows_keep)
+
+
+@register_flop_formula(torch.ops.piper.routed_linear)
+def _(rows: Any, chosen: Any, weight: Any, **_: Any) -> int:
+    return int(2 * rows[0] * weight[1] * weight[2])
+
+
+@register_flop_formula(torch.ops.piper.routed_outer)
+def _(rows: Any, grads: Any, chosen: Any, experts: int, **_: Any) -> int:
+    return int(2 * rows[0] * rows[1] * grads[1])
+
+
+# ------------------------------------------------------------------------------------------------- on several devices
+
+_ROWS = {"routed_linear": ("rows", "chosen"), "routed_outer": ("rows", "grads", "chosen"), "routed_rows": ("chosen",), "routed_sum": ("grads", "chosen")}
+"""Of each operator, what goes row by row."""
+_FEATURES: dict[str, list[dict[str, int | None]]] = {
+    "routed_linear": [{"weight": 2, "result": 1}, {"rows": 1, "weight": 1, "result": None}],
+    "routed_outer": [{"rows": 1, "result": 1}, {"grads": 1, "result": 2}],
+    "routed_rows": [{"table": 1, "result": 1}],
+    "routed_sum": [{"grads": 1, "result": 1}],
+}
+"""Which dims of arguments may be divided together, and the dim of the result that is divided then; None where it is a sum of parts."""
+
+
+def operators(nodes: Any) -> Iterator[Any]:
+    """The routed operators among nodes of a graph."""
+    return (node for node in nodes if is_routed(node.target))
+
+
+def is_routed(target: Any) -> bool:
+    return getattr(target, "namespace", "") == "piper" and _name(target) in _ROWS
+
+
+def _name(target: Any) -> str:
+    return str(target._schema.name).removeprefix("piper::")
+
+
+def choice_of(node: Any) -> tuple[str, int]:
+    """What a routed operator of a forward graph has its choices from, and among how many experts."""
+    arguments = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=True))
+    table = arguments["weight" if "weight" in arguments else "table"]
+    return arguments["chosen"].name, table.meta["val"].shape[0]
+
+
+def divided(target: Any, dims: dict[str, int | str | None]) -> int | str | None:
+    """How the result lies along one axis when arguments lie so: a dim, "sum", None for whole. Rows and experts are divided together, each row where its expert is."""
+    name = _name(target)
+    given = {key: dim for key, dim in dims.items() if dim is not None}
+    rows = dict.fromkeys(_ROWS[name], 0)
+    tables = [key for key in dims if key in ("weight", "table")]
+    if not given:
+        return None
+    if given == rows | dict.fromkeys(tables, 0):
+        return 0
+    for way in _FEATURES[name]:
+        if given == {key: dim for key, dim in way.items() if key != "result"}:
+            return "sum" if way["result"] is None else way["result"]
+    raise ValueError("its rows and its experts are not divided alike")
