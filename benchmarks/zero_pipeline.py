@@ -7,7 +7,7 @@ microbatches. Four processes share the GPU; the peak is that of the rank that ha
 
 Rows: agreement with plain training of a narrow model; the peak at one sample a microbatch and rank; the largest batch whose measured peak stays under some caps, which are multiples of torch's first peak.
 
-    python -m benchmarks.zero_pipeline [--json] [--width 1024] [--layers 16] [--micro 4] [--tokens 32] [--dtype float32] [--minutes 5] [--compile] [--small]
+    python -m benchmarks.zero_pipeline [--json] [--width 1536] [--layers 16] [--micro 4] [--tokens 32] [--dtype float32] [--minutes 5] [--compile] [--small]
 """
 
 from __future__ import annotations
@@ -470,7 +470,7 @@ def main() -> None:
     cuda = not options.small
     if not cuda:
         os.environ.update(memory.MAPPINGS)
-    size = Size(options.width or (1024 if cuda else 384), options.layers or (16 if cuda else 8), options.tokens, options.micro, options.dtype)
+    size = Size(options.width or (1536 if cuda else 384), options.layers or (16 if cuda else 8), options.tokens, options.micro, options.dtype)
     report = Report(options.json)
     sides: dict[str, Any] = {"torch": Torch(cuda), "torch_layers": Torch(cuda, whole_stage=False), "piper": Ours(cuda, options.compile, options.prefetch), "piper_once": Ours(cuda, options.compile, options.prefetch, "whole")}
     try:
