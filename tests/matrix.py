@@ -209,9 +209,37 @@ replicate [stage=2] over gpu.d with grads=sharded
 replicate [stage=3] over gpu.d with params=sharded
 """
 
+MESHES = """mesh first = pp: 2, dp: 4
+mesh last = d: 8
+split batch into 2 as mb
+place [stage=0] on first[pp=0]
+place [stage=1] on first[pp=1]
+place [stage=2:4] on last
+replicate [stage=0:2] over first.dp with states=sharded
+replicate [stage=2:4] over last.d with params=sharded
+"""
+EXPERTS_MESH = """mesh rest = dp: 4
+mesh experts = ep: 2, dp: 2
+split batch into 2 as mb
+place [!expert] on rest
+place [expert=*] on experts
+replicate [!expert] over rest.dp with grads=sharded
+replicate [expert=*] over experts.dp
+shard [expert=*] over experts.ep
+"""
+FEATURES_MESH = """mesh first = dp: 4
+mesh last = dp: 2, tp: 2
+place [stage=0:2] on first
+place [stage=2:4] on last
+replicate [stage=0:2] over first.dp
+replicate [stage=2:4] over last.dp
+shard [stage=2] over last.tp with style=columns
+replicate [stage=3] over last.tp
+"""
+
 
 def further() -> Iterator[Combination]:
-    """What the matrix leaves at its defaults: recompute, offload, buckets, prefetch, streams, stages on unequal numbers of devices."""
+    """What the matrix leaves at its defaults: recompute, offload, buckets, prefetch, streams, stages on unequal numbers of devices, several meshes."""
     yield _with("recompute", "1f1b", "zero2", "none", more=["recompute [stage=0:3]"])
     yield _with("recompute", "zbv", "zero3", "none", more=["recompute [pass=*]"])
     yield _with("recompute", "dualpipev", "zero1", "ep-data", more=["recompute [expert=*]"])
@@ -234,6 +262,10 @@ def further() -> Iterator[Combination]:
     yield Combination("1f1b", "zero2", "none", "data degrees 2 and 4, ZeRO-2 beside ZeRO-3", "mlp-2", UNEVEN.format(zero=" with grads=sharded", other=" with params=sharded"))
     yield Combination("none", "zero3", "none", "stages on 1, 2, 4 and 4 devices, ZeRO-1 to ZeRO-3", "mlp-4", NARROW)
     yield Combination("none", "zero3", "none", "stages on 1, 2, 4 and 4 devices, skips", "unet-4", NARROW)
+    yield Combination("none", "zero3", "none", "two meshes, skips", "unet-4", MESHES)
+    for inside, model in (("ep", "moe-4"), ("dropless", "dropless-4")):
+        yield Combination("none", "zero2", inside, "experts on a mesh of their own", model, EXPERTS_MESH)
+    yield Combination("none", "dp", "tp", "features on a mesh of their own", "mlp-4", FEATURES_MESH)
 
 
 MATRIX = [combination(pipeline, data, inside) for pipeline in PIPELINES for data in DATA for inside in INSIDE]
@@ -297,7 +329,7 @@ def page(results: Mapping[str, Errors | str]) -> str:
         for pipeline, part in PIPELINES.items():
             lines.append(f"| {part.title} | {' | '.join(_cell(results[combination(pipeline, data, inside).name]) for data in DATA)} |")
         lines.append("")
-    lines += ["## And also", "", "The same with what a script may say besides, and stages on unequal numbers of devices.", "", "| combination | model | difference |", "|---|---|---|"]
+    lines += ["## And also", "", "The same with what a script may say besides, stages on unequal numbers of devices, and several meshes over the same devices.", "", "| combination | model | difference |", "|---|---|---|"]
     lines += [f"| {each.name} | {each.model.partition('-')[0]} | {_cell(results[each.name])} |" for each in FURTHER]
     return "\n".join(lines) + "\n"
 

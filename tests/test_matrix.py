@@ -21,7 +21,7 @@ from tests.matrix import ALL, DATA, INSIDE, MATRIX, PAGE, PIPELINES, cases, list
 
 OFTEN = (
     "gpipe x hybrid", "1f1b x zero3 x tp", "zb-h1 x dp x ep", "interleaved x zero2 x sp", "interleaved-zb x zero3", "zbv x zero3", "dualpipe x zero2 x tp", "dualpipev x zero3",
-    "dualpipev x zero2 x ep-data", "zbv x zero3 x dropless-data", "dualpipev x dp x dropless", "interleaved x zero2 x ep x offload and recompute", "1f1b x zero2 x data degrees 2 and 4, ZeRO-2 beside ZeRO-3", "zbv x zero1",
+    "dualpipev x zero2 x ep-data", "zbv x zero3 x dropless-data", "dualpipev x dp x dropless", "interleaved x zero2 x ep x offload and recompute", "1f1b x zero2 x data degrees 2 and 4, ZeRO-2 beside ZeRO-3", "zbv x zero1", "zero2 x dropless x experts on a mesh of their own",
 )  # fmt: skip
 """Run every time: each pipeline, each data strategy and each way to divide a stage at least once."""
 RUNNING = [name for name, each in ALL.items() if each.refused is None]
