@@ -149,6 +149,36 @@ def test_equal_layers_share_their_pieces() -> None:
     assert len(chunks) == 4
 
 
+class Zeros(nn.Module):
+    """What is made in the shape of something that learns, and crosses to another chunk, learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0):
+            y = self.first(x)
+            total, sign = y.new_zeros(y.shape), torch.ones_like(y)
+        with annotate("stage", 1):
+            return self.second(y) * sign + total
+
+
+def test_constants_in_the_shape_of_an_activation_learn_nothing() -> None:
+    case = Case("zeros", Zeros, square, vectors, 2)
+    _, chunks, _ = captured(case)
+    assert [value.differentiable for value in chunks[0].outputs].count(True) == 1
+    assert len(chunks[0].outputs) == 3
+    torch.manual_seed(0)
+    batch, model = case.batch(4), case.model()
+    loss, gradients = run(*captured(case, 4), model, batch, halves=True)
+    expected = case.loss(model(batch[0]), batch[1])
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()))
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(gradients[name], weight.grad)
+
+
 def test_halves_repeat_nothing() -> None:
     """Operators of I and W together are those of B, views of weights aside."""
     from piperlang.capture.differentiate import _VIEWS

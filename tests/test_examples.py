@@ -36,7 +36,7 @@ STEPS = 4
 
 QUICK = {
     "01_mlp/both", "01_mlp/data", "01_mlp/pipeline", "02_gpt/interleaved", "03_moe/data_axis", "04_zero/hybrid", "04_zero/prefetch", "04_zero/zero3_zbv",
-    "05_tensor_parallel/pipeline",
+    "05_tensor_parallel/pipeline", "08_dropless/data_axis", "08_dropless/dualpipev",
 }  # fmt: skip
 """Trained in every run of the tests; the others, which the numerics check covers in every run, with `-m slow`."""
 

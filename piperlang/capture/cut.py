@@ -58,11 +58,10 @@ def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Chunk]:
             groups[-1].append(node)
         else:
             groups.append([node])
-    differentiable = _differentiable(traced, nodes)
     owner = {node: i for i, group in enumerate(groups) for node in group}
     (output,) = (node for node in traced.graph.nodes if node.op == "output")
     result = set(output.all_input_nodes)
-    return [_chunk(i, tags[group[0]], group, traced, owner, differentiable, result) for i, group in enumerate(groups)]
+    return [_chunk(i, tags[group[0]], group, traced, owner, traced.learning, result) for i, group in enumerate(groups)]
 
 
 def _chunk(
@@ -140,17 +139,3 @@ def matches(module: ModulePath, parts: list[str]) -> int:
         if not fits:
             return 0
     return len(module.parts)
-
-
-# ---------------------------------------------------------------------------------------------------- gradients
-
-
-def _differentiable(traced: Traced, nodes: list[fx.Node]) -> set[fx.Node]:
-    """Values that a gradient flows through: floating, and made from a trained weight or from another such value."""
-    found = {node for node in traced.graph.nodes if node.op == "placeholder" and node.name in traced.weights and traced.weights[node.name].trained}
-    for node in nodes:
-        value = traced.value(node)
-        floating = isinstance(value, tuple | list) or (isinstance(value, torch.Tensor) and value.is_floating_point())
-        if floating and node.target is not torch.ops.aten.detach.default and any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.counted import take_count
 from piperlang.capture.inline import drop_unread, inline_regions
+from piperlang.capture.learning import learning
 from piperlang.capture.random import make_counted, module_of
 from piperlang.capture.where import line_of, line_of_function, line_of_operator
 from piperlang.diagnostics import PiperError, error
@@ -55,6 +57,11 @@ class Traced:
 
     def value(self, node: fx.Node) -> Any:
         return node.meta["val"]
+
+    @cached_property
+    def learning(self) -> set[fx.Node]:
+        """Values that a gradient flows through."""
+        return learning(self.graph, self.root, self.mode, {name for name, weight in self.weights.items() if weight.trained})
 
 
 class _Training(nn.Module):
