@@ -47,6 +47,9 @@ SCHEDULES = {
     "dp": ("gpt", DP.format("")),
     "zero1": ("mlp", DP.format(" with states=sharded")),
     "zero3": ("unet", DP.format(" with params=sharded, prefetch=1")),
+    "zero2 outside of zero3": (
+        "gpt", "mesh gpu = dp: 2, tp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with grads=sharded\nreplicate [pass=*] over gpu.tp with params=sharded\n",
+    ),
     "ep": ("moe", "mesh gpu = ep: 4\nplace [pass=*] on gpu\nshard [expert=*] over gpu.ep\nreplicate [!expert] over gpu.ep\nsplit batch into 2 as mb\n"),
     "pp x ep": (
         "moe",

@@ -27,6 +27,13 @@ def agree(store: Store, rank: int, world: int, digest: str) -> None:
             raise error("P0503", f"workers {rank} and {other} have different plans", notes=[f"{digest[:12]} and {theirs[:12]}"], help="start the job again: these workers are of two jobs")
 
 
+def _turned(ranks: Sequence[int]) -> list[int] | None:
+    """torch sorts the ranks of a group, whatever order they are given in: where each member of ours stands there, if that is elsewhere."""
+    places = sorted(ranks)
+    found = [places.index(rank) for rank in ranks]
+    return found if found != list(range(len(ranks))) else None
+
+
 def opened(place: str, world: int) -> Store:
     """A meeting place: a file, or a port of the worker that opened it."""
     if place.startswith("tcp:"):
@@ -55,6 +62,7 @@ class Comm:
         # Every process makes every group, in the same order: torch asks for it.
         ranks, cuda = self.ranks, self.cuda
         self.groups = [dist.new_group([ranks[d] for d in members], timeout=self.limit) if len(members) > 1 else None for members, _ in groups]
+        self.turned = [_turned([ranks[d] for d in members]) for members, _ in groups]
         # On NCCL each direction of each pair has a communicator of its own: messages of one communicator wait for each other.
         self.pairs = {pair: dist.new_group([ranks[d] for d in pair], timeout=self.limit) for pair in pairs} if cuda else {}
         self.pending: list[tuple[Any, torch.Tensor]] = []
@@ -104,24 +112,42 @@ class Comm:
             dist.all_reduce(tensor, group=self.groups[group])
 
     def exchange(self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]) -> None:
+        turned = self.turned[group]
         if self.groups[group] is None:
             take.copy_(give)
-        else:
+        elif turned is None:
             dist.all_to_all_single(take, give, take_sizes, give_sizes, group=self.groups[group])
+        else:
+            here = [turned.index(k) for k in range(len(turned))]
+            parts = torch.split(give, give_sizes)
+            arrived = torch.empty_like(take)
+            dist.all_to_all_single(arrived, torch.cat([parts[k] for k in here]), [take_sizes[k] for k in here], [give_sizes[k] for k in here], group=self.groups[group])
+            came = torch.split(arrived, [take_sizes[k] for k in here])
+            torch.cat([came[k] for k in turned], out=take)
 
     def gather_into(self, group: int, whole: torch.Tensor, mine: torch.Tensor) -> None:
         """Equal parts of all members, in the order of the group, one after the other."""
+        turned = self.turned[group]
         if self.groups[group] is None:
             whole.copy_(mine)
-        else:
+        elif turned is None:
             dist.all_gather_into_tensor(whole, mine, group=self.groups[group])
+        else:
+            came = torch.empty_like(whole)
+            dist.all_gather_into_tensor(came, mine, group=self.groups[group])
+            whole.view(len(turned), -1).copy_(came.view(len(turned), -1)[turned])
 
     def scatter_into(self, group: int, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """The sum of everybody's part with our number."""
+        turned = self.turned[group]
         if self.groups[group] is None:
             mine.copy_(whole)
-        else:
+        elif turned is None:
             dist.reduce_scatter_tensor(mine, whole, group=self.groups[group])
+        else:
+            parts = torch.empty_like(whole)
+            parts.view(len(turned), -1)[turned] = whole.view(len(turned), -1)
+            dist.reduce_scatter_tensor(mine, parts, group=self.groups[group])
 
     def close(self) -> None:
         dist.destroy_process_group()
