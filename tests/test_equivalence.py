@@ -91,3 +91,10 @@ def test_activations_come_back_in_the_order_of_the_script(schedule: str, prefetc
     name = schedule.partition("(")[0]
     text = f"from std.pipeline import loop, {name}\nmesh gpu = pp: 2\nsplit batch into 4 as mb\nloop(gpu, 2, 2)\noffload [pass=*] with prefetch={prefetch}\n{schedule}\n"
     assert_same(CASES["mlp"], program("mlp"), text)
+
+
+@pytest.mark.parametrize("model", ["gpt", "unet"])
+def test_parts_of_a_sum_are_cut_and_joined_as_parts(model: str) -> None:
+    """A stage that is split, some of it divided by features: what is a sum over devices stays one while it is cut."""
+    text = f"{TAGS[model]}\nmesh gpu = tp: 2\nplace [pass=*] on gpu\n{SHARD[model]}\nsplit [stage=0:2] into 2 as half\n"
+    assert_same(CASES[model], program(model), text)

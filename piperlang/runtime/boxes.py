@@ -28,14 +28,17 @@ def move(sources: Sequence[tuple[Value, Sequence[torch.Tensor]]], target: Value)
     """The value as `target` lies, from parts that lie otherwise: whatever the operation is called, this is what it must do."""
     layout = sources[0][0].layout
     parts = [(box, tensor, k) for value, tensors in sources for k, (box, tensor) in enumerate(zip(boxes(value), tensors, strict=True))]
-    groups = _sum_groups(layout, summed=(SUM, MEAN) if SHARE in target.layout.places else (SUM, MEAN, SHARE))
+    kept = _kept_sums(layout, target.layout)
+    groups = _sum_groups(layout, summed=(SUM, MEAN) if SHARE in target.layout.places else (SUM, MEAN, SHARE), but=kept)
     mean = MEAN in layout.places
+    points = list(product(*(range(size) for _, size in axes_of(layout.where))))
     found = []
     for k, wanted in enumerate(boxes(target)):
         total: torch.Tensor | None = None
         for group in groups:
             # Its own copy first; of others, any that has it.
-            mine = sorted((part for part in parts if part[2] in group), key=lambda part: part[2] != k)
+            alike = [part for part in parts if part[2] in group and all(points[part[2]][i] == points[k][i] for i in kept)]
+            mine = sorted(alike, key=lambda part: part[2] != k)
             piece = _assemble(wanted, [(box, tensor) for box, tensor, _ in mine])
             total = piece if total is None else total + piece
         assert total is not None
@@ -51,10 +54,17 @@ def _first_of_shared(layout: Layout) -> set[int]:
     return {k for k, at in enumerate(points) if not any(i for i, place in zip(at, layout.places, strict=True) if place == SHARE)}
 
 
-def _sum_groups(layout: Layout, summed: tuple[str, ...]) -> list[set[int]]:
+def _kept_sums(source: Layout, target: Layout) -> list[int]:
+    """Axes along which a value is a sum of parts before and after: it is cut or joined, and each device keeps its own part."""
+    if source.where != target.where:
+        return []
+    return [i for i, (have, want) in enumerate(zip(source.places, target.places, strict=True)) if have == want and have in (SUM, MEAN)]
+
+
+def _sum_groups(layout: Layout, summed: tuple[str, ...], but: Sequence[int] = ()) -> list[set[int]]:
     """Devices by their position along the axes that hold parts of a sum: one group for each part."""
     sizes = [size for _, size in axes_of(layout.where)]
-    along = [i for i, place in enumerate(layout.places) if place in summed]
+    along = [i for i, place in enumerate(layout.places) if place in summed and i not in but]
     groups: dict[tuple[int, ...], set[int]] = {}
     for k, at in enumerate(product(*(range(size) for size in sizes))):
         groups.setdefault(tuple(at[i] for i in along), set()).add(k)
