@@ -133,7 +133,7 @@ def _steps(case: Case, rank: int, steps: int) -> list[float]:
 
 def torch_times(names: Sequence[str], steps: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (names, steps, folder), RANKS, start_method="spawn")
+        start_processes(_rank, (names, steps, folder), RANKS, start_method="spawn")  # type: ignore[no-untyped-call]
         return {name: json.loads((Path(folder) / name).read_text()) for name in names}
 
 

@@ -55,7 +55,7 @@ def network(layers: int) -> Any:
             samples, length, _ = x.shape
             q, k, v = (t.view(samples, length, HEADS, -1).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
             attended = f.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return x + self.out(attended.transpose(1, 2).reshape(samples, length, -1))
+            return x + self.out(attended.transpose(1, 2).reshape(samples, length, -1))  # type: ignore[no-any-return]
 
         def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             h = self.second(x)
@@ -84,13 +84,13 @@ def network(layers: int) -> Any:
             for i, layer in enumerate(self.layers):
                 stage = i * 2 * RANKS // layers
                 with annotate("stage", stage):
-                    x = layer.attend(x)
-                    packed, dispatch, weight = layer.route(x)
+                    x = layer.attend(x)  # type: ignore[operator]
+                    packed, dispatch, weight = layer.route(x)  # type: ignore[operator]
                     with annotate("expert", 0):
-                        done = layer.experts(packed)
+                        done = layer.experts(packed)  # type: ignore[operator]
                     x = x + torch.einsum("stec,secd->std", dispatch.to(x.dtype) * weight[..., None, None], done)
             with annotate("stage", 2 * RANKS - 1):
-                return self.head(x)
+                return self.head(x)  # type: ignore[no-any-return]
 
     return Network
 

@@ -8,7 +8,7 @@ streams in turn, each waiting for the other: what it costs to hand over between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
 
 SIZES = (100, 1_000)
-IDENTITY = {"op": "F", "chunk": 0, "samples": 1, "arranged": ((), ()), "slots": (("input", 0),), "gives": (("output", 0),), "loss": None}
+IDENTITY = {"op": "F", "chunk": 0, "samples": 1, "arranged": ((), ()), "slots": (("input", 0),), "gives": (("output", 0),), "loss": None, "routed": False}
 
 
 class Identity:
     """Stands for a captured model: one chunk, which returns what it is given."""
 
-    batch_names = ("x", "y")
+    batch_names: Sequence[str] = ("x", "y")
+    aliases: Mapping[str, Sequence[str]] = {}
 
     def count(self, batch: Sequence[torch.Tensor]) -> float:
         return 1.0

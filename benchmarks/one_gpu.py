@@ -37,7 +37,7 @@ class Block(nn.Module):
         q, k, v = (t.view(samples, length, HEADS, -1).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
         attended = f.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(samples, length, -1))
-        return x + self.down(f.gelu(self.up(self.second(x))))
+        return x + self.down(f.gelu(self.up(self.second(x))))  # type: ignore[no-any-return]
 
 
 class Gpt(nn.Module):
@@ -54,7 +54,7 @@ class Gpt(nn.Module):
             with annotate("stage", i + 1):
                 x = block(x)
         with annotate("stage", len(self.blocks) + 1):
-            return self.head(self.norm(x))
+            return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 class Make:
@@ -99,7 +99,7 @@ def plain(layers: int, steps: int, compiles: bool) -> dict[str, Any]:
         started = time.perf_counter()
         opt.zero_grad(set_to_none=True)
         value = loss(run(ids), target)
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         opt.step()
         losses.append(float(value.detach()))
         times.append(time.perf_counter() - started)

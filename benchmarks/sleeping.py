@@ -46,7 +46,7 @@ TIMELINE = "PIPER_TIMELINE"
 
 
 # Defined by hand: `torch.library.custom_op` wraps every call in checks that take 0.3 ms here, much more than an instruction does.
-_LIBRARY = torch.library.Library("sleeping", "DEF")
+_LIBRARY = torch.library.Library("sleeping", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _sleep(x: torch.Tensor, ms: float) -> torch.Tensor:
@@ -76,8 +76,8 @@ def _back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _define(name: str, run: Callable[[torch.Tensor, float], torch.Tensor], learns: bool) -> Callable[[torch.Tensor, float], torch.Tensor]:
-    _LIBRARY.define(f"{name}(Tensor x, float ms) -> Tensor")
-    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.define(f"{name}(Tensor x, float ms) -> Tensor")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"sleeping::{name}", _fake, lib=_LIBRARY)
     if learns:
         torch.library.register_autograd(f"sleeping::{name}", _back, setup_context=_remember, lib=_LIBRARY)
