@@ -229,6 +229,7 @@ def test_what_rows_cannot_do_where_their_experts_are(made: Callable[[], nn.Modul
         compiled(traced, OWN.format(n=2))
     (found,) = problem.value.diagnostics
     assert found.code == "P0411"
+    assert found.message.startswith("expert=0, stage=0: ")
     assert any(reason in note for note in found.notes), found.notes
     assert found.span is not None
     assert "shard" in found.span.text

@@ -44,7 +44,7 @@ def test_the_matrix_is_whole() -> None:
     assert len(RUNNING) >= 60
     assert set(OFTEN) <= set(RUNNING)
     often = [ALL[name] for name in OFTEN]
-    assert {each.pipeline for each in often} == set(PIPELINES)
+    assert {each.pipeline for each in often} >= set(PIPELINES)
     assert {each.data for each in often} >= set(DATA) - {"none"}
     assert {each.inside for each in often} == set(INSIDE)
 

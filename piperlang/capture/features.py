@@ -182,10 +182,10 @@ def part_shape(shape: Sequence[int], places: PerAxis, divides: Sequence[Divide])
 
 
 def refusal(problem: Unfit, divides: Sequence[Divide], nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule) -> PiperError:
-    """The diagnostic for it; `nodes` are the placeholders of the joint graph."""
+    """The diagnostic for it, but for which chunk and which line; `nodes` are the placeholders of the joint graph."""
     how = " and ".join(f"over {divide.axis} with style={divide.style}" for divide in divides)
     return error(
-        "P0411", f"a chunk cannot be divided {how}", notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
+        "P0411", f"the chunk cannot be divided {how}", notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
         help=problem.help,
     )  # fmt: skip
 

@@ -129,7 +129,7 @@ class Sites:
                 local = self.model.divider.divided(chunk.number, each, arranged)
             except PiperError as problem:
                 asked = uses[divides[0].axis].directive
-                raise PiperError(*(replace(x, span=asked.span).within(asked.trail) for x in problem.diagnostics)) from None
+                raise PiperError(*(replace(x, message=f"{chunk}: {x.message}", span=asked.span).within(asked.trail) for x in problem.diagnostics)) from None
         layouts = {slot: self._layout(chunk, where, slot, uses, divides, local) for slot in _slots(chunk)}
         if len(counts) > outer and any(choice_of(layout.places) for layout in layouts.values()):
             raise _split_again(chunk, self.schedule.splits(group)[outer])
