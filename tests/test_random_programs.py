@@ -127,7 +127,7 @@ class Writer:
         inner = depth - 1
         return str(self.pick(
             lambda: f"{self.integer(inner)} {self.pick('<', '<=', '==', '>=', '>')} {self.integer(inner)}",
-            lambda: f"{self.atom(inner)} != {self.atom(inner)}",
+            lambda: f"{self.pick('2', f'({self.atom(inner)})')} != {self.atom(inner)}",  # a name before it would be a condition where this is an item of a list
             lambda: f"{self.atom(inner)} {self.pick('in', 'not in')} {self.items(inner)}",
             lambda: f"not {self.truth(inner)}",
             lambda: f"({GAP}{self.truth(inner)} {self.pick('and', 'or')} {self.truth(inner)}{GAP})",
