@@ -23,6 +23,7 @@ from piperlang.plan.saved import dump, load
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Training
 from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.ways import leaving
 from tests.equivalence import LIMIT, SAMPLES, assert_same, compiled, optimizer
 from tests.jobs import Plain, assert_trains
 from tests.models import WIDTH, Case, Dropless, balanced, square, tokens, vectors
@@ -64,6 +65,13 @@ def test_no_rows_at_all() -> None:
     done.sum().backward()
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+def test_an_expert_that_is_not_there_is_told() -> None:
+    with pytest.raises(ValueError, match="a row chose expert 5, and there are 4"):
+        routed_linear(torch.randn(2, 4), torch.tensor([0, 5]), torch.randn(4, 4, 5))
+    with pytest.raises(ValueError, match="a row chose expert 5, and there are 4"):
+        leaving(torch.tensor([0, 5]), 4, 2)
 
 
 def test_shapes_that_do_not_fit_are_told() -> None:

@@ -84,14 +84,14 @@ class Program:
 
     def _unroutable(self, chunk: Chunk, rows: frozenset[ir.Slot]) -> Unfit | None:
         """Why rows could not go where their experts are."""
-        apart = "let one chunk choose and flatten, and the next have the experts: `with annotate(...)` around them alone"
-        if rows and choice(chunk) is None:
-            return Unfit("rows can go to their experts only if they have chosen them before, all by one choice that is an input of this chunk", next(routed.operators(chunk.nodes)), apart)
-        if rows and chunk.random:
-            return Unfit("dropout numbers elements by their place in the batch, and rows that have gone to their experts have left it", next(routed.operators(chunk.nodes)), "put dropout before or after the experts")
-        if rows and chunk.batch:
-            return Unfit("it reads the batch itself, which does not go where the experts are", next(routed.operators(chunk.nodes)), apart)
-        return None
+        if not rows:
+            return None
+        first, apart = next(routed.operators(chunk.nodes)), "let one chunk choose and flatten, and the next have the experts: `with annotate(...)` around them alone"
+        if choice(chunk) is None:
+            return Unfit("rows can go to their experts only if they have chosen them before, all by one choice that is an input of this chunk", first, apart)
+        if chunk.random:
+            return Unfit("dropout numbers elements by their place in the batch, and rows that have gone to their experts have left it", first, "put dropout before or after the experts")
+        return Unfit("it reads the batch itself, which does not go where the experts are", first, apart) if chunk.batch else None
 
     def _any_rows(self, chunk: Chunk, known: tuple[int, int, Arrangement], made: Pieces) -> None:
         """The data decide how many rows there are: the pieces must be the same for any number of them."""

@@ -32,7 +32,7 @@ def routed_linear(rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | N
 
 @torch.library.custom_op("piper::routed_linear", mutates_args=(), schema="(Tensor rows, Tensor chosen, Tensor weight) -> Tensor")
 def _linear(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-    order, counts = _sorted(chosen, weight.shape[0])
+    order, counts = by_expert(chosen, weight.shape[0])
     given = rows[order]
     if _grouped(given, weight):
         done = torch._grouped_mm(given, weight, offs=_ends(counts))
@@ -44,7 +44,7 @@ def _linear(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
 @torch.library.custom_op("piper::routed_outer", mutates_args=(), schema="(Tensor rows, Tensor grads, Tensor chosen, int experts) -> Tensor")
 def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     """For every expert the sum over its rows of row times gradient: the gradient of its matrix."""
-    order, counts = _sorted(chosen, experts)
+    order, counts = by_expert(chosen, experts)
     given, arrived = rows[order], grads[order]
     if _grouped(given, arrived):
         return torch._grouped_mm(given.t(), arrived, offs=_ends(counts))
@@ -62,9 +62,12 @@ def _sum(grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     return grads.new_zeros(experts, grads.shape[1]).index_add_(0, chosen, grads)
 
 
-def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Rows by expert, those of one expert in the order in which they came; and how many each has."""
-    return torch.argsort(chosen, stable=True), torch.bincount(chosen, minlength=experts)
+    counts = torch.bincount(chosen, minlength=experts)
+    if len(counts) != experts:
+        raise ValueError(f"a row chose expert {len(counts) - 1}, and there are {experts}, counted from 0")
+    return torch.argsort(chosen, stable=True), counts
 
 
 def _ends(counts: Tensor) -> Tensor:

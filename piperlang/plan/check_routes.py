@@ -19,12 +19,12 @@ def routes(checked: Checked) -> None:
             checked.wrong(CODE, f"{at.does.do} without a choice to go by", at, help=FOLLOWS)
         return
     for d, device in enumerate(checked.plan.devices):
-        _Device(checked, d).run([At(d, i, x) for i, x in enumerate(device.instructions)])
+        _Device(checked).run([At(d, i, x) for i, x in enumerate(device.instructions)])
 
 
 class _Device:
-    def __init__(self, checked: Checked, d: int) -> None:
-        self.checked, self.d = checked, d
+    def __init__(self, checked: Checked) -> None:
+        self.checked = checked
         self.ways: dict[Key, At] = {}
         """Every way, and who found it."""
         self.gone: dict[Key, tuple[Key, At]] = {}
@@ -66,16 +66,14 @@ class _Device:
         went = {key: self.gone[key] for key in at.does.reads if key in self.gone}
         if not kind["routed"]:
             for key, (_, by) in went.items():
-                if not key.startswith("saved:"):
-                    self.checked.wrong(CODE, f"{key} is where experts are, and the pass has none", by, at, help=FOLLOWS)
+                self.checked.wrong(CODE, f"{key} is where experts are, and the pass has none", by, at, help=FOLLOWS)
             return
         ways = {way for way, _ in went.values()}
         if len(ways) != 1:
             self.checked.wrong(CODE, "rows of a pass have gone different ways" if ways else "no rows have gone to these experts", *[by for _, by in went.values()][:2], at, help=FOLLOWS)
             return
-        for key in at.does.writes:
-            if not key.startswith("dw:"):
-                self.gone[key] = ways.copy().pop(), at
+        (way,) = ways
+        self.gone.update((key, (way, at)) for key in at.does.writes if not key.startswith("dw:"))
 
 
 def _point(key: Key) -> str:

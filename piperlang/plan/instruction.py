@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from piperlang.ir.graph import Key
 
-VERSION = 1
+VERSION = 2
 SYNC = "order"
 """The stream of messages that say only: now."""
 NORM = "norm"

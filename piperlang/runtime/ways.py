@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from piperlang.capture.routed import by_expert
+
 
 class Way(NamedTuple):
     """Of one device, by member of its group."""
@@ -18,6 +20,5 @@ class Way(NamedTuple):
 
 def leaving(chosen: torch.Tensor, experts: int, members: int) -> tuple[torch.Tensor, ...]:
     """Which rows go to each member: experts lie on them in order, as many on each."""
-    order = torch.argsort(chosen, stable=True)
-    counts = torch.bincount(chosen, minlength=experts).view(members, -1).sum(1)
-    return torch.split(order, counts.tolist())
+    order, counts = by_expert(chosen, experts)
+    return torch.split(order, counts.view(members, -1).sum(1).tolist())
