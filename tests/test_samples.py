@@ -284,8 +284,8 @@ def test_a_term_of_the_weights_fits_a_mean_and_not_a_sum() -> None:
 
 def test_what_does_not_reach_the_loss_does_not_matter() -> None:
     def noted(x: torch.Tensor) -> Any:
-        seen = torch.zeros(WIDE)
-        seen.copy_(x.detach().cumsum(0)[0, 0])
+        seen = torch.zeros(2, WIDE)
+        seen[0].copy_(x.detach().cumsum(0)[0, 0])
         return x
 
     model = trace(lambda: Whole(noted), square, numbers(2))

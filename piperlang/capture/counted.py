@@ -19,17 +19,19 @@ aten = torch.ops.aten
 MEAN, SUM = 1, 2
 
 
-def take_count(root: fx.GraphModule, batch: list[str]) -> fx.GraphModule | None:
-    """Leave only the sum in the graph; gives a module from the batch's tensors to the count, or None where there is no count."""
+def take_count(root: fx.GraphModule, batch: list[str], leaves: int) -> fx.GraphModule | None:
+    """Leave only the sum of the loss in the graph; gives a module from the batch's tensors to the count, or None where there is no count.
+
+    `leaves`: how many of the graph's outputs are the loss; those after it stay."""
     (output,) = (node for node in root.graph.nodes if node.op == "output")
-    results = list(output.args[0])
+    results, others = list(output.args[0][:leaves]), output.args[0][leaves:]
     if len(results) > 2 or not all(isinstance(node, fx.Node) for node in results):
         raise error("P0807", "the loss gives no tensor" if len(results) == 1 else f"the loss gives {len(results)} values", help="return one number, or (sum, count)")
     if len(results) == 1 and not _is_mean_of_targets(results[0]):
         return None
     total, count = results if len(results) == 2 else _apart(root.graph, results[0])
     counting = _counting(root, count, batch)
-    output.args = ((total,),)
+    output.args = ((total, *others),)
     root.graph.eliminate_dead_code()
     root.recompile()
     return counting

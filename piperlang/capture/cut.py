@@ -9,13 +9,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx
 
 from piperlang.capture.annotate import tags_of
-from piperlang.capture.random import PLACE
+from piperlang.capture.buffers import ancestors, root_of, written
+from piperlang.capture.random import PLACE, module_of
 from piperlang.capture.trace import Traced
+from piperlang.capture.where import line_of_operator
+from piperlang.diagnostics import error
 from piperlang.elaborate.directive import ModulePath, Tag
 
 Tags = tuple[tuple[str, int | str], ...]
@@ -46,12 +50,14 @@ class Chunk:
     """Whether it reads `rng`."""
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    """What others read; the last chunk's is the loss."""
+    """What others read, the loss, and what buffers become."""
+    changes: tuple[tuple[int, int], ...] = ()
+    """Of `weights`, the buffers that it changes, and which of `outputs` they become."""
 
 
 def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Chunk]:
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
-    tags = _tags(nodes, list(directives))
+    tags = _tags(nodes, list(directives), ancestors(list(traced.changes.values())))
     groups: list[list[fx.Node]] = []
     for node in nodes:
         if groups and tags[node] == tags[groups[-1][-1]]:
@@ -59,6 +65,7 @@ def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Chunk]:
         else:
             groups.append([node])
     owner = {node: i for i, group in enumerate(groups) for node in group}
+    _refuse_shared_writes(nodes, owner)
     (output,) = (node for node in traced.graph.nodes if node.op == "output")
     result = set(output.all_input_nodes)
     return [_chunk(i, tags[group[0]], group, traced, owner, traced.learning, result) for i, group in enumerate(groups)]
@@ -68,22 +75,44 @@ def _chunk(
     number: int, tags: Tags, group: list[fx.Node], traced: Traced, owner: dict[fx.Node, int], differentiable: set[fx.Node], result: set[fx.Node]
 ) -> Chunk:
     read = list(dict.fromkeys(source for node in group for source in node.all_input_nodes if owner.get(source) != number))
-    places = [node.name for node in read if node.op == "placeholder"]
-    outputs = [node for node in group if node in result or any(owner.get(user, number) != number for user in node.users)]
+    changed = {place: node for place, node in traced.changes.items() if owner[node] == number}
+    places = list(dict.fromkeys([*(node.name for node in read if node.op == "placeholder"), *changed]))
+    outputs = [node for node in group if node not in changed.values() and (node in result or any(owner.get(user, number) != number for user in node.users))]
+    outputs += changed.values()
 
     def value(node: fx.Node) -> Value:
         return Value(node.name, traced.value(node), node in differentiable)
 
+    weights = tuple(p for p in places if p in traced.weights)
     return Chunk(
-        number, tags, tuple(group), tuple(p for p in places if p in traced.weights), tuple(p for p in places if p in traced.batch),
+        number, tags, tuple(group), weights, tuple(p for p in places if p in traced.batch),
         PLACE in places, tuple(value(node) for node in read if node.op != "placeholder"), tuple(value(node) for node in outputs),
+        tuple((weights.index(place), outputs.index(node)) for place, node in changed.items()),
     )  # fmt: skip
+
+
+def _refuse_shared_writes(nodes: list[fx.Node], owner: dict[fx.Node, int]) -> None:
+    """Chunks hand tensors to each other as copies: a write in place that another chunk should see would be lost."""
+    writes = {target: node for node in nodes for target in written(node)}
+    if not writes:
+        return
+    lying: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        lying.setdefault(root_of(node), []).append(node)
+    for target, write in writes.items():
+        for node in lying[root_of(target)]:
+            if any(owner.get(other, owner[write]) != owner[write] for other in (node, *node.users)):
+                raise error(
+                    "P0803", "a tensor is changed in place, and another chunk has a view of it", line_of_operator(write), str(write.target), notes=[module_of(write)],
+                    help="make a new tensor instead of writing into a view: torch.cat, torch.where, index_put without the underscore",
+                )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- tags
 
 
-def _tags(nodes: list[fx.Node], directives: list[Tag]) -> dict[fx.Node, Tags]:
+def _tags(nodes: list[fx.Node], directives: list[Tag], changing: set[fx.Node]) -> dict[fx.Node, Tags]:
+    """`changing`: operators that buffers depend on."""
     own = {node: _own_tags(node, directives) for node in nodes}
     # A part of a tuple stays with the operator that made the tuple.
     for node in nodes:
@@ -99,6 +128,11 @@ def _tags(nodes: list[fx.Node], directives: list[Tag]) -> dict[fx.Node, Tags]:
         if not own[node]:
             users = [own[user] for user in node.users if own.get(user)]
             own[node] = users[0] if users else {}
+    # A counter that no operator reads stays with what runs before it, or else after it.
+    for line in (nodes, nodes[::-1]):
+        for before, node in pairwise(line):
+            if not own[node] and node in changing:
+                own[node] = own[before]
     return {node: tuple(sorted(tags.items())) for node, tags in own.items()}
 
 

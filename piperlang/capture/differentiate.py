@@ -21,9 +21,11 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 
 from piperlang.capture.cost import Cost, bytes_of, cost
 from piperlang.capture.cut import Chunk
+from piperlang.capture.functions import identity
 from piperlang.capture.random import PLACE
 from piperlang.capture.sizes import Sizes
 from piperlang.capture.trace import Traced
+from piperlang.capture.untraceable import differentiating, refuse_sparse
 from piperlang.ir.model import Slot
 
 Localize: TypeAlias = Callable[[fx.GraphModule, Sequence[Slot], Sequence[Slot | None]], fx.GraphModule]
@@ -47,7 +49,12 @@ class Piece:
     cost: Cost
 
     def run(self, values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        return dict(zip(self.gives, self.module(*(values[slot] for slot in self.takes)), strict=True))
+        return dict(zip(self.gives, self.call([values[slot] for slot in self.takes]), strict=True))
+
+    def call(self, taken: Sequence[Any]) -> Sequence[Any]:
+        """By `forward`: called as a module, a graph in which an operator raises prints its code and forgets where it was."""
+        function = self.module.forward if isinstance(self.module, fx.GraphModule) else self.module
+        return function(*taken)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def pieces_at(sizes: Sizes, chunk: Chunk, samples: int, local: Localize | None =
 def _sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
     """What a chunk reads: slot, node of the traced graph, and whether it learns."""
     nodes = {node.name: node for node in traced.graph.nodes}
-    found: list[tuple[Slot, fx.Node, bool]] = [(("weight", i), nodes[p], traced.weights[p].trained) for i, p in enumerate(chunk.weights)]
+    found: list[tuple[Slot, fx.Node, bool]] = [(("weight", i), nodes[p], traced.weights[p].name in traced.trained) for i, p in enumerate(chunk.weights)]
     found += [(("batch", i), nodes[p], False) for i, p in enumerate(chunk.batch)]
     found += [(("rng", 0), nodes[PLACE], False)] if chunk.random else []
     return found + [(("input", i), nodes[v.name], v.differentiable) for i, v in enumerate(chunk.inputs)]
@@ -109,7 +116,7 @@ def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> objec
     for node in chunk.nodes:
         numbers[node] = len(numbers)
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
-        parts.append((node.op, str(node.target), repr(arguments)))
+        parts.append((node.op, str(node.target), identity(node.target), repr(arguments)))
         if sizes is not None:
             parts.append(repr(sizes.arguments(node, sizes.large.samples, lambda _: None)))
     names = {node.name: node for node in chunk.nodes}
@@ -195,7 +202,7 @@ class _Division:
 
     def _joint(self) -> fx.GraphModule:
         # What is known of each operator, its module above all, is carried over into the joint graph for messages.
-        with self.traced.mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
+        with differentiating(), self.traced.mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
             fakes = [_stand_in(slot, self._value(slot, node)).requires_grad_(learns) for slot, node, learns in self.sources]
             try:
                 joint = aot_export_joint_simple(fx.Interpreter(self._runnable(copies=False)).run, tuple(fakes), trace_joint=self.learns)
@@ -205,6 +212,7 @@ class _Division:
                 # An output is a view. What crosses to another chunk has to be a tensor of its own anyway.
                 joint = aot_export_joint_simple(fx.Interpreter(self._runnable(copies=True)).run, tuple(fakes), trace_joint=self.learns)
         assert isinstance(joint, fx.GraphModule)
+        refuse_sparse(joint.graph)
         return joint
 
     def _runnable(self, copies: bool) -> fx.GraphModule:

@@ -35,7 +35,7 @@ def drop_unread(graph: fx.Graph) -> None:
             continue
         schema = getattr(node.target, "_schema", None)
         check = node.target is torch.ops.aten._assert_tensor_metadata.default
-        if check or (schema is not None and schema.returns and not schema.is_mutable):
+        if check or node.target is operator.getitem or (schema is not None and schema.returns and not schema.is_mutable):
             graph.erase_node(node)
 
 

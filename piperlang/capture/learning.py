@@ -1,35 +1,68 @@
-"""Which values of a program a gradient flows through, as autograd says when it sees the program run on fake tensors.
+"""Which values of a program receive a gradient, as autograd says when it sees the program run on fake tensors.
 
-That a value is floating and made from others that learn does not say it: zeros in the shape of an activation learn nothing.
+That a value is floating and made from others that require gradients does not say it: zeros in the shape of an activation do not, and what the loss
+does not depend on receives none, whatever it is made from. A parameter that receives none is not trained: in plain PyTorch its gradient is None, and no optimizer touches it.
+
+Autograd's graph is walked, not run: some second derivatives crash on fake tensors (torch 2.13).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 
-def learning(graph: fx.Graph, root: fx.GraphModule, mode: FakeTensorMode, trained: Collection[str]) -> set[fx.Node]:
-    """`trained`: placeholders of weights that learn."""
+def learning(graph: fx.Graph, root: fx.GraphModule, mode: FakeTensorMode, requiring: Collection[str]) -> set[fx.Node]:
+    """`requiring`: placeholders of parameters that require gradients. Those among them that receive one are in the result."""
     places = [node for node in graph.nodes if node.op == "placeholder"]
-    watched = _Learning(root, graph)
+    watched = _Watched(root, graph)
     with mode, torch.enable_grad():
-        watched.run(*(torch.empty_like(node.meta["val"]).requires_grad_() if node.name in trained else node.meta["val"] for node in places), enable_io_processing=False)
-    return watched.found
+        given = [torch.empty_like(node.meta["val"]).requires_grad_() if node.name in requiring else node.meta["val"] for node in places]
+        loss, *_ = watched.run(*given, enable_io_processing=False)
+    reached = _behind(loss) if loss.requires_grad else set()
+    return {node for node, edges in watched.edges.items() if not reached.isdisjoint(edges)}
 
 
-class _Learning(fx.Interpreter):
+Edge: TypeAlias = tuple[Any, int]
+"""A value in autograd's graph: the function that made it, and which of its outputs it is."""
+
+
+class _Watched(fx.Interpreter):
+    """Notes where each value is in autograd's graph."""
+
     def __init__(self, root: fx.GraphModule, graph: fx.Graph) -> None:
         super().__init__(root, graph=graph)
-        self.found: set[fx.Node] = set()
+        self.edges: dict[fx.Node, list[Edge]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in pytree.tree_leaves(result)):
-            self.found.add(n)
+        self.edges[n] = [_edge(value) for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor) and value.requires_grad]
         return result
+
+
+def _edge(value: torch.Tensor) -> Edge:
+    found = get_gradient_edge(value)
+    return found.node, found.output_nr
+
+
+def _behind(loss: torch.Tensor) -> set[Edge]:
+    """Everything that the backward of the loss goes through."""
+    found: set[Edge] = {_edge(loss)}
+    walked: set[Any] = set()
+    todo = [_edge(loss)[0]]
+    while todo:
+        function = todo.pop()
+        if function in walked:
+            continue
+        walked.add(function)
+        for other, number in function.next_functions:
+            if other is not None:
+                found.add((other, number))
+                todo.append(other)
+    return found

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from piperlang.capture.where import line_at, line_of, line_of_function
-from piperlang.diagnostics import PiperError, did_you_mean, error
-from piperlang.source import Source
+from piperlang.capture.batches import UserBatches
+from piperlang.capture.user_code import (
+    CALLED,
+    UserFunction,
+    mistake,
+    not_a_function,
+    said,
+    wrong_max_norm,
+    wrong_signature,
+)
+from piperlang.capture.where import bind, line_at, line_of, remember
+from piperlang.diagnostics import Diagnostic, PiperError, error, listed, nearest
+from piperlang.source import Source, Span
 
 REQUIRED = ("model", "loss", "data")
-OPTIONAL = ("optimizer", "lr_schedule")
-VALIDATION, MAX_NORM = "validation", "max_norm"
+OPTIONAL = ("optimizer", "lr_schedule", "validation")
+MAX_NORM = "max_norm"
+BODIES = {
+    "model": "return MyModule()", "loss": "return torch.nn.functional.mse_loss(output, target)", "data": "yield input, target",
+}  # fmt: skip
+"""The shortest body of each function that must be there."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +42,10 @@ class ModelFile:
     text: str
     model: Callable[[], Any]
     loss: Callable[[Any, Any], Any]
-    data: Callable[[], Iterable[tuple[Any, Any]]]
+    data: Callable[[], Iterator[tuple[Any, Any]]]
     optimizer: Callable[[Any], Any] | None
     lr_schedule: Callable[[Any], Any] | None
-    validation: Callable[[], Iterable[tuple[Any, Any]]] | None = None
+    validation: Callable[[], Iterator[tuple[Any, Any]]] | None = None
     """Batches to evaluate on, after training or every so often."""
     max_norm: float | None = None
     """Gradients are scaled so that the norm of all of them is at most this."""
@@ -46,37 +60,52 @@ def load_model(path: Path) -> ModelFile:
     return from_text(path, text)
 
 
-@lru_cache(maxsize=8)
 def from_text(path: Path, text: str) -> ModelFile:
-    """Run a model file whose text is known. Once: operators that it defines can be defined only once."""
+    """Run a model file whose text is known."""
+    source, file = _run(path, text)
+    remember(source)  # that of the file that was asked for last: others may have the same name
+    return file
+
+
+@lru_cache(maxsize=8)
+def _run(path: Path, text: str) -> tuple[Source, ModelFile]:
+    """Once: operators that a model file defines can be defined only once."""
     source = Source(str(path), text)
+    remember(source)
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours, as it could if python ran it
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     try:
         exec(compile(text, str(path), "exec"), module.__dict__)
-    except Exception as problem:
-        raise _failed(source, problem) from problem
-    missing = [name for name in REQUIRED if not callable(getattr(module, name, None))]
-    if missing:
-        near = did_you_mean(missing[0], [name for name in vars(module) if not name.startswith("_")])
-        raise error("P0801", f"{path.name} has no function `{missing[0]}`", source.span(0, 0), help=near or f"define `def {missing[0]}(...)`")
-    made, loss, data, *others = (getattr(module, name, None) for name in REQUIRED + OPTIONAL)
-    validation = getattr(module, VALIDATION, None)
+    except PiperError:
+        raise
+    except (Exception, SystemExit) as problem:
+        raise _not_imported(source, problem) from problem
+    problems = [*_missing(source, module), *_unusable(source, module)]
+    if problems:
+        raise PiperError(*problems)
+    return source, _made(source, path, module)
+
+
+def _made(source: Source, path: Path, module: ModuleType) -> ModelFile:
+    found = {name: getattr(module, name, None) for name in (*REQUIRED, *OPTIONAL)}
+    norm = getattr(module, MAX_NORM, None)
+
+    def guarded(name: str, wrapper: type[Any]) -> Any:
+        return wrapper(found[name], name) if found[name] is not None else None
+
     return ModelFile(
-        path, text, _guarded(source, made), loss, _batches(source, data), *(_guarded(source, other) for other in others),  # type: ignore[arg-type,call-arg]
-        _batches(source, validation) if callable(validation) else None, _max_norm(source, getattr(module, MAX_NORM, None)),
-    )  # fmt: skip
-
-
-def _max_norm(source: Source, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        line = next((i for i, text in enumerate(source.text.splitlines(), 1) if text.startswith(MAX_NORM)), 1)
-        raise error("P0801", f"`{MAX_NORM}` is {value!r}", line_at(source, line), help="give the largest norm that gradients may have, such as `max_norm = 1.0`")
-    return float(value)
+        path,
+        source.text,
+        model=guarded("model", UserFunction),
+        loss=found["loss"],  # type: ignore[arg-type]  # as it is: it may be a module with weights of its own
+        data=guarded("data", UserBatches),
+        optimizer=guarded("optimizer", UserFunction),
+        lr_schedule=guarded("lr_schedule", UserFunction),
+        validation=guarded("validation", UserBatches),
+        max_norm=None if norm is None else float(norm),
+    )
 
 
 @dataclass(frozen=True)
@@ -87,8 +116,13 @@ class Shipped:
     text: str
     name: str
 
+    @property
+    def __wrapped__(self) -> Any:
+        """For inspect: the signature and the line are those of the function itself."""
+        return getattr(from_text(self.path, self.text), self.name)
+
     def __call__(self, *arguments: Any) -> Any:
-        return getattr(from_text(self.path, self.text), self.name)(*arguments)
+        return self.__wrapped__(*arguments)
 
 
 def shipped(file: ModelFile, name: str) -> Shipped | None:
@@ -96,49 +130,77 @@ def shipped(file: ModelFile, name: str) -> Shipped | None:
     return Shipped(file.path, file.text, name) if getattr(file, name) is not None else None
 
 
-def _guarded(source: Source, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The same function; what it raises is a diagnostic at its line."""
-    if function is None:
-        return None
-
-    @wraps(function)
-    def call(*arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except PiperError:
-            raise
-        except Exception as problem:
-            raise _failed(source, problem) from problem
-
-    return call
+# ------------------------------------------------------------------------------------------------------- what is wrong
 
 
-def _batches(source: Source, data: Callable[[], Iterable[Any]]) -> Callable[[], Iterator[tuple[Any, Any]]]:
-    """The same batches, each looked at before it is used."""
-    span = line_of_function(data)
-
-    def batches() -> Iterator[tuple[Any, Any]]:
-        any_found = False
-        try:
-            for batch in data():
-                any_found = True
-                if not isinstance(batch, tuple | list) or len(batch) != 2:
-                    raise error("P0801", f"`{data.__name__}` gives something else than pairs", span, f"gives {type(batch).__name__}", help="yield (input, target) pairs")
-                other = next((x for x in pytree.tree_leaves(batch) if not isinstance(x, torch.Tensor)), None)
-                if other is not None:
-                    raise error("P0801", "a batch has something else than tensors in it", span, f"gives {type(other).__name__}", help="make every part of a batch a tensor whose first dimension counts samples")
-                yield batch[0], batch[1]
-        except PiperError:
-            raise
-        except Exception as problem:
-            raise _failed(source, problem) from problem
-        if not any_found:
-            raise error("P0801", f"`{data.__name__}` gives no batch", span, help="yield (input, target) pairs")
-
-    return batches
+def _missing(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
+    """One diagnostic for all functions that are not there, with a help for each."""
+    missing = [name for name in REQUIRED if getattr(module, name, None) is None]
+    if not missing:
+        return
+    what = f"function `{missing[0]}`" if len(missing) == 1 else f"functions {listed(missing, 'and')}"
+    helps = tuple(_how_to_add(name, source, module) for name in missing)
+    yield Diagnostic("P0801", f"{Path(source.name).name} has no {what}", source.span(0, 0), helps=helps)
 
 
-def _failed(source: Source, problem: Exception) -> Exception:
-    """Point at the line of model.py that raised, or where its syntax breaks."""
-    span = line_at(source, problem.lineno or 1) if isinstance(problem, SyntaxError) else line_of(problem) or line_at(source, 1)
-    return error("P0801", f"{Path(source.name).name} does not run", span, f"{type(problem).__name__}: {problem}", help="run it with python to see the whole trace")
+def _how_to_add(name: str, source: Source, module: ModuleType) -> str:
+    """The name that may have been misspelt, or the lines to add."""
+    functions = [
+        key
+        for key, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__code__.co_filename == source.name
+    ]
+    near = nearest(name, [key for key in functions if key not in CALLED])
+    if near:
+        return f"did you mean `{near}`? rename it to `{name}`"
+    own = [
+        key
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, nn.Module) and _line_of_name(source, key, ast.ClassDef)
+    ]
+    body = BODIES[name].replace("MyModule", own[-1] if own else "MyModule")
+    return f"add `def {CALLED[name][0]}: {body}`"
+
+
+def _unusable(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
+    """What is there and cannot be used."""
+    for name in (*REQUIRED, *OPTIONAL):
+        value = getattr(module, name, None)
+        if value is None:
+            continue
+        line, wrong = _line_of_name(source, name) or line_at(source, 1), not_a_function(name, value)
+        bind(value, line)
+        if wrong is not None:
+            yield mistake("P0801", wrong, line)
+        elif (problem := wrong_signature(name, value)) is not None:
+            yield problem
+    wrong = wrong_max_norm(getattr(module, MAX_NORM, None))
+    if wrong is not None:
+        yield mistake("P0801", wrong, _line_of_name(source, MAX_NORM) or line_at(source, 1))
+
+
+def _line_of_name(source: Source, name: str, kind: type[ast.stmt] = ast.stmt) -> Span | None:
+    """The last line at the top of the file that binds a name."""
+    lines = [node.lineno for node in ast.parse(source.text).body if isinstance(node, kind) and name in _bound(node)]
+    return line_at(source, lines[-1]) if lines else None
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """The names that a statement binds."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)}
+
+
+def _not_imported(source: Source, problem: BaseException) -> Exception:
+    """Point at the line of model.py, or of what it imports, that raised, or where its syntax breaks."""
+    name = Path(source.name).name
+    help = f"run `python {name}` to see the whole trace"
+    span = line_of(problem) or line_at(source, 1)
+    if isinstance(problem, SyntaxError) and problem.filename == source.name:
+        span, help = line_at(source, problem.lineno or 1), "repair the syntax of this line, or of the one before it"
+    elif isinstance(problem, ModuleNotFoundError) and problem.name:
+        help = f"install `{problem.name.partition('.')[0]}` for {sys.executable}, or put its file beside {name}"
+    return error("P0801", f"{name} cannot be imported", span, said(problem), help=help)

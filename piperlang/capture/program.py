@@ -17,6 +17,8 @@ from piperlang.capture.features import Unfit, features_of, operator_name, refusa
 from piperlang.capture.localize import localize, written
 from piperlang.capture.samples import Samples, samples
 from piperlang.capture.sizes import Sizes, trace_sizes
+from piperlang.capture.user_code import located
+from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import Diagnostic, PiperError, did_you_mean, error
 from piperlang.elaborate.directive import ModulePath, Tag
 from piperlang.ir import model as ir
@@ -125,8 +127,9 @@ class Program:
         raise error("P0306", f"no operator of the model is in `{path}`", path.span, "no such module, or it computes nothing", help=did_you_mean(str(path), around) or _some(around))
 
 
-def capture(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> Program:
-    return Program(trace_sizes(make_model, loss, batch))
+def capture(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Program:
+    with located(line_of_function(make_model)):
+        return Program(trace_sizes(make_model, loss, batch, seed))
 
 
 class Captured:
@@ -140,6 +143,11 @@ class Captured:
     @property
     def batch_names(self) -> Sequence[str]:
         return self.program.sizes.small.batch
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What a program reads besides the batch and the model's own tensors."""
+        return self.program.sizes.small.constants
 
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
@@ -157,8 +165,14 @@ class Captured:
 
     def count(self, batch: Sequence[torch.Tensor]) -> float:
         """What the loss of a whole batch is divided by, where it is a sum over a count."""
-        counting = self.program.sizes.small.count
-        return float(counting(*batch)) if counting is not None else 1.0
+        traced = self.program.sizes.small
+        count = float(traced.count(*batch)) if traced.count is not None else 1.0
+        if count == 0:
+            raise error(
+                "P0807", "the loss counts nothing in a batch, so that its sum would be divided by 0", line_of_function(traced.loss),
+                help="leave out batches in which every target is masked",
+            )  # fmt: skip
+        return count
 
     def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
         return self.program.pieces(self.chunks[chunk], self.keys[chunk], samples, arranged)
@@ -176,9 +190,9 @@ class Captured:
         crossing = {v.name for chunk in self.chunks for v in (*chunk.inputs, *chunk.outputs)} | set(traced.batch)
         tensors = {name: self._tensor(nodes[name], name in differentiable) for name in nodes if name in crossing}
         chunks = [self._chunk(chunk) for chunk in self.chunks]
-        weights = {w.name: ir.Weight(w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.trained) for w in traced.weights.values()}
+        weights = {w.name: ir.Weight(w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.name in traced.trained) for w in traced.weights.values()}
         combine = "count" if traced.count else self.program.samples.loss
-        return ir.Model(chunks, tensors, weights, sizes.samples, self.chunks[-1].outputs[0].name, combine, self.program.samples.mixing, self)
+        return ir.Model(chunks, tensors, weights, sizes.samples, traced.result.name, combine, self.program.samples.mixing, self)
 
     def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
         sizes = self.program.sizes
@@ -198,6 +212,7 @@ class Captured:
             chunk.number, dict(chunk.tags), tuple(traced.weights[place].name for place in chunk.weights), chunk.batch,
             tuple(v.name for v in chunk.inputs), tuple(v.name for v in chunk.outputs), passes, chunk.random,
             tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number], *pieces.saved(), choice(chunk),
+            tuple(ir.Change(weight, output, chunk.outputs[output].name in self.program.samples.free) for weight, output in chunk.changes),
         )  # fmt: skip
 
 

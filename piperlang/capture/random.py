@@ -7,6 +7,9 @@ tensor of [seed and step mixed, number of the first sample here, position along 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -14,6 +17,7 @@ from piperlang.capture.keep import keep, signed
 from piperlang.diagnostics import error
 
 PLACE = "rng"
+_NUMBER = "piper_dropout"
 DROPOUT = torch.ops.aten.dropout.default
 _REFUSED = ("rand", "bernoulli", "normal", "uniform", "multinomial", "native_dropout", "alpha_dropout", "exponential", "poisson")
 
@@ -30,9 +34,20 @@ def mix(seed: int, step: int) -> int:
     return signed(x ^ (x >> 31))
 
 
+def number_dropouts(graph: fx.Graph) -> None:
+    """In the order in which the model calls them, which is also how eager runs count them (eager.py): before anything is dropped from the graph."""
+    for number, node in enumerate(node for node in graph.nodes if is_active(node.target, node.args)):
+        node.meta[_NUMBER] = number
+
+
+def is_active(target: object, args: Sequence[Any]) -> bool:
+    """Whether a call is a dropout that drops anything."""
+    return target is DROPOUT and args[1] > 0.0 and bool(args[2])
+
+
 def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
     """Replace every dropout by one that counts; refuse what cannot be. True if the graph now reads `rng`."""
-    active = [node for node in graph.nodes if node.target is DROPOUT and node.args[1] > 0.0 and node.args[2]]
+    active = [node for node in graph.nodes if is_active(node.target, node.args)]
     for node in graph.nodes:
         _refuse(node)
     if not active:
@@ -41,12 +56,12 @@ def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
     with graph.inserting_before(first):
         place = graph.placeholder(PLACE)
         place.meta["val"] = rng
-    for number, node in enumerate(active):
+    for node in active:
         x, p, _ = node.args
         if x.meta["val"].shape[0] % samples:
             raise error("P0804", "a dropout whose first dimension is not the batch", notes=[module_of(node)], help="apply it before the batch is moved to another dimension")
         with graph.inserting_before(node):
-            counted = graph.call_function(counter_dropout, (x, place, number, p, samples))
+            counted = graph.call_function(counter_dropout, (x, place, node.meta[_NUMBER], p, samples))
         counted.meta = dict(node.meta)
         node.replace_all_uses_with(counted)
         graph.erase_node(node)

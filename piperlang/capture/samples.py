@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.functions import Applied, backward_graph
 from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, State, growing
 from piperlang.capture.random import module_of
 from piperlang.capture.sample_rules import CLASSES, KEPT, NUMBERED, PERMUTED, REDUCED, name_of, rule_of, unknown
@@ -43,6 +44,8 @@ class Samples:
     """Why the batch cannot be divided."""
     weighted: tuple[str, ...]
     """Means over targets that are not ignored: where parts ignore different numbers of targets, their weights differ."""
+    free: frozenset[str] = frozenset()
+    """Nodes whose values are the same for any part of the batch."""
 
 
 def samples(small: Traced, large: Traced) -> Samples:
@@ -61,7 +64,9 @@ def samples(small: Traced, large: Traced) -> Samples:
         state = Mixing("the loss is neither a sum nor a mean over the samples", Repair.LAST)
     loss = "sum" if isinstance(state, Mixed) and state.degree == 0 else "mean"
     weighted = tuple(node.name for node in small.graph.nodes if _is_weighted(node, walk.states))
-    return Samples(loss, _dims(small, large, walk), _diagnostic(state, walk, output.all_input_nodes[0]) if isinstance(state, Mixing) else None, weighted)
+    mixing = _diagnostic(state, walk, output.all_input_nodes[0]) if isinstance(state, Mixing) else None
+    free = frozenset(node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True))
+    return Samples(loss, _dims(small, large, walk), mixing, weighted, free)
 
 
 def _two_programs(small: Traced, large: Traced) -> Diagnostic:
@@ -86,7 +91,8 @@ def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) ->
     """A placeholder: tensors of the batch have data, weights none. A constant that is not the same in both traces follows the batch's size unseen."""
     if a.name in small.weights:
         one, two = small.weights[a.name].fake, large.weights[b.name].fake
-        return Free(0 if isinstance(one, FakeTensor) or torch.equal(one, two) else None)
+        same = isinstance(one, FakeTensor) or isinstance(two, FakeTensor) or torch.equal(one, two)
+        return Free(0 if same else None)
     value = a.meta.get("val")
     if a.name not in small.batch or not isinstance(value, torch.Tensor):
         return Free()
@@ -178,6 +184,8 @@ class _Walk:
             raise Mixing(f"{call.shown} reads values of the batch as numbers", Repair.NUMBERS)
         rule = rule_of(a.target)
         states = rule(call) if rule else self._decomposed(a, b, call)
+        if isinstance(a.target, Applied):
+            self._check_backward(a, b, states, call)
         every = states if isinstance(states, tuple) else (states,) * len(results)
         checked = tuple(_checked(call, state, *result) for state, result in zip(every, results, strict=True))
         return checked if isinstance(a.meta["val"], tuple | list) else checked[0]
@@ -226,6 +234,25 @@ class _Walk:
             graph = None
         self.known[key] = graph
         return graph
+
+    # --------------------------------------------------------------------------------------- backwards of autograd Functions
+
+    def _check_backward(self, a: fx.Node, b: fx.Node, states: States, call: Call) -> None:
+        """The backward that a user wrote must treat every sample by itself, as autograd's own does where the forward does."""
+        given = [self.states[leaf] for leaf in a.args if isinstance(leaf, fx.Node)]
+        coming = [Along(s.dim, s.inner) if isinstance(s, Along) else Free() for s in _several(states)]
+        graphs = [backward_graph(node, mode, _table()) for node, mode in zip((a, b), self.modes, strict=True)]
+        if not _same(graphs[0], graphs[1]):
+            raise Mixing(f"the backward of {call.shown} depends on the size of the batch", Repair.ALIKE)
+        inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
+        inside.run(graphs[0], graphs[1], [*given, *coming])
+        (output,) = (node for node in graphs[0].nodes if node.op == "output")
+        for state, gradient in zip(given, pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None), strict=True):
+            found = inside.states[gradient] if isinstance(gradient, fx.Node) else Free(zero=True)
+            along = isinstance(state, Along) and isinstance(found, Along | Free) and (isinstance(found, Free) or found.dim == state.dim)
+            summed = not isinstance(state, Along) and (found == Mixed(0) or (isinstance(found, Free) and found.zero))
+            if not (along or summed):
+                raise Mixing(f"the backward of {call.shown} mixes the gradients of samples", Repair.WITHIN)
 
     # ------------------------------------------------------------------------------------------------------ writes
 

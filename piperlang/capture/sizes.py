@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.random import module_of
 from piperlang.capture.trace import Traced, trace
+from piperlang.capture.untraceable import refuse_unknown_shapes
 from piperlang.capture.where import line_of_function, line_of_operator
 from piperlang.diagnostics import error
 
@@ -63,23 +64,28 @@ class Sizes:
         raise _unclear(node)
 
 
-def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> Sizes:
+def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Sizes:
     """Trace at the size of `batch` (at least two samples, so that nothing is taken for a broadcast) and at twice as many."""
     flat, _ = pytree.tree_flatten(batch)
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
     size = max(2, samples)
-    small = trace(make_model, loss, _resized(batch, samples, size))
-    _refuse_many(small, loss)
-    large = trace(make_model, loss, _resized(batch, samples, 2 * size))
+    small = trace(make_model, loss, _resized(batch, samples, size), seed)
+    refuse_unknown_shapes(small.graph)
+    _refuse_loss(small, loss)
+    large = trace(make_model, loss, _resized(batch, samples, 2 * size), seed)
     return replace(pair(small, large), shapes=tuple(tuple(t.shape) for t in flat), samples=samples)
 
 
-def _refuse_many(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
-    """A loss of many numbers has no gradient."""
-    (output,) = (node for node in traced.graph.nodes if node.op == "output")
-    value = traced.value(output.all_input_nodes[0])
+def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
+    """A loss of many numbers has no gradient, and neither has one that depends on no weight."""
+    value = traced.value(traced.result)
     if value.numel() != 1:
         raise error("P0807", f"the loss is not one number but has shape {list(value.shape)}", line_of_function(loss), help="return its mean or its sum, or (sum, count)")
+    if traced.result not in traced.learning:
+        raise error(
+            "P0807", "the loss does not depend on any weight that requires gradients", line_of_function(loss),
+            help="look for `detach`, `torch.no_grad`, `argmax` and `requires_grad_(False)` in the loss and the model",
+        )  # fmt: skip
 
 
 def pair(small: Traced, large: Traced) -> Sizes:

@@ -6,23 +6,31 @@ device that will run, not meta ones, because operators such as attention choose 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx import traceback
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.buffers import make_functional, new_values
 from piperlang.capture.counted import take_count
+from piperlang.capture.functions import Call, recorded, restore
+from piperlang.capture.hooks import only_forward, refuse_hooks
 from piperlang.capture.inline import drop_unread, inline_regions
 from piperlang.capture.learning import learning
-from piperlang.capture.random import make_counted, module_of
-from piperlang.capture.where import line_of, line_of_function, line_of_operator
+from piperlang.capture.observed import Observed, refuse_replaced, refuse_shared_storage
+from piperlang.capture.random import make_counted, module_of, number_dropouts
+from piperlang.capture.seeding import seeded
+from piperlang.capture.state import refuse_state
+from piperlang.capture.tensors import named_tensors
+from piperlang.capture.untraceable import quiet, untraceable
+from piperlang.capture.where import line_of_function, line_of_operator
 from piperlang.diagnostics import PiperError, error
 
 
@@ -33,7 +41,7 @@ class Weight:
     name: str
     aliases: tuple[str, ...]
     fake: torch.Tensor
-    trained: bool
+    requires_grad: bool
     buffer: bool
 
 
@@ -54,63 +62,91 @@ class Traced:
     """Whether the graph reads `rng`."""
     count: fx.GraphModule | None
     """From the batch to what the sum that the graph gives is to be divided by; None where the loss is a number as it is."""
+    changes: dict[str, fx.Node]
+    """Buffers that the model changes, by placeholder, and what they become; outputs of the graph, after the loss."""
+    make_model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Any]
+    """What was traced."""
 
     def value(self, node: fx.Node) -> Any:
         return node.meta["val"]
 
     @cached_property
     def learning(self) -> set[fx.Node]:
-        """Values that a gradient flows through."""
-        return learning(self.graph, self.root, self.mode, {name for name, weight in self.weights.items() if weight.trained})
+        """Values that receive a gradient."""
+        return learning(self.graph, self.root, self.mode, {name for name, weight in self.weights.items() if weight.requires_grad})
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """Names of weights that receive a gradient: only those are ever updated."""
+        return {self.weights[node.name].name for node in self.learning if node.name in self.weights}
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that the forward makes of numbers in the code: they come with the program, not with the model."""
+        return {weight.name: weight.fake for weight in self.weights.values() if not isinstance(weight.fake, FakeTensor)}
+
+    @property
+    def result(self) -> fx.Node:
+        """The loss."""
+        (output,) = (node for node in self.graph.nodes if node.op == "output")
+        loss: fx.Node = output.args[0][0]
+        return loss
 
 
-class _Training(nn.Module):
-    """Model and loss as one module, so that one export sees both."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-
-    def forward(self, *flat: Any) -> Any:
-        inputs, target = pytree.tree_unflatten(list(flat), self.layout)
-        args = inputs if isinstance(inputs, tuple | list) else (inputs,)
-        output = self.model(**inputs) if isinstance(inputs, dict) else self.model(*args)
-        return self.loss(output, target)
-
-    layout: pytree.TreeSpec
-
-
-def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> Traced:
-    """Trace model and loss on the shapes of `batch`. No weight is allocated."""
+def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Traced:
+    """Trace model and loss on the shapes of `batch`. No weight is allocated. `seed`: for what the constructor draws."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, layout = pytree.tree_flatten(batch)
     device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
-    with mode, device:  # operators choose their kernels by device while they are traced
-        model = make_model()
-        inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
-    training = _Training(model, loss)
-    training.layout = layout
-    program = _export(training, inputs)
+    with seeded(seed):
+        with mode, device:  # operators choose their kernels by device while they are traced
+            model = make_model()
+            inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
+        refuse_hooks(model)
+        refuse_shared_storage(model)
+        training = Observed(model, loss)
+        training.layout = layout
+        with only_forward(), recorded() as calls:
+            program = _export(training, inputs)
+            refuse_replaced(training)
+            if training.seen.watch.changed:
+                _refuse_state(program, training, inputs)
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
-    return _traced(program, training, mode, samples, device)
+    return _traced(program, training, mode, samples, device, calls, make_model)
 
 
-def _export(training: _Training, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...]) -> None:
+    """The model again, as the first call has left it: what changes again, or makes another program, is state that a trace would freeze."""
+    first, lasting = training.seen.watch, training.seen.set
+    for path, value in lasting.items():
+        module, _, name = path.rpartition(".")
+        setattr(training.model.get_submodule(module.lstrip(".")), name, value)
+    again = _export(training, inputs)
+    evolving = {name for name in first.changed if first.after.get(name) != training.seen.watch.after.get(name)} | (training.seen.watch.changed - first.changed)
+    if evolving or _written(program.graph) != _written(again.graph):
+        raise refuse_state(evolving or first.changed, training.model)
+
+
+def _written(graph: fx.Graph) -> list[str]:
+    """A graph as text that is equal for equal programs."""
+    return [f"{node.op} {node.target if node.op != 'get_attr' else ''} {node.args} {node.kwargs}" for node in graph.nodes]
+
+
+def _export(training: Observed, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
-        with traceback.preserve_node_meta():
-            return torch.export.export(training, inputs, strict=False)
+        with quiet(), traceback.preserve_node_meta():
+            program = torch.export.export(training, inputs, strict=False)
+    except PiperError:
+        raise
     except Exception as problem:
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        dependent = "data-dependent" in str(problem) or "GuardOnDataDependent" in type(problem).__name__
-        raise error(
-            "P0802", "the model cannot be traced", line_of(problem), notes=[f"torch.export: {reason}"],
-            help="branch on shapes, not on values: torch.where, torch.cond" if dependent else "make the model pass torch.export.export(model, inputs, strict=False)",
-        ) from problem  # fmt: skip
+        raise untraceable(problem, training.model, training.loss) from problem
+    return program
 
 
-def _traced(program: torch.export.ExportedProgram, training: _Training, mode: FakeTensorMode, samples: int, device: torch.device) -> Traced:
-    _refuse_changed_buffers(program)
+def _traced(
+    program: torch.export.ExportedProgram, training: Observed, mode: FakeTensorMode, samples: int, device: torch.device, calls: Sequence[Call], make_model: Callable[[], nn.Module]
+) -> Traced:
     _refuse_numbers(program)
     tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(training.named_buffers(remove_duplicate=False))
     shared: dict[int, list[str]] = {}
@@ -132,15 +168,44 @@ def _traced(program: torch.export.ExportedProgram, training: _Training, mode: Fa
         weights[place] = made[id(tensor)]
     with mode:
         rng = torch.empty(2, dtype=torch.int64, device=device)
+    graph = program.graph_module.graph
     inline_regions(program.graph_module)
+    restore(graph, calls)
+    changes = _changes(program, training, weights)
     try:
-        count = take_count(program.graph_module, batch)
+        count = take_count(program.graph_module, batch, training.seen.leaves)
     except PiperError as problem:
         raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None
-    graph = program.graph_module.graph
+    number_dropouts(graph)
     drop_unread(graph)
+    _refuse_strangers(graph, weights, named_tensors(training.model).keys())
     random = make_counted(graph, samples, rng)
-    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count)
+    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, make_model, training.loss)
+
+
+def _changes(program: torch.export.ExportedProgram, training: Observed, weights: dict[str, Weight]) -> dict[str, fx.Node]:
+    """What buffers become; leaves the loss and these as outputs of the graph."""
+    graph = program.graph_module.graph
+    buffers = {place: weight.name for place, weight in weights.items() if weight.buffer and weight.name in training.seen.buffers}
+    statistics = make_functional(graph, {place: weight.name for place, weight in weights.items()}, buffers)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    loss, now = output.args[0][: training.seen.leaves], output.args[0][training.seen.leaves :]
+    places = {name: place for place, name in buffers.items()}
+    values = {places[name]: node for name, node in zip(training.seen.buffers, now, strict=True) if name in places}
+    changes = new_values(values | statistics, buffers)
+    output.args = ((*loss, *changes.values()),)
+    return changes
+
+
+def _refuse_strangers(graph: fx.Graph, weights: dict[str, Weight], known: Collection[str]) -> None:
+    """A tensor whose values only this trace has, such as the `.data` of a parameter: workers could not make it."""
+    for node in graph.nodes:
+        weight = weights.get(node.name) if node.op == "placeholder" and node.users else None
+        if weight is not None and weight.name not in known and isinstance(weight.fake, FakeTensor):
+            raise error(
+                "P0802", "the model reads a tensor that is neither a parameter nor a buffer", line_of_operator(next(iter(node.users))), "reads it", notes=[module_of(next(iter(node.users)))],
+                help="use `.detach()` for `.data`; register tensors with `register_buffer`, or make them in the forward",
+            )  # fmt: skip
 
 
 def _refuse_numbers(program: torch.export.ExportedProgram) -> None:
@@ -151,19 +216,3 @@ def _refuse_numbers(program: torch.export.ExportedProgram) -> None:
                 "P0802", "the model takes a number out of a tensor", line_of_operator(node), "item() here", notes=[module_of(node)],
                 help="compute with the tensor itself",
             )  # fmt: skip
-
-
-def _refuse_changed_buffers(program: torch.export.ExportedProgram) -> None:
-    """Running statistics and the like: what changes while it runs would depend on the order of the microbatches."""
-    buffers = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind == InputKind.BUFFER}
-    for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            continue
-        written = [arg for arg, info in zip(node.args, schema.arguments, strict=False) if info.alias_info is not None and info.alias_info.is_write]
-        if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
-            written += node.args[3:5]  # its schema does not say that it writes them
-        for arg in written:
-            if isinstance(arg, fx.Node) and arg.name in buffers:
-                name = buffers[arg.name].removeprefix("model.")
-                raise error("P0803", "the model changes a buffer while it runs", notes=[f"buffer {name}"], help="use a layer without running statistics, such as LayerNorm or GroupNorm")

@@ -2,36 +2,79 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable
 from inspect import unwrap
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_stack, extract_tb
 from typing import Any
 
 from torch import fx
 
 from piperlang.source import Source, Span
 
-_OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+_OTHERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[1]) + os.sep, "<")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TEXTS: dict[str, Source] = {}
+_BOUND: dict[int, tuple[object, Span]] = {}
+
+
+def remember(source: Source) -> None:
+    """Lines of this file are quoted from here: on another machine there may be no such file, and here it may change."""
+    _TEXTS[source.name] = source
+
+
+def bind(function: object, span: Span) -> None:
+    """Where something callable is written that has no code of its own: a class, a module, a `functools.partial`."""
+    _BOUND[id(function)] = function, span
 
 
 def line_of(problem: BaseException) -> Span | None:
-    """The innermost line that raised it and is neither ours nor a library's."""
-    return _last((frame.filename, frame.lineno or 1) for frame in extract_tb(problem.__traceback__))
+    """The innermost line that raised it and is neither ours nor a library's; if there is none, that of the exception it was raised from."""
+    frames = [(frame.filename, frame.lineno or 1) for frame in extract_tb(problem.__traceback__)]
+    if "Original Traceback" in (text := _text(problem)):  # raised in another process, whose frames are in the text
+        frames += [(name, int(line)) for name, line in _FRAME.findall(text)]
+    cause = problem.__cause__
+    return _last(frames) or (line_of(cause) if cause is not None else None)
+
+
+def _text(problem: BaseException) -> str:
+    try:
+        return str(problem)
+    except Exception:  # raised by the user's own __str__
+        return ""
+
+
+def here() -> Span | None:
+    """The innermost line under execution that is neither ours nor a library's."""
+    return _last((frame.filename, frame.lineno or 1) for frame in extract_stack())
 
 
 def line_of_operator(node: fx.Node) -> Span | None:
     """The innermost line that called the operator when it was traced."""
-    return _last((name, int(line)) for name, line in _FRAME.findall(node.meta.get("stack_trace") or ""))
+    return line_in(node.meta.get("stack_trace") or "")
+
+
+def line_in(trace: str) -> Span | None:
+    """The innermost of the user's lines in the text of a trace."""
+    return _last((name, int(line)) for name, line in _FRAME.findall(trace))
 
 
 def line_of_function(function: Callable[..., Any]) -> Span | None:
     """Where a function of the user's is defined."""
+    inner = unwrap(function)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return _BOUND[id(inner)][1] if id(inner) in _BOUND else None
+    return _last([(code.co_filename, code.co_firstlineno)])
+
+
+def is_users(function: Callable[..., Any]) -> bool:
+    """Whether a function is defined in the user's own code."""
     code = getattr(unwrap(function), "__code__", None)
-    return _last([(code.co_filename, code.co_firstlineno)]) if code is not None else None
+    return code is not None and _own(code.co_filename)
 
 
 def line_at(source: Source, line: int) -> Span:
@@ -43,10 +86,15 @@ def line_at(source: Source, line: int) -> Span:
 
 
 def _last(frames: Iterable[tuple[str, int]]) -> Span | None:
-    own = [(name, line) for name, line in frames if "site-packages" not in name and not name.startswith(_OTHERS)]
-    for name, line in reversed(own):
+    for name, line in reversed([frame for frame in frames if _own(frame[0])]):
+        if name in _TEXTS:
+            return line_at(_TEXTS[name], line)
         try:
             return line_at(Source(name, Path(name).read_text(encoding="utf-8")), line)
         except (OSError, UnicodeDecodeError):
             continue
     return None
+
+
+def _own(name: str) -> bool:
+    return "site-packages" not in name and "dist-packages" not in name and not name.startswith(_OTHERS)

@@ -46,7 +46,7 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
         with doing(f"tracing {model}"):
             program = capture_doubled(file, options.seed)
     else:
-        program = captured(file)
+        program = captured(file, options.seed)
     found = scheduled(program, options)
     if found.problems:
         return found.problems
@@ -64,7 +64,7 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
             compared = compare(file, program, graph, cut, options.seed)
         result |= {
             "ok": compared.ok, "loss_reference": compared.loss_reference, "loss": compared.loss, "max_grad_rel_err": compared.max_grad_rel_err,
-            "max_weight_rel_err": compared.max_weight_rel_err, "worst": compared.worst,
+            "max_weight_rel_err": compared.max_weight_rel_err, "worst": compared.worst, "judged_by_gradient": list(compared.judged_by_gradient),
         }  # fmt: skip
     return ()
 
@@ -82,3 +82,6 @@ def _tell(model: str, options: argparse.Namespace, result: dict[str, Any]) -> No
     print(f"{options.script}: {verdict} ({size})")
     print(f"  loss after two steps  {result['loss']:.9g}   plain {result['loss_reference']:.9g}")
     print(f"  largest difference    gradients {result['max_grad_rel_err']:.1e}, weights {result['max_weight_rel_err']:.1e} (relative, {result['worst']})")
+    noisy = result["judged_by_gradient"]
+    if noisy:
+        print(f"  judged by gradient    {', '.join(noisy[:3])}{f' and {len(noisy) - 3} more' if len(noisy) > 3 else ''}: elements whose gradient is rounding noise")

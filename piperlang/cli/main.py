@@ -33,7 +33,7 @@ COMMANDS = {
 }
 """Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
 
-FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--steps", "--out", "--executor", "--address", "--devices", "--timeout", "--mesh", "--count", "--backend", "--compile", "--no-compile", "--masters", "--validate-every", "--diff", "--help", "--version", "-p")
+FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--steps", "--out", "--executor", "--address", "--devices", "--timeout", "--mesh", "--count", "--backend", "--compile", "--no-compile", "--verify", "--no-verify", "--masters", "--validate-every", "--diff", "--help", "--version", "-p")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage = all(d.code.startswith("P09") for d in problem.diagnostics)
         return USAGE if usage else DIAGNOSTICS
     except SystemExit as ended:  # --help and --version
-        return int(ended.code or 0)
+        return ended.code if isinstance(ended.code, int) else DIAGNOSTICS if ended.code else FINE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -42,11 +42,14 @@ def load(name: str) -> ModelFile:
         return load_model(Path(name))
 
 
-def captured(file: ModelFile) -> Program:
+def captured(file: ModelFile, seed: int = 0) -> Program:
     with doing(f"tracing {file.path.name}"):
         from piperlang.capture.program import capture
+        from piperlang.capture.seeding import seeded
 
-        return capture(file.model, file.loss, _on_device(next(iter(file.data()))))
+        with seeded(seed):
+            batch = next(iter(file.data()))
+        return capture(file.model, file.loss, _on_device(batch), seed)
 
 
 def _on_device(batch: Any) -> Any:

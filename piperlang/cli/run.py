@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     options.script, options.model = made["script"], made["model"]
     options.parameters = [f"{name}={value}" for name, value in made.get("parameters", {}).items()]
     file = load(made["model"])
-    found = scheduled(captured(file), options)
+    found = scheduled(captured(file, options.seed), options)
     if found.problems:
         report(found.problems, options.format)
         return 1

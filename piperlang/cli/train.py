@@ -11,7 +11,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long a device waits for another (default: 300)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="gloo runs on CPU, nccl on CUDA (default: nccl where torch sees a GPU)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile chunks with Inductor (default: on CUDA)")
+    parser.add_argument(
+        "--verify", action=argparse.BooleanOptionalAction, default=True, help="compare the captured program with the eager model before the first step (default: yes, where the memory suffices)"
+    )
     parser.add_argument("--masters", action="store_true", help="keep float32 masters of weights in half precision")
     parser.add_argument("--validate-every", type=int, metavar="N", help="evaluate on `validation()` of the model file every N steps (default: after the last one)")
     parser.add_argument("--json", action="store_true", help="a line of JSON a step, on standard output")
@@ -50,7 +54,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     file = load(options.model)
-    found = scheduled(captured(file), options)
+    found = scheduled(captured(file, options.seed), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
@@ -118,6 +122,9 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
     import torch
 
     from piperlang.capture.model_file import shipped
+    from piperlang.capture.seeding import seed_all
+    from piperlang.capture.user_code import located
+    from piperlang.capture.where import line_of_function
     from piperlang.plan.saved import digest
     from piperlang.runtime.job import Job, Training
     from piperlang.runtime.optimize import default_optimizer
@@ -128,6 +135,10 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
     training = Training(make, shipped(file, "optimizer") or default_optimizer, shipped(file, "lr_schedule"), options.seed, options.masters)
     cuda = None if options.backend is None else options.backend == "nccl"
     validation = _evaluation(options, file, plan)
+    seed_all(options.seed)
+    batches = _endless(file)
+    batch = next(batches)
+    _verify(options, cut, plan, batch, training, folder)
     with doing(f"starting {len(plan.devices)} workers"):
         if options.executor == "ray":
             job: Any = Job(plan, cut, training, digest(plan), address=options.address, timeout=options.timeout, loss_dtype=loss_dtype, cuda=cuda, compiles=options.compile)
@@ -135,13 +146,11 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
             job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
         if validation is not None:
             job.prepare(*validation)
-    with job, (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
-        torch.manual_seed(options.seed)
-        batches = _endless(file)
-        batch = next(batches)
+    with _whole_lines(options), job, (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
         started = time.perf_counter()
         for step in range(options.steps):
-            begun = job.begin(batch)
+            with located(line_of_function(file.data)):
+                begun = job.begin(batch)
             batch = next(batches) if step + 1 < options.steps else batch  # the next one is made while this one trains
             done = job.finish(begun)
             row = {"step": step, "loss": done.loss, "seconds": round(done.seconds, 6), "samples_per_second": round(plan.samples / done.seconds, 2), "memory_bytes": done.memory}
@@ -155,22 +164,46 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
         print(f"trained {options.steps} steps on {len(plan.devices)} devices in {time.perf_counter() - started:.1f} s; {folder}")
 
 
+def _verify(options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, Any], training: Any, folder: Path) -> None:
+    """The captured program beside the eager model, before anything is started."""
+    from piperlang.runtime.guard import Verified, verify
+
+    with doing("verifying against eager PyTorch"):
+        verified = verify(cut, plan, batch, training) if options.verify else Verified(skipped="--no-verify")
+    (folder / "verified.json").write_text(json.dumps(asdict(verified)) + "\n", encoding="utf-8")
+    if not options.json:
+        print(verified, flush=True)
+    elif verified.skipped and options.verify:
+        print(verified, file=sys.stderr, flush=True)
+
+
 def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any) -> tuple[Any, Any] | None:
     """The plan for validation, if the model file has any, and the pieces it runs: of the model in evaluation mode."""
     if file.validation is None:
         return None
+    from torch.utils import _pytree as pytree
+
+    from piperlang.capture.user_code import located
+    from piperlang.capture.where import line_of_function
     from piperlang.runtime.api import Evaluated, evaluation_plan
 
-    found = scheduled(captured(replace(file, model=Evaluated(file.model))), options)
+    found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed), options)
     if found.problems:
         raise PiperError(*found.problems)
-    return evaluation_plan(found.graph(), plan), found.scheduler.schedule.captured
+    cut: Any = found.scheduler.schedule.captured
+    with located(line_of_function(file.validation)):  # before training, not after it
+        cut.check_batch(pytree.tree_leaves(next(file.validation())))
+    return evaluation_plan(found.graph(), plan), cut
 
 
 def _validated(job: Any, file: ModelFile) -> float:
     """The mean loss over all batches of `validation`."""
+    from piperlang.capture.user_code import located
+    from piperlang.capture.where import line_of_function
+
     assert file.validation is not None
-    losses = [job.evaluate(batch) for batch in file.validation()]
+    with located(line_of_function(file.validation)):
+        losses = [job.evaluate(batch) for batch in file.validation()]
     return float(sum(losses) / len(losses))
 
 
@@ -178,6 +211,17 @@ def _endless(file: ModelFile) -> Iterator[tuple[Any, Any]]:
     """Data that ends begins again: another epoch."""
     while True:
         yield from file.data()
+
+
+@contextmanager
+def _whole_lines(options: argparse.Namespace) -> Iterator[None]:
+    """On a terminal steps are written over each other, and an error must not follow on the same line."""
+    try:
+        yield
+    except BaseException:
+        if not options.json and sys.stdout.isatty():
+            print(flush=True)
+        raise
 
 
 def _tell(options: argparse.Namespace, row: dict[str, Any], last: bool) -> None:

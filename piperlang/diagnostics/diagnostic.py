@@ -79,6 +79,10 @@ class PiperError(Exception):
         super().__init__("; ".join(d.message for d in diagnostics))
         self.diagnostics = diagnostics
 
+    def __reduce__(self) -> tuple[type[PiperError], tuple[Diagnostic, ...]]:
+        """Workers send it to the driver."""
+        return type(self), self.diagnostics
+
 
 def error(
     code: str,

@@ -23,6 +23,8 @@ from piperlang.session import schedule
 from piperlang.source import Source
 
 EXECUTORS = ("graph", "inline", "ray")
+OF_THE_MODEL = ("P0801", "P0802", "P0807")
+"""Mistakes of the model file, whatever the schedule."""
 TIMEOUT = 60.0
 """Seconds that a device waits for another before it is an error."""
 
@@ -75,6 +77,8 @@ class Bench:
             with self._trainer(graph, plan, cut) as trainer:
                 compared = compare(self.file, self.program, graph, cut, self.seed, trainer)
         except PiperError as problem:
+            if all(diagnostic.code in OF_THE_MODEL for diagnostic in problem.diagnostics):
+                raise
             return _complained("failed", problem.diagnostics)
         except Exception as problem:
             return Outcome("raised", f"{type(problem).__name__}: {problem}", type(problem).__name__)

@@ -96,6 +96,15 @@ class Pass:
     scratch_bytes: int = 0
 
 
+class Change(NamedTuple):
+    """A buffer that a chunk changes: its number among the chunk's weights, and that of the output that it becomes."""
+
+    weight: int
+    output: int
+    free: bool
+    """The new value does not depend on the samples, so every part of the batch gives the same."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A part of the model that runs as one."""
@@ -122,6 +131,7 @@ class Chunk:
     """Inputs and outputs in which activations lie: as long as those are there, so are these."""
     choice: Choice | None = None
     """Its input that says which expert each row has chosen, if it has experts that rows choose."""
+    changes: tuple[Change, ...] = ()
 
     @property
     def tagset(self) -> frozenset[tuple[str, TagValue]]:

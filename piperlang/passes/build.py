@@ -60,7 +60,8 @@ class _Build:
             if "B" in chunk.passes:
                 for site in self.sites.of[chunk.number]:
                     self._backward(site)
-        updated = reduce(self.model, list(self.weights.homes.values()), self.nodes)
+        self.weights.refuse_unchanged()
+        updated = reduce(self.model, list(self.weights.homes.values()), self.nodes) | self.weights.changes
         temporal = Temporal(self.schedule, self.nodes)
         orders = [] if self.sketch else temporal.orders()
         chains = [] if self.sketch else temporal.chains()
@@ -105,6 +106,9 @@ class _Build:
             writes = [f"{name}#{at}" for name in chunk.outputs]
             for j, name in enumerate(chunk.outputs):
                 self._value(writes[j], self.model.tensors[name], site, ("output", j), point)
+            for change in chunk.changes:
+                key = self.weights.changed(site, change)
+                writes[change.output] = key if point == site.points[0] else f"{key}#{at}"
             if self.model.loss in chunk.outputs:
                 self.losses.append(f"{self.model.loss}#{at}")
             if keeps:

@@ -12,7 +12,7 @@ from piperlang.diagnostics import Label, PiperError, error
 from piperlang.elaborate.values import Slice
 from piperlang.ir.graph import Family, Held, Key, Steps
 from piperlang.ir.layout import axes_of
-from piperlang.ir.model import SUM, Model, Place
+from piperlang.ir.model import SUM, WHOLE, Change, Model, Place
 from piperlang.passes.nodes import Nodes
 from piperlang.passes.sites import Point, Site, Sites
 
@@ -67,6 +67,10 @@ class Weights:
         self._gathers: dict[tuple[int, Slice, str], Family] = {}
         self._gathered: dict[tuple[int, str, Point], int] = {}
         self.gathers: list[_Gather] = []
+        self.changing = {chunk.weights[change.weight] for chunk in model.chunks for change in chunk.changes}
+        """Buffers that the model changes."""
+        self.changes: dict[Key, Key] = {}
+        """What each of them is called once it has changed."""
         for chunk in model.chunks:
             for site in sites.of[chunk.number]:
                 for i, name in enumerate(chunk.weights):
@@ -78,7 +82,7 @@ class Weights:
         trained = self.model.weights[name].trained
         grads = site.layouts["grad_weight", i].places
         summed = tuple(axis for (axis, _), place in zip(axes, grads, strict=True) if place == SUM and trained)
-        levels = {axis: use.level for axis, use in site.uses.items() if use.level}
+        levels = {axis: use.level for axis, use in site.uses.items() if use.level and name not in self.changing}
         home = self.homes.get((name, site.where))
         if home is None:
             home = self.homes[name, site.where] = Home(name, site, places, summed, levels, len(self.homes))
@@ -104,7 +108,7 @@ class Weights:
         if (chunk.number, phase, point) in self._gathered:
             return
         which = [i for kind, i in chunk.passes["F" if phase == "R" else phase].takes if kind == "weight"]
-        homes = list(dict.fromkeys(self.homes[chunk.weights[i], site.where] for i in which))
+        homes = [home for home in dict.fromkeys(self.homes[chunk.weights[i], site.where] for i in which) if home.in_parts]
         known = (chunk.number, site.where, phase)
         if known not in self._gathers:
             axes = homes[0].flat(3)
@@ -124,7 +128,8 @@ class Weights:
             self.gathers.append(_Gather(gather, site, node))
         for kind, i in takes:
             if kind == "weight":
-                self.homes[site.chunk.weights[i], site.where].readers.append(node if gather is None else gather)
+                home = self.homes[site.chunk.weights[i], site.where]
+                home.readers.append(gather if gather is not None and home.in_parts else node)
 
     def gradient(self, site: Site, i: int, point: Point) -> Key:
         home = self.homes[site.chunk.weights[i], site.where]
@@ -132,6 +137,26 @@ class Weights:
         home.gradients.append(key)
         self.nodes.held[key] = Held(home.weight, home.where, home.places, ())
         return key
+
+    # ------------------------------------------------------------------------------------------------- changing
+
+    def changed(self, site: Site, change: Change) -> Key:
+        """The key under which the forward of a chunk gives the new value of a buffer."""
+        home = self.homes[site.chunk.weights[change.weight], site.where]
+        if not change.free and site.local_samples != self.model.samples:
+            raise _cannot_change(home.weight, site, "its new value depends on the samples, and no device sees all of them", "do not divide the batch of this chunk, or use a layer that keeps no statistics, such as LayerNorm or GroupNorm")
+        if not _whole(home, site, change):
+            raise _cannot_change(home.weight, site, "`shard` divides what it depends on", "give this part a tag of its own, which is not divided")
+        key = f"{home.key}'"
+        self.nodes.held[key] = home.held(3)
+        self.changes[home.key] = key
+        return key
+
+    def refuse_unchanged(self) -> None:
+        """A buffer that changes must change wherever it is kept."""
+        for home in self.homes.values():
+            if home.weight in self.changing and home.key not in self.changes:
+                raise _cannot_change(home.weight, home.site, "chunks on other devices change it", "read and change it in one chunk, and pass its value on as an activation")
 
     def prefetch(self, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
         """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once. `turns`: when passes come that no order names, where that is not as they were made."""
@@ -181,6 +206,18 @@ def position(nodes: Nodes, node: int) -> tuple[Point, int, str]:
     family = nodes.nodes[node].family
     assert family.chunk is not None
     return nodes.nodes[node].point, family.chunk if family.op == "F" else -family.chunk, "" if family.op == "R" else family.op
+
+
+def _whole(home: Home, site: Site, change: Change) -> bool:
+    """Whether no axis that divides the chunk's weights divides the buffer or what it becomes."""
+    axes = {divide.axis for divide in site.divides}
+    places = [*zip(axes_of(site.where), home.places, strict=True), *zip(axes_of(site.where), site.layouts["output", change.output].places, strict=True)]
+    return all(place == WHOLE for (axis, _), place in places if axis in axes)
+
+
+def _cannot_change(weight: str, site: Site, why: str, help: str) -> PiperError:
+    spans = [use.directive.span for use in site.uses.values()] or ([site.by.span] if site.by else [])
+    return error("P0803", f"the model changes buffer {weight}, which this schedule cannot follow", spans[-1] if spans else None, f"{site.chunk} changes it", notes=[why], help=help)
 
 
 def two_ways(name: str, first: Site, second: Site) -> PiperError:

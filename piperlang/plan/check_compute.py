@@ -1,7 +1,7 @@
 """Passes of chunks: they take and give what their kind says.
 
 Keys are names: `NAME#POINT` is the value NAME of a microbatch, `d:NAME:C.i` its gradient through input i of chunk C, `dw:WEIGHT@C.i` that of weight i,
-`saved:C` what a forward keeps. So it can be seen without a graph that a chunk is given what it is given elsewhere, and of one microbatch.
+`saved:C` what a forward keeps, and `w:WEIGHT@H'` what it makes of a buffer. So it can be seen without a graph that a chunk is given what it is given elsewhere, and of one microbatch.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ def _said(slot: Slot, base: str, chunk: int) -> str | None:
     if kind in ("grad_input", "grad_output"):
         name, _, reader = rest.rpartition(":")
         return name if head == "d" and (kind == "grad_output" or reader == f"{chunk}.{i}") else None
+    if head == "w" and base.endswith("'"):
+        return f"w:{rest.rpartition('@')[0]}"  # what a buffer becomes
     return base if head not in ("w", "d", "dw", "g", "saved", "kept", "host", "now") or not rest else None
 
 

@@ -102,11 +102,24 @@ class _Flow:
         for i, x in enumerate(self.device.instructions):
             if x[0] in WEIGHTS:
                 self._one(At(self.d, i, x))
+            elif x[0] == "F":
+                self._changes(At(self.d, i, x))
         self._next()
         made = self.checked.made[self.d]
         for key in made.keys() - self.counted.keys():
             if key.startswith(("dw:", "g:")):
                 self.checked.wrong(CODE, f"{key} is a part of a gradient that device {self.device.device} does not use", At(self.d, made[key], self.device.instructions[made[key]]))
+
+    def _changes(self, at: At) -> None:
+        """Buffers that a forward changes: each once, and all of it."""
+        for key in at.does.writes:
+            if key.startswith("w:") and "#" not in key:  # of all parts of the batch, one is kept
+                old = key.rstrip("'")
+                if old not in self.weights or self.device.next.get(old) != key:
+                    self.checked.wrong(CODE, f"device {self.device.device} changes {old} and does not keep the result", at)
+                if self.counted.setdefault(old, at) is not at:
+                    self._twice(old, at)
+                self._has(key, (0, self.length.get(weight_of(key), -1)), at)
 
     def _twice(self, key: Key, at: At) -> None:
         self.checked.wrong(CODE, f"{key} is counted twice on device {self.device.device}", self.counted[key], at)

@@ -11,13 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from piperlang.capture.batches import wrong_batch
 from piperlang.capture.program import Captured, capture
-from piperlang.diagnostics import PiperError, error
+from piperlang.capture.user_code import (
+    Guarded,
+    UserFunction,
+    located,
+    located_at_call,
+    mistake,
+    not_a_function,
+    wrong_max_norm,
+    wrong_signature,
+)
+from piperlang.capture.where import here
+from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.ir.graph import Graph
 from piperlang.plan.check import check
 from piperlang.plan.clip import clipped
@@ -25,6 +38,8 @@ from piperlang.plan.forward import forward
 from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
 from piperlang.plan.saved import digest
+from piperlang.runtime.guard import Verified
+from piperlang.runtime.guard import verify as compare_with_eager
 from piperlang.runtime.job import Job, Step, Training
 from piperlang.runtime.threads import ThreadJob
 from piperlang.session import schedule
@@ -34,26 +49,36 @@ from piperlang.syntax.parse import read
 class Trainer:
     """A compiled schedule. Workers start with the first step and end with `close`, or with the `with` block."""
 
-    def __init__(self, graph: Graph, plan: Plan, start: Callable[[], Job | ThreadJob], evaluation: Callable[[], tuple[Plan, Captured]]) -> None:
+    def __init__(self, graph: Graph, plan: Plan, start: Callable[[], Job | ThreadJob], evaluation: Callable[[], tuple[Plan, Captured]], verify: Callable[[], Verified]) -> None:
         self.graph, self.plan = graph, plan
-        self._start, self._evaluation = start, evaluation
+        self._start, self._evaluation, self._verify = start, evaluation, verify
         self._running: Job | ThreadJob | None = None
 
     @property
     def job(self) -> Job | ThreadJob:
         if self._running is None:
+            _ = self.verified  # a program that is not the model must not be trained
             self._running = self._start()
         return self._running
 
+    @cached_property
+    def verified(self) -> Verified:
+        """How the captured program compares with the eager model; the first step asks for it, too."""
+        return self._verify()
+
     def step(self, batch: tuple[Any, Any]) -> Step:
         """Forward, backward and update on one global batch; the loss is that of the whole batch."""
-        return self.job.step(batch)
+        with located_at_call():
+            _check_batch(batch)
+            return self.job.step(batch)
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
         """The loss of a batch with the model in evaluation mode; nothing is trained. The first call traces the model in that mode."""
-        if self.job.evaluation is None:
-            self.job.prepare(*self._evaluation())
-        return self.job.evaluate(batch)
+        with located_at_call():
+            _check_batch(batch)
+            if self.job.evaluation is None:
+                self.job.prepare(*self._evaluation())
+            return self.job.evaluate(batch)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights, whole, under the names of the plain model."""
@@ -75,18 +100,22 @@ def compile(
     model: Callable[[], Any], script: str | Path, *, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], optimizer: Callable[[Any], Any],
     lr_schedule: Callable[[Any], Any] | None = None, parameters: Mapping[str, Any] | None = None, seed: int = 0, executor: str = "ray", address: str | None = None,
     timeout: float = 300.0, masters: bool = False, max_norm: float | None = None, cuda: bool | None = None, compiles: bool | None = None,
+    verify: bool = True,
 ) -> Trainer:  # fmt: skip
     """Capture `model()`, apply the script, check the plan. What is wrong with any of them is a PiperError with located diagnostics.
 
     `masters` keeps float32 masters of weights in half precision, `max_norm` clips gradients by their global norm; `cuda` and `compiles` are chosen by what is there
-    if not given."""
+    if not given. `verify`: before the first step the captured program is compared with the eager model on slices of `example`; what came of it is `trainer.verified`."""
     if executor not in ("ray", "inline"):
         raise ValueError(f"executor is 'ray' or 'inline', not {executor!r}")
+    _check_arguments({"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm)
+    model, optimizer = UserFunction(model, "model"), UserFunction(optimizer, "optimizer")
+    lr_schedule = UserFunction(lr_schedule, "lr_schedule") if lr_schedule is not None else None
     path = Path(script)
     overrides = {name: str(value) for name, value in (parameters or {}).items()}
 
     def applied(make: Callable[[], Any]) -> tuple[Graph, Captured]:
-        found = schedule(capture(make, loss, example), read(path, str(path)), path, overrides)
+        found = schedule(capture(make, loss, example, seed), read(path, str(path)), path, overrides)
         if found.problems:
             raise PiperError(*found.problems)
         captured = found.scheduler.schedule.captured
@@ -107,7 +136,32 @@ def compile(
         graph, captured = applied(Evaluated(model))
         return evaluation_plan(graph, plan), captured
 
-    return Trainer(graph, plan, start, evaluation)
+    def verified() -> Verified:
+        return compare_with_eager(captured, plan, example, training) if verify else Verified(skipped="verify=False")
+
+    return Trainer(graph, plan, start, evaluation, verified)
+
+
+def _check_batch(batch: Any) -> None:
+    wrong = wrong_batch(batch, "the batch")
+    if wrong is not None:
+        raise PiperError(mistake("P0801", wrong))
+
+
+def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any) -> None:
+    """Diagnostics for everything that cannot be used, at the line of the function or of the call."""
+    problems: list[Diagnostic] = []
+    for name, function in functions.items():
+        if name == "lr_schedule" and function is None:
+            continue
+        wrong = not_a_function(name, function)
+        problem = mistake("P0801", wrong) if wrong else wrong_signature(name, function)
+        problems += [problem] if problem else []
+    wrongs = (wrong_batch(example, "`example`"), wrong_max_norm(max_norm))
+    problems += [mistake("P0801", wrong) for wrong in wrongs if wrong]
+    if problems:
+        with located(here()):
+            raise PiperError(*problems)
 
 
 @dataclass(frozen=True)
@@ -116,8 +170,14 @@ class Evaluated:
 
     make: Callable[[], Any]
 
+    @property
+    def __wrapped__(self) -> Callable[[], Any]:
+        """For inspect: the line is that of the function itself."""
+        return self.make
+
     def __call__(self) -> Any:
-        return self.make().eval()
+        with Guarded(self.make, "model").guarded():
+            return self.make().eval()
 
 
 def evaluation_plan(graph: Graph, trained: Plan) -> Plan:

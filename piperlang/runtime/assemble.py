@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,18 +36,31 @@ def assembled(plan: Plan, kept: Sequence[Mapping[str, torch.Tensor]], aliases: M
 
 @dataclass(frozen=True)
 class Rest:
-    """What a model saves: all names in order, and those tensors that no device keeps, because nothing reads them."""
+    """What a model saves: all entries in order, with the weight that each is, and what no device keeps, because nothing reads it."""
 
-    names: tuple[str, ...]
-    tensors: Mapping[str, torch.Tensor]
+    entries: Mapping[str, str]
+    """Names in the state dict, which hooks may have changed, and of weights; empty for what is no weight."""
+    others: Mapping[str, Any]
 
-    def complete(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: whole[name] if name in whole else self.tensors[name] for name in self.names}
+    def complete(self, whole: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {entry: whole[name] if name in whole else self.others[entry] for entry, name in self.entries.items()}
 
 
 def rest_of(model: nn.Module, known: Container[str]) -> Rest:
-    state = model.state_dict()
-    return Rest(tuple(state), {name: value.detach().clone() for name, value in state.items() if name not in known and isinstance(value, torch.Tensor)})
+    names = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
+    state = model.state_dict(keep_vars=True)
+    entries = {entry: entry if entry in known else names.get(id(value), "") for entry, value in state.items()}
+    others = {entry: state[entry] for entry, name in entries.items() if name not in known}
+    return Rest(entries, {entry: value.detach().clone() if isinstance(value, torch.Tensor) else value for entry, value in others.items()})
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Equal for models that start from the same weights and buffers."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def known_to(plan: Plan, aliases: Mapping[str, Sequence[str]]) -> frozenset[str]:

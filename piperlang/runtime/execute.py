@@ -15,7 +15,8 @@ from piperlang.plan.instruction import NORM, DevicePlan, Instruction
 from piperlang.plan.sums import reads, sums, travels_alone
 from piperlang.runtime.boxes import take
 from piperlang.runtime.comm import Comm
-from piperlang.runtime.optimize import Optimizers, added
+from piperlang.runtime.optimize import Optimizers, Update, added
+from piperlang.runtime.optimizer_copy import Part
 from piperlang.runtime.ways import Way, leaving
 
 
@@ -23,12 +24,11 @@ class Device:
     """Values, weights and optimizer of one device, and what each instruction does to them."""
 
     def __init__(
-        self, plan: DevicePlan, kinds: Sequence[Mapping[str, Any]], pieces: Sequence[Piece], weights: Mapping[str, torch.Tensor], optimizers: Optimizers, comm: Comm | None,
+        self, plan: DevicePlan, kinds: Sequence[Mapping[str, Any]], pieces: Sequence[Piece], weights: Mapping[str, torch.Tensor], comm: Comm | None,
         where: torch.device, seed: int, kept: dict[Key, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         """`kept`: weights of another device's plan on the same process, to work on those."""
         self.plan, self.kinds, self.pieces, self.comm, self.where, self.seed = plan, kinds, pieces, comm, where, seed
-        self.optimizers = optimizers
         self.kept: dict[Key, torch.Tensor] = kept if kept is not None else {key: self._part(weights[held["weight"]], held) for key, held in plan.weights.items()}
         self.values: dict[Key, Any] = {}
         self.sums = sums(plan)
@@ -43,6 +43,29 @@ class Device:
         self.left: dict[Key, int] = {}
         self.last_gradients: dict[str, Any] | None = None
         self.run: dict[str, Callable[[Instruction], None]] = {name: getattr(self, f"_{name}") for name in _OPERATIONS} | dict.fromkeys("FBIWR", self._compute)
+
+    optimizers: Optimizers
+    """Of the process; only a plan with updates needs any."""
+
+    def updates(self) -> list[Update]:
+        """What each update instruction changes."""
+        return [
+            Update(self.plan.device, instruction.writes[0], [self._updated(entry) for entry in instruction.args["weights"]])
+            for instruction in self.plan.instructions if instruction.do == "update"
+        ]  # fmt: skip
+
+    def _updated(self, entry: Mapping[str, Any]) -> Part:
+        held, now = self.plan.weights[entry["old"]], self.kept[entry["old"]]
+        flat = held["flat"]
+        if entry["take"] is not None:
+            start = flat[0] if flat is not None else 0
+            flat = start + entry["take"][0], start + entry["take"][1]
+        return Part(entry["weight"], self._taken_weight(now, entry), held["box"], flat, entry["partial"])
+
+    @staticmethod
+    def _taken_weight(weight: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
+        """The part of a kept weight that an update changes: a view."""
+        return weight if entry["take"] is None else weight.view(-1)[slice(*entry["take"])]
 
     def _part(self, weight: torch.Tensor, held: Mapping[str, Any]) -> torch.Tensor:
         local = take(weight, held["box"])
@@ -94,7 +117,7 @@ class Device:
             else:
                 given[slot] = self.values[keys[0]]
         taken = [given[slot] for slot in piece.takes]
-        results = piece.module(*taken)
+        results = piece.call(taken)
         self._store(instruction, kind, dict(zip(piece.gives, results, strict=True)), (taken, results))
 
     def _store(self, instruction: Instruction, kind: Mapping[str, Any], gave: Mapping[Any, Any], around: Any) -> None:
@@ -338,12 +361,10 @@ class Device:
             gradient = self._total(entry["grads"])
             if self.last_gradients is not None:
                 self.last_gradients[entry["old"]] = gradient.detach().clone()
-            weight = self.values[entry["old"]]
-            weights.append(weight if entry["take"] is None else weight.view(-1)[slice(*entry["take"])])
+            weights.append(self._taken_weight(self.values[entry["old"]], entry))
             gradient = self._taken(gradient, entry["take_grad"])
             gradients.append(gradient if scale is None else gradient * scale.to(gradient.dtype))
-        partial = next((entry["weight"] for entry in entries if entry["partial"]), "")
-        self.optimizers.update(instruction.writes[0], weights, gradients, partial)
+        self.optimizers.update(self.plan.device, instruction.writes[0], weights, gradients)
         for entry, weight in zip(entries, weights, strict=True):
             self.values[entry["new"]] = weight
 

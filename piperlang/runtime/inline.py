@@ -6,7 +6,8 @@ done by what it must achieve (boxes.py), not by how a backend does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
@@ -17,12 +18,15 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece, Pieces
 from piperlang.capture.random import mix
+from piperlang.capture.tensors import named_tensors
 from piperlang.ir.graph import COMPUTE, Graph, Key, Node
 from piperlang.ir.held import along
 from piperlang.ir.layout import axes_of, devices_of
 from piperlang.ir.model import Arrangement, Slot, Tensor, choice_of
 from piperlang.ir.sort import topological
 from piperlang.runtime.boxes import boxes, move, take
+from piperlang.runtime.failure import failed, failure_of
+from piperlang.runtime.optimize import Optimizers
 from piperlang.runtime.shards import Shards
 from piperlang.runtime.ways import leaving
 
@@ -34,6 +38,9 @@ class Captured(Protocol):
 
     @property
     def batch_names(self) -> Sequence[str]: ...
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]: ...
 
     def check_batch(self, batch: Sequence[torch.Tensor]) -> None: ...
 
@@ -49,12 +56,25 @@ class Stepped:
     """Of the whole batch, by the name of the weight."""
 
 
+@contextmanager
+def _located(node: Node, piece: Piece | None = None) -> Iterator[None]:
+    """What the user's operators or optimizer raise inside is a diagnostic at the user's line."""
+    try:
+        yield
+    except Exception as problem:
+        raise failed("the simulated device", failure_of(problem), piece, [f"it was at {node}"]) from problem
+
+
 class Inline:
-    def __init__(self, graph: Graph, captured: Captured, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int = 0, lr_schedule: Callable[[Any], Any] | None = None, max_norm: float | None = None) -> None:
+    def __init__(
+        self, graph: Graph, captured: Captured, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int = 0,
+        lr_schedule: Callable[[Any], Any] | None = None, max_norm: float | None = None,
+    ) -> None:  # fmt: skip
         """`model` gives the first weights; it is not changed."""
         self.graph, self.captured, self.seed, self.max_norm = graph, captured, seed, max_norm
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        self.shards = Shards(graph, {name: tensors[name].detach() for name in graph.model.weights}, optimizer, lr_schedule)
+        tensors = named_tensors(model) | dict(captured.constants)
+        self.shards = Shards(graph, {name: tensors[name].detach() for name in graph.model.weights})
+        self.shards.optimizers = Optimizers(model, optimizer, lr_schedule, self.shards.updates())
         self.order = [graph.nodes[i] for i in topological(graph)]
         self.steps = 0
 
@@ -75,6 +95,7 @@ class Inline:
             self._clipped(self.max_norm)
         for old, new in self.graph.next.items():
             self.shards.current[old] = self.values[new]
+        self.shards.optimizers.advance()
         self.steps += 1
         return Stepped(self._loss(), self.collected)
 
@@ -105,7 +126,8 @@ class Inline:
         elif op in ("offload", "fetch"):
             self.values[node.writes[0]] = self.values[node.reads[0][0]]
         elif op == "update":
-            self.collected |= self.shards.update(node, self.values, self.scale)
+            with _located(node):
+                self.collected |= self.shards.update(node, self.values, self.scale)
         elif node.writes[0] in self.graph.held:
             self.shards.communicate(node, self.values)
         elif op == "recv":
@@ -150,7 +172,8 @@ class Inline:
         results: dict[Key, list[Any]] = {key: [] for key in node.writes}
         for k in range(len(devices_of(family.where))):
             given = self._given(node, piece, k)
-            gave = piece.run(given)
+            with _located(node, piece):
+                gave = piece.run(given)
             for key, value in zip(node.writes, self._written(node, gave), strict=True):
                 results[key].append(value)
         self.values |= results

@@ -16,6 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece, Pieces
+from piperlang.capture.user_code import said
+from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import error
 from piperlang.ir.model import Arrangement
 from piperlang.plan.check import check
@@ -23,12 +25,17 @@ from piperlang.plan.instruction import DevicePlan, Plan
 from piperlang.runtime.assemble import assembled, known_to
 from piperlang.runtime.boxes import take
 from piperlang.runtime.cluster import Cluster, Lost, pack
-from piperlang.runtime.worker import Report, Setup
+from piperlang.runtime.failure import Failure, failed
+from piperlang.runtime.optimize import updated_weights
+from piperlang.runtime.worker import Setup
 
 
 class Captured(Protocol):
     @property
     def batch_names(self) -> Sequence[str]: ...
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
     def aliases(self) -> Mapping[str, Sequence[str]]: ...
@@ -77,13 +84,22 @@ class Routine:
         if kinds not in self.packed:
             found: list[Piece | None] = [None] * len(self.plan.kinds)
             for i in kinds:
-                kind = self.plan.kinds[i]
-                pieces = self.captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
-                found[i] = getattr(pieces, "F" if kind["op"] == "R" else kind["op"])
+                found[i] = self._piece(i)
             buffer = io.BytesIO()
             pickle.dump(found, buffer)
             self.packed[kinds] = buffer.getvalue()
         return self.packed[kinds]
+
+    def piece(self, worker: int, position: int) -> Piece | None:
+        """What an instruction runs, as it is here: a piece that has travelled has forgotten the lines that its operators come from."""
+        args = self.plan.devices[worker].instructions[position].args if position >= 0 else {}
+        return self._piece(args["kind"]) if "kind" in args else None
+
+    def _piece(self, number: int) -> Piece | None:
+        kind = self.plan.kinds[number]
+        pieces = self.captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
+        piece: Piece | None = getattr(pieces, "F" if kind["op"] == "R" else kind["op"])
+        return piece
 
     def feeds(self, batch: tuple[Any, Any]) -> tuple[float, list[dict[str, torch.Tensor]]]:
         """What the losses of a batch are divided by, and every device's part of the batch."""
@@ -122,18 +138,25 @@ class Job:
         progress = self._open_progress() if self.cluster.local else ""
         meeting = self.cluster.meeting()
         ranks = {device.device: rank for rank, device in enumerate(self.plan.devices)}
+        updated = updated_weights(self.plan)
         packed: list[bytes] = []
         for device in self.plan.devices:
             setup = Setup(
                 device, self.plan.kinds, self.training.pieces(device), self.plan.groups, ranks, meeting, progress, digest, training.seed, timeout,
                 loss_dtype, self.training.pairs(), self.cuda, self.compiles, training.masters, training.make_model, training.optimizer, training.lr_schedule,
-                known_to(self.plan, self.captured.aliases) if not packed else None,
+                updated, dict(self.captured.constants), known_to(self.plan, self.captured.aliases) if not packed else None,
             )  # fmt: skip
-            packed.append(pack(setup))
+            packed.append(_packed(setup))
         try:
-            self.cluster.each("setup", packed)
+            models = self.cluster.each("setup", packed)
         except Lost as lost:
             raise error("P0602", f"device {self.plan.devices[lost.worker].device} died while it was set up", help="is there enough memory for the model on every worker?") from None
+        other = next((i for i, model in enumerate(models) if model != models[0]), None)
+        if other is not None:
+            raise error(
+                "P0607", f"devices {self.plan.devices[0].device} and {self.plan.devices[other].device} start from different weights", line_of_function(training.make_model),
+                "called in every worker, after seeding torch, `random` and NumPy", help="let `model()` draw from these generators only, or give its own a seed",
+            )  # fmt: skip
 
     def _open_progress(self) -> str:
         """A file in which every worker says which instruction it is at, read when it cannot say so any more."""
@@ -186,22 +209,32 @@ class Job:
             if report is not None and report.failed is not None:
                 # The neighbour of a worker that died often notices first: its connection breaks.
                 dead = self.cluster.dead()
-                raise self._gone("P0602", "died", dead[0]) if dead else self._gone("P0604", "failed", i, report)
+                raise self._gone("P0602", "died", dead[0]) if dead else self._failed(i, report.failed)
         return Step(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
 
-    def _gone(self, code: str, what: str, worker: int, report: Report | None = None) -> Exception:
+    def _gone(self, code: str, what: str, worker: int) -> Exception:
         """One error that says who, at what, asked for by which line, and what the others were waiting for."""
-        device = self.plan.devices[worker]
-        at = report.failed[0] if report and report.failed else self._last(worker)
-        notes = [report.failed[1]] if report and report.failed else []
+        notes = self._situation(worker, self._last(worker))
+        self._end()
+        died, stuck = "look for a lack of memory (dmesg), or who killed it", "its process is stopped or stuck: look at it with a debugger"
+        help = died if code == "P0602" else stuck
+        return error(code, f"device {self.plan.devices[worker].device} {what}", notes=notes[:9], help=help)
+
+    def _failed(self, worker: int, failure: Failure) -> Exception:
+        """The same for an instruction that raised, with the user's line behind it."""
+        notes = self._situation(worker, failure.position)
+        self._end()
+        return failed(f"device {self.plan.devices[worker].device}", failure, self.active.piece(worker, failure.position), notes)
+
+    def _situation(self, worker: int, at: int | None) -> list[str]:
+        """What a worker was at, and what the others were waiting for."""
+        notes = []
         if at is not None:
             notes.append(f"it was at {self._named(worker, at)}" if at >= 0 else "it was between two steps")
         for other, streams in self.cluster.ask("running", [i for i in range(len(self.plan.devices)) if i != worker], 0.3).items():
             waiting = [self._named(other, i) for i in streams.values()][:1]
             notes += [f"device {self.plan.devices[other].device} was at {name}" for name in waiting]
-        self._end()
-        helps = {"P0602": "look for a lack of memory (dmesg), or who killed it", "P0603": "its process is stopped or stuck: look at it with a debugger", "P0604": "run the same step with `--executor inline` to see it in one process"}
-        return error(code, f"device {device.device} {what}", notes=notes[:9], help=helps[code])
+        return notes
 
     def _end(self) -> None:
         """Workers end at once; Ray takes longer to leave, and the error need not wait for it."""
@@ -250,3 +283,22 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _packed(setup: Setup) -> bytes:
+    try:
+        return pack(setup)
+    except Exception as problem:
+        for name, function in (("model", setup.make_model), ("optimizer", setup.optimizer), ("lr_schedule", setup.lr_schedule)):
+            _refuse_unpackable(name, function, problem)
+        raise
+
+
+def _refuse_unpackable(name: str, function: Any, problem: Exception) -> None:
+    try:
+        pack(function)
+    except Exception:
+        raise error(
+            "P0801", f"`{name}` cannot be sent to workers", line_of_function(function), notes=[said(problem)],
+            help="define it at the top of a module, and let it use no open file, lock, generator or other object of this process",
+        ) from problem  # fmt: skip

@@ -88,9 +88,8 @@ class _Quiet:
 def measured(device: Device, settle: Callable[[], None], step: int, feeds: dict[str, torch.Tensor], count: float) -> tuple[float, Measured]:
     """Run a step of a device in the order of its plan, as CUDA's host issues it, and see what it takes. Threads of their own, as streams on CPU are, may run ahead and take more."""
     storages, found = _Storages(), Measured()
-    states = [state for optimizer, _ in device.optimizers.made.values() for state in optimizer.state.values()]
     device.begin(step, feeds, count)
-    storages.see([list(device.values.values()), states])
+    storages.see([list(device.values.values()), device.optimizers.states()])
     found.start = storages.bytes()
     device.comm, comm = _Quiet(device.comm), device.comm  # type: ignore[assignment]
     for i, instruction in enumerate(device.plan.instructions):

@@ -1,14 +1,16 @@
 """Does a schedule change the mathematics? Two training steps both ways, compared.
 
-The plain model runs eagerly on the whole batch; the schedule runs inline on simulated devices. Both in float64: rounding can then
-neither hide a mistake nor look like one (an optimizer like Adam makes a step of full size out of a gradient that is zero but for rounding).
-A model with dropout is compared with its own unscheduled graph, whose masks it must meet.
+The plain model runs eagerly on the whole batch; the schedule runs inline on simulated devices. Both in float64, so that rounding can neither hide a mistake nor look like
+one. Dropout of the eager model draws the masks that the schedule must meet.
+
+A gradient can be zero but for rounding (the bias of an attention's keys), and an optimizer like Adam makes a step of full size out of it. Such elements are judged by their gradients alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import islice
 from typing import Any, Protocol
 
@@ -16,18 +18,24 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.eager import forward_and_backward
 from piperlang.capture.model_file import ModelFile
 from piperlang.capture.program import Program, capture
+from piperlang.capture.seeding import seed_all
+from piperlang.capture.user_code import eagerly, located
+from piperlang.capture.where import line_of_function
 from piperlang.ir.graph import Graph, Key
 from piperlang.ir.held import coordinates, interval, local_box
 from piperlang.ir.layout import devices_of
-from piperlang.passes.scheduler import Scheduler
 from piperlang.runtime.boxes import take
 from piperlang.runtime.inline import Captured, Inline
 from piperlang.runtime.optimize import default_optimizer
+from piperlang.runtime.user_optimizer import call_optimizer, call_schedule
 
 STEPS = 2
 LIMIT = 1e-5
+NOISE = 1e-11
+"""Of the model's largest gradient: what a sum of float64 numbers of that size may be off by. Gradients and differences of gradients below it are rounding."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class Compared:
     max_weight_rel_err: float
     worst: str
     """The weight that differs most."""
+    judged_by_gradient: tuple[str, ...] = ()
+    """Weights with elements whose gradient is rounding noise: those elements are not compared after the update."""
 
     @property
     def ok(self) -> bool:
@@ -48,14 +58,15 @@ class Compared:
 def doubled(file: ModelFile, seed: int) -> tuple[Callable[[], nn.Module], list[tuple[Any, Any]]]:
     """The model and its first batches in float64."""
 
+    @wraps(file.model)
     def make() -> nn.Module:
-        torch.manual_seed(seed)
+        seed_all(seed)
         return _in_double(file.model())
 
     def precise(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    torch.manual_seed(seed)
+    seed_all(seed)
     batches = [pytree.tree_map(precise, batch) for batch in islice(file.data(), STEPS)]
     return make, (batches * STEPS)[:STEPS]
 
@@ -96,7 +107,9 @@ class Simulated:
 
     def step(self, batch: tuple[Any, Any], expected: Mapping[str, torch.Tensor]) -> tuple[float, Mapping[str, float]]:
         done = self.inline.step(batch)
-        return done.loss, {name: _relative(done.gradients.get(name), value) for name, value in expected.items()}
+        floor = noise_of(expected) / LIMIT
+        extra = dict.fromkeys(done.gradients.keys() - expected.keys(), float("inf"))
+        return done.loss, extra | {name: _relative(done.gradients.get(name), value, floor) for name, value in expected.items()}
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self.inline.weights()
@@ -132,26 +145,39 @@ def compare(file: ModelFile, program: Program, graph: Graph, captured: Captured,
     make, batches = doubled(file, seed)
     optimizer = file.optimizer or default_optimizer
     run = trainer or Simulated(Inline(graph, captured, make(), optimizer, seed, file.lr_schedule, file.max_norm))
-    plain = _Unscheduled(program, make(), optimizer, seed, file) if program.random else _Eager(file, make(), optimizer)
+    plain = _Eager(file, make(), optimizer, seed, graph.model.samples)
     grad, weight, worst = 0.0, 0.0, ("", 0.0)
+    noisy: dict[str, torch.Tensor] = {}
     for batch in batches:
         expected_loss, expected = plain.step(batch)
-        loss, errors = run.step(batch, expected)
+        with located(line_of_function(file.data)):
+            loss, errors = run.step(batch, expected)
+        for name, value in expected.items():
+            small = value.abs() <= noise_of(expected)
+            if bool((small & (value != 0)).any()):  # zeros that are exact stay so, unless they are among noise
+                noisy[name] = noisy[name] | small if name in noisy else small
         for name, error in errors.items():
             grad, worst = _larger(grad, error), max(worst, (name, error), key=lambda item: item[1])
     trained = run.weights()
     read = {name for chunk in graph.model.chunks for name in chunk.weights}  # what nobody reads, nobody changes, and workers do not keep it
     for name, value in plain.weights().items():
-        error = _relative(trained.get(name), value) if name in read else 0.0
+        error = _relative(trained.get(name), value, judged=~noisy[name] if name in noisy else None) if name in read else 0.0
         weight, worst = _larger(weight, error), max(worst, (name, error), key=lambda item: item[1])
-    return Compared(expected_loss, loss, grad, weight, worst[0])
+    return Compared(expected_loss, loss, grad, weight, worst[0], tuple(noisy))
 
 
-def _relative(got: torch.Tensor | None, expected: torch.Tensor) -> float:
-    if got is None:
+def noise_of(gradients: Mapping[str, torch.Tensor]) -> float:
+    """The size below which elements of gradients, and differences between them, are rounding."""
+    return NOISE * max((float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel()), default=0.0)
+
+
+def _relative(got: torch.Tensor | None, expected: torch.Tensor, floor: float = 0.0, judged: torch.Tensor | None = None) -> float:
+    """The largest difference, among the elements that are judged, relative to the largest element, or to `floor` where that is larger."""
+    if got is None or got.shape != expected.shape:
         return float("inf")
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    return float((got - expected).abs().max()) / max(largest, 1e-12) if expected.numel() else 0.0
+    difference = (got - expected).abs().double()
+    difference = difference if judged is None else difference[judged]
+    return float(difference.max()) / max(float(expected.abs().max()), floor, 1e-12) if difference.numel() else 0.0
 
 
 def gradient_errors(graph: Graph, devices: Sequence[int], found: Sequence[Mapping[Key, torch.Tensor]], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -160,6 +186,7 @@ def gradient_errors(graph: Graph, devices: Sequence[int], found: Sequence[Mappin
     `found` has, for each of `devices`, gradients by the key of the weight they update, whole or in whatever parts the graph divides them.
     A gradient of which no device had some part, or that should not be there, is infinitely far off."""
     had = dict(zip(devices, found, strict=True))
+    floor = noise_of(expected) / LIMIT
     errors = dict.fromkeys(expected, 0.0)
     seen = {name: torch.zeros_like(value, dtype=torch.bool) for name, value in expected.items()}
     for node in graph.nodes:
@@ -174,7 +201,7 @@ def gradient_errors(graph: Graph, devices: Sequence[int], found: Sequence[Mappin
                 box, cut = local_box(held, whole.shape, at), slice(*interval(held, whole.shape, at))
                 got, wanted = had[device][old].flatten(), take(whole, box).flatten()[cut]
                 error = float("inf") if got.shape != wanted.shape else float((got - wanted).abs().max()) if got.numel() else 0.0
-                errors[held.weight] = _larger(errors[held.weight], error / max(float(whole.abs().max()), 1e-12))
+                errors[held.weight] = _larger(errors[held.weight], error / max(float(whole.abs().max()) if whole.numel() else 0.0, floor, 1e-12))
                 mine = take(seen[held.weight], box)
                 mark = mine.flatten()
                 mark[cut] = True
@@ -190,41 +217,25 @@ def _larger(a: float, b: float) -> float:
 class _Eager:
     """The model as anyone would train it on one device."""
 
-    def __init__(self, file: ModelFile, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-        self.file, self.model = file, model
-        self.optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
-        self.schedule = file.lr_schedule(self.optimizer) if file.lr_schedule else None
+    def __init__(self, file: ModelFile, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int, samples: int) -> None:
+        self.file, self.model, self.seed, self.samples = file, model, seed, samples
+        self.optimizer = call_optimizer(optimizer, model)
+        self.schedule = call_schedule(file.lr_schedule, self.optimizer) if file.lr_schedule else None
+        self.steps = 0
 
     def step(self, batch: tuple[Any, Any]) -> tuple[float, Mapping[str, torch.Tensor]]:
-        inputs, target = batch
-        self.optimizer.zero_grad()
-        args = inputs if isinstance(inputs, tuple | list) else (inputs,)
-        output = self.model(**inputs) if isinstance(inputs, dict) else self.model(*args)
-        loss = self.file.loss(output, target)
-        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-        loss.backward()
-        grads = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        done = forward_and_backward(self.model, self.file.loss, batch, self.seed, self.steps, self.samples)
+        grads = {name: gradient.clone() for name, gradient in done.gradients.items()}
         if self.file.max_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.file.max_norm)
-        self.optimizer.step()
+        with eagerly(self.model, self.file.loss, "a step of the optimizer"):
+            self.optimizer.step()
         if self.schedule is not None:
-            self.schedule.step()
-        return float(loss.detach()), grads
+            with eagerly(self.model, self.file.loss, "a step of the learning rate schedule"):
+                self.schedule.step()
+        self.steps += 1
+        return done.loss, grads
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters()}
-
-
-class _Unscheduled:
-    """The same graph machinery on one device, for masks that eager dropout cannot give again."""
-
-    def __init__(self, program: Program, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int, file: ModelFile) -> None:
-        scheduler = Scheduler(program)
-        self.inline = Inline(scheduler.graph(), program.cut(), model, optimizer, seed, file.lr_schedule, file.max_norm)
-
-    def step(self, batch: tuple[Any, Any]) -> tuple[float, Mapping[str, torch.Tensor]]:
-        done = self.inline.step(batch)
-        return done.loss, done.gradients
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.inline.weights()
+        """And buffers, which the model may change."""
+        return {name: value.detach() for name, value in (*self.model.named_parameters(), *self.model.named_buffers())}

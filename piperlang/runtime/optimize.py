@@ -1,20 +1,28 @@
-"""Optimizers on what each device has: one for every weight, so that parts of weights need nothing of each other."""
+"""Updates of the weights: the user's optimizer, copied for what each update instruction changes.
+
+The user's own optimizer is made once in a process, on whole weights, so that groups can be chosen by name, shape or position.
+It is never stepped: it has the options, which the learning rate schedule changes. What steps are copies of it, whose groups hold
+the local parts of the same weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-from torch import optim
+from torch import nn, optim
 
-from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.diagnostics import PiperError
 from piperlang.elaborate.directive import Written
+from piperlang.ir.graph import Key
+from piperlang.plan.instruction import Plan
+from piperlang.runtime.optimizer_copy import LocalOptimizer, Part, copied, copied_group, copied_state, options, same_option, set_option
+from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, never_stepped, refused, scope_of, step_schedule
 
-ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
-)  # fmt: skip
-"""Optimizers whose step of an element does not look at others: only those may work on a part of a weight."""
+HALF = (torch.bfloat16, torch.float16)
 
 
 def default_optimizer(params: Any) -> optim.Optimizer:
@@ -22,69 +30,156 @@ def default_optimizer(params: Any) -> optim.Optimizer:
     return optim.AdamW(params, lr=1e-3)
 
 
+class Update(NamedTuple):
+    """One update instruction of one device."""
+
+    device: int
+    key: Key
+    parts: Sequence[Part]
+    by: Written | None = None
+    """The directive that divides its weights, where it is known."""
+
+
 class Optimizers:
-    def __init__(self, make: Callable[[Any], optim.Optimizer], make_schedule: Callable[[Any], Any] | None = None, masters: bool = False) -> None:
-        """`masters`: weights in half precision have a master in float32, which is what is updated."""
-        self.make, self.make_schedule, self.masters = make, make_schedule, masters
-        self.made: dict[object, tuple[optim.Optimizer, Any]] = {}
-        self.owned: dict[object, list[torch.nn.Parameter]] = {}
+    """All optimizers of one process, which may have several devices."""
 
-    def step(self, key: object, weight: torch.Tensor, gradient: torch.Tensor, partial: str = "", by: Written | None = None) -> torch.Tensor:
-        """The weight after one step. `partial` names the weight where this is only a part of it, and `by` is who divided it."""
-        half = self.masters and weight.dtype in (torch.bfloat16, torch.float16)
-        if key not in self.made:
-            optimizer = self.make([torch.nn.Parameter(weight.detach().to(torch.float32 if half else weight.dtype, copy=True))])
-            if partial and not isinstance(optimizer, ELEMENTWISE):
-                raise _needs_whole(optimizer, partial, by)
-            self.made[key] = optimizer, self.make_schedule(optimizer) if self.make_schedule else None
-        optimizer, schedule = self.made[key]
-        (parameter,) = optimizer.param_groups[0]["params"]
-        if not half:
-            parameter.copy_(weight)
-        parameter.grad = gradient.view_as(weight).to(parameter.dtype)
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        return parameter.detach().to(weight.dtype, copy=True)  # type: ignore[no-any-return]
+    def __init__(
+        self, model: nn.Module, make: Callable[[Any], Any], make_schedule: Callable[[Any], Any] | None, updates: Sequence[Update],
+        masters: bool = False, updated: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`masters`: weights in half precision have a master in float32, which is what is updated. `updated`: every weight that some
+        device updates, and the line of the script that divides its update; without it, `updates` are those of all devices."""
+        self.make, self.masters = make, masters
+        self.updated = updated if updated is not None else {part.weight: "" for update in updates for part in update.parts}
+        self.local: dict[tuple[int, Key], tuple[LocalOptimizer, list[nn.Parameter | None]]] = {}
+        """For every update its optimizer, and the parameter of each of its weights: None where no group has the weight."""
+        self.schedule: Any = None
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            self.user = call_optimizer(make, model)
+            self.scope = scope_of(self.user, make)
+            if make_schedule is not None:
+                self.schedule, self.make_schedule = call_schedule(make_schedule, self.user), make_schedule
+            self._make_copies(model, updates)
+
+    def update(self, device: int, key: Key, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Update weights in place: now, or with the last update of the device where the optimizer looks at all weights."""
+        if (device, key) in self.local:
+            optimizer, parameters = self.local[device, key]
+            optimizer.update(parameters, weights, gradients)
+
+    def advance(self) -> None:
+        """The end of a training step on all devices of the process: the schedule steps, and options that it changed go to the copies.
+
+        Only those: some optimizers write into their own groups."""
+        if self.schedule is None:
+            return
+        step_schedule(self.schedule, self.make_schedule)
+        for group, last, copies in zip(self.user.param_groups, self.options, self.groups, strict=True):
+            for name, value in options(group).items():
+                if name not in last or not same_option(last[name], value):
+                    last[name] = copy.deepcopy(value)
+                    for one in copies:
+                        set_option(one, name, value)
+
+    def states(self) -> list[Any]:
+        """The state of every weight that is updated here."""
+        found = {id(local): local.optimizer for local, _ in self.local.values()}
+        return [state for optimizer in found.values() for state in optimizer.state.values()]
+
+    # --------------------------------------------------------------------------------------------------------- copies
+
+    def _make_copies(self, model: nn.Module, updates: Sequence[Update]) -> None:
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            first.setdefault(id(parameter), name)  # a tied weight goes by its first name
+        whole = {first[id(parameter)]: parameter for group in self.user.param_groups for parameter in group["params"]}
+        self.groups: list[list[dict[str, Any]]] = [[] for _ in self.user.param_groups]
+        """For every group of the user's optimizer, the groups of copies that have its options."""
+        for together in self._together(whole, updates):
+            self._copy(whole, together)
+        self.options = [copy.deepcopy(options(group)) for group in self.user.param_groups]
+        never_stepped(self.user)
+        # The model is whole and may be large: from here on only the options are needed.
+        for group in self.user.param_groups:
+            group["params"] = [nn.Parameter(torch.empty(0)) for _ in group["params"]]
+        self.user.state.clear()
+
+    def _together(self, whole: Mapping[str, nn.Parameter], updates: Sequence[Update]) -> list[list[Update]]:
+        """Which updates share a copy: each has its own, but those of a device share one where the optimizer looks at all weights."""
+        if self.scope is not Scope.ELEMENT:
+            for update in updates:
+                divided = next((part.weight for part in update.parts if part.partial and part.weight in whole), None)
+                if divided is not None:
+                    raise self._refused(divided, "is divided", update.by)
+        if self.scope is not Scope.MODEL:
+            return [[update] for update in updates]
+        devices: dict[int, list[Update]] = {}
+        for update in updates:
+            devices.setdefault(update.device, []).append(update)
+        for device, its in devices.items():
+            here = {part.weight for update in its for part in update.parts}
+            missing = next((name for name in whole if name in self.updated and name not in here), None)
+            if missing is not None:
+                raise self._refused(missing, f"is not on device {device}")
+        return list(devices.values())
+
+    def _copy(self, whole: Mapping[str, nn.Parameter], updates: Sequence[Update]) -> None:
+        """One copy of the optimizer for all weights of some updates."""
+        parameters = [[self._parameter(part) if part.weight in whole else None for part in update.parts] for update in updates]
+        parts = [part for update in updates for part in update.parts]
+        pairs = [(part, p) for part, p in zip(parts, chain(*parameters), strict=True) if p is not None]
+        if not pairs:
+            return
+        if self.scope is Scope.MODEL:
+            # Parameters that no device updates have no gradient, ever; an optimizer that looks at all weights sees them all the same.
+            others = whole.keys() - {part.weight for part, _ in pairs}
+            pairs += [_unread(name, parameter, pairs[0][1].device) for name, parameter in whole.items() if name in others]
+        local = {id(whole[part.weight]): parameter for part, parameter in pairs}
+        made = copied(self.user, local)
+        for part, parameter in pairs:
+            original = whole[part.weight]
+            if original in self.user.state:
+                made.state[parameter] = copied_state(self.user.state[original], part, original, parameter, self._refused)
+        for group, copies in zip(self.user.param_groups, self.groups, strict=True):
+            one = copied_group(group, local)
+            if one["params"]:
+                made.param_groups.append(one)
+                copies.append(one)
+        optimizer = LocalOptimizer(made, len(updates))
+        self.local |= {(update.device, update.key): (optimizer, its) for update, its in zip(updates, parameters, strict=True)}
+
+    def _parameter(self, part: Part) -> nn.Parameter | None:
+        """With data of its own only for a float32 master: `update` puts the weight itself there. None for a part without elements."""
+        if not part.now.numel():
+            return None
+        half = self.masters and part.now.dtype in HALF
+        return nn.Parameter(part.now.detach().float() if half else part.now.detach())
+
+    def _refused(self, weight: str, why: str, by: Written | None = None) -> PiperError:
+        return refused(self.user, self.make, self.scope, f"weight {weight} {why}", by, self.updated.get(weight, ""))
 
 
-    def update(self, key: object, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], partial: str = "") -> None:
-        """One step for several weights, in place."""
-        half = self.masters and weights[0].dtype in (torch.bfloat16, torch.float16)
-        if key not in self.made:
-            owned = [torch.nn.Parameter(weight.detach().float() if half else weight.detach()) for weight in weights]
-            optimizer = self.make(owned)
-            if partial and not isinstance(optimizer, ELEMENTWISE):
-                raise _needs_whole(optimizer, partial, None)
-            self.made[key] = optimizer, self.make_schedule(optimizer) if self.make_schedule else None
-            self.owned[key] = owned
-        optimizer, schedule = self.made[key]
-        for parameter, weight, gradient in zip(self.owned[key], weights, gradients, strict=True):
-            if not half:
-                parameter.data = weight
-            parameter.grad = gradient.view_as(weight).to(parameter.dtype)
-        optimizer.step()
-        for parameter, weight in zip(self.owned[key], weights, strict=True):
-            parameter.grad = None
-            if half:
-                weight.copy_(parameter)
-        if schedule is not None:
-            schedule.step()
+def _unread(name: str, parameter: nn.Parameter, where: torch.device) -> tuple[Part, nn.Parameter]:
+    """All of a parameter that no chunk reads."""
+    part = Part(name, parameter, tuple((0, size) for size in parameter.shape), None, False)
+    return part, nn.Parameter(parameter.detach().to(where), parameter.requires_grad)
 
 
-def _needs_whole(optimizer: optim.Optimizer, weight: str, by: Written | None) -> PiperError:
-    return PiperError(Diagnostic(
-        "P0601", f"{type(optimizer).__name__} would see only a part of weight {weight}", by.span if by else None, "divided here" if by else "",
-        helps=("use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",), trail=by.trail if by else (),
-    ))  # fmt: skip
+def updated_weights(plan: Plan) -> dict[str, str]:
+    """Every weight that some device updates, and the line of the script that divides its update, if any does."""
+    found: dict[str, str] = {}
+    for device in plan.devices:
+        for instruction in device.instructions:
+            for entry in instruction.args["weights"] if instruction.do == "update" else ():
+                found[entry["weight"]] = plan.lines[instruction.node] if entry["partial"] else found.get(entry["weight"], "")
+    return found
 
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """A sum of gradients, in float32 where they are in half precision."""
     if len(parts) == 1:
         return parts[0]
-    half = parts[0].dtype in (torch.bfloat16, torch.float16)
-    total = parts[0].to(torch.float32) if half else parts[0].clone()
+    total = parts[0].to(torch.float32) if parts[0].dtype in HALF else parts[0].clone()
     for part in parts[1:]:
         total += part
     return total

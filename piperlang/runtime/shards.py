@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from piperlang.ir.graph import Graph, Held, Key, Node
-from piperlang.ir.held import coordinates, dividing, flat_part, local_box
+from piperlang.ir.held import coordinates, dividing, flat_part, interval, local_box
+from piperlang.ir.layout import devices_of
 from piperlang.runtime.boxes import take
-from piperlang.runtime.optimize import Optimizers, added
+from piperlang.runtime.optimize import Optimizers, Update, added
+from piperlang.runtime.optimizer_copy import Part
 
 
 class Shards:
-    def __init__(
-        self, graph: Graph, weights: Mapping[str, torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer], lr_schedule: Callable[[Any], Any] | None = None
-    ) -> None:
+    optimizers: Optimizers
+
+    def __init__(self, graph: Graph, weights: Mapping[str, torch.Tensor]) -> None:
         self.graph = graph
         self.given = weights
         self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -26,7 +28,6 @@ class Shards:
             if key.startswith("w:") and key not in graph.made:
                 self.current[key] = self._divided(weights[held.weight], held)
                 self.first.setdefault(held.weight, key)
-        self.optimizers = Optimizers(optimizer, lr_schedule)
 
     def _divided(self, whole: torch.Tensor, held: Held) -> list[torch.Tensor]:
         found = []
@@ -122,16 +123,36 @@ class Shards:
             found[held.weight] = self._joined(held, _added([values[key] for key in parts]))
         return found
 
+    def updates(self) -> list[Update]:
+        """What each update changes on each device."""
+        found: list[Update] = []
+        for node in self.graph.nodes:
+            if node.op == "update":
+                parts = [self._updated(old, target) for (old,), target in zip(node.reads[::2], node.writes, strict=True)]
+                for device, its in zip(devices_of(node.family.where), zip(*parts, strict=True), strict=True):
+                    found.append(Update(device, node.writes[0], its, node.family.by))
+        return found
+
+    def _updated(self, old: Key, target: Key) -> list[Part]:
+        """Of one weight, what each device changes."""
+        have, want = self.graph.held[old], self.graph.held[target]
+        shape, partial = self.shapes[want.weight], bool(dividing(want))
+        return [
+            Part(want.weight, now, local_box(want, shape, at), interval(want, shape, at) if want.flat else None, partial)
+            for now, at in zip(self._part(have, want, self.current[old]), coordinates(want.where), strict=True)
+        ]
+
     def update(self, node: Node, values: dict[Key, list[Any]], scale: torch.Tensor | float = 1.0) -> dict[str, torch.Tensor]:
         """One step of the optimizer on each device's part; gives the whole gradients before they are scaled, for whoever compares them."""
+        gradients: list[list[torch.Tensor]] = []
         for i, target in enumerate(node.writes):
             (old,), parts = node.reads[2 * i : 2 * i + 2]
             have, want, grad = self.graph.held[old], self.graph.held[target], self.graph.held[parts[0]]
-            gradients = [gradient * scale for gradient in _added([values[key] for key in parts])]
-            weights = self._part(have, want, values[old])
-            mine = self._part(grad, want, gradients)
-            partial = have.weight if dividing(want) else ""
-            values[target] = [self.optimizers.step((target, k), w, g, partial, node.family.by) for k, (w, g) in enumerate(zip(weights, mine, strict=True))]
+            values[target] = [part.clone() for part in self._part(have, want, values[old])]  # others may still read the old ones
+            gradients.append([part * scale for part in self._part(grad, want, _added([values[key] for key in parts]))])
+        for k, device in enumerate(devices_of(node.family.where)):
+            weights = [values[target][k] for target in node.writes]
+            self.optimizers.update(device, node.writes[0], weights, [of_weight[k] for of_weight in gradients])
         return self.gradients(node, values)
 
 

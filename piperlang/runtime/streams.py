@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from piperlang.capture.user_code import said
 from piperlang.plan.instruction import Instruction
 
 
@@ -12,7 +13,7 @@ class Failed(Exception):
     """An instruction that raised: which one, and why."""
 
     def __init__(self, instruction: Instruction, cause: BaseException) -> None:
-        super().__init__(f"{type(cause).__name__}: {cause}")
+        super().__init__(said(cause))
         self.instruction, self.cause = instruction, cause
 
 

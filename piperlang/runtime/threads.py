@@ -11,14 +11,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece
-from piperlang.diagnostics import PiperError, error
+from piperlang.capture.seeding import seed_all
+from piperlang.capture.tensors import named_tensors
 from piperlang.plan.instruction import Plan
 from piperlang.runtime.assemble import assembled, known_to, rest_of
 from piperlang.runtime.boxes import take
 from piperlang.runtime.execute import Device
+from piperlang.runtime.failure import failed, failure_of
 from piperlang.runtime.job import Captured, Step, Training
 from piperlang.runtime.local import Switchboard
-from piperlang.runtime.optimize import Optimizers
+from piperlang.runtime.optimize import Optimizers, updated_weights
 from piperlang.runtime.streams import Failed, Streams
 from piperlang.runtime.worker import _resident
 
@@ -28,16 +30,18 @@ class ThreadJob:
 
     def __init__(self, plan: Plan, captured: Captured, training: Training, timeout: float = 60.0, loss_dtype: str = "float32") -> None:
         self.plan, self.captured, self.timeout = plan, captured, timeout
-        torch.manual_seed(training.seed)
+        seed_all(training.seed)
         model = training.make_model()
-        weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        weights = named_tensors(model) | dict(captured.constants)
         self.rest = rest_of(model, known_to(plan, captured.aliases))
         pieces, board = _pieces(plan, captured), Switchboard(plan.groups, timeout)
         devices = [
-            Device(device, plan.kinds, pieces, weights, Optimizers(training.optimizer, training.lr_schedule, training.masters), board.join(device.device), torch.device("cpu"), training.seed)
-            for device in plan.devices
+            Device(device, plan.kinds, pieces, weights, board.join(device.device), torch.device("cpu"), training.seed) for device in plan.devices
         ]
+        updates = [update for device in devices for update in device.updates()]
+        self.optimizers = Optimizers(model, training.optimizer, training.lr_schedule, updates, training.masters, updated_weights(plan))
         for device in devices:
+            device.optimizers = self.optimizers
             device.loss_dtype = getattr(torch, loss_dtype)
         self.training = _Routine(plan, captured, board, devices)
         self.evaluation: _Routine | None = None
@@ -46,7 +50,7 @@ class ThreadJob:
     def prepare(self, plan: Plan, captured: Captured) -> None:
         pieces, board = _pieces(plan, captured), Switchboard(plan.groups, self.timeout)
         devices = [
-            Device(device, plan.kinds, pieces, {}, trained.optimizers, board.join(device.device), trained.where, trained.seed, trained.kept)
+            Device(device, plan.kinds, pieces, {}, board.join(device.device), trained.where, trained.seed, trained.kept)
             for device, trained in zip(plan.devices, self.training.devices, strict=True)
         ]
         self.evaluation = _Routine(plan, captured, board, devices)
@@ -64,6 +68,7 @@ class ThreadJob:
         for device in self.training.devices:
             device.last_gradients = {} if gradients else None
         loss = self.training.run(self.steps, flat)
+        self.optimizers.advance()
         self.steps += 1
         return Step(loss, time.perf_counter() - started, _resident())
 
@@ -133,9 +138,8 @@ class _Routine:
         return sum(device.end() for device in self.devices)
 
     def _failed(self, device: Device, failure: Failed) -> Exception:
-        if isinstance(failure.cause, PiperError):
-            return failure.cause
-        node = failure.instruction.node
-        line = self.plan.lines[node]
-        notes = [str(failure), f"it was at {failure.instruction.do} of {self.plan.names[node]}" + (f" ({line})" if line else "")]
-        return error("P0604", f"device {device.plan.device} failed", notes=notes, help="the model's own code raised it: run the model without a schedule to see whether it does so too")
+        instruction = failure.instruction
+        line = self.plan.lines[instruction.node]
+        at = f"it was at {instruction.do} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
+        piece = device.pieces[instruction.args["kind"]] if "kind" in instruction.args else None
+        return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at])

@@ -18,11 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from piperlang.capture.seeding import seed_all
+from piperlang.capture.tensors import named_tensors
+from piperlang.capture.user_code import said
+from piperlang.capture.where import line_of
+from piperlang.diagnostics import error
 from piperlang.plan.instruction import DevicePlan, Instruction
-from piperlang.runtime.assemble import Rest, rest_of
+from piperlang.runtime.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.comm import Comm, opened
 from piperlang.runtime.cuda import CudaStreams, compiled
 from piperlang.runtime.execute import Device
+from piperlang.runtime.failure import Failure, failure_of
 from piperlang.runtime.optimize import Optimizers
 from piperlang.runtime.streams import Failed, Streams
 
@@ -52,6 +58,10 @@ class Setup:
     make_model: Callable[[], Any]
     optimizer: Callable[[Any], Any]
     lr_schedule: Callable[[Any], Any] | None
+    updated: dict[str, str]
+    """Weights that some device updates, and the line of the script that divides the update."""
+    constants: dict[str, torch.Tensor]
+    """What the program reads besides the batch and the model's own tensors."""
     known: frozenset[str] | None = None
     """For one worker: the names of weights that are kept somewhere. It keeps the others."""
 
@@ -63,8 +73,7 @@ class Report:
     loss: float
     seconds: float
     memory: int
-    failed: tuple[int, str] | None = None
-    """The index of the instruction that raised, and what it said."""
+    failed: Failure | None = None
 
 
 class Routine:
@@ -118,28 +127,40 @@ class Worker:
         """Answered on a thread of its own: a process that is stopped does not."""
         return time.time()
 
-    def setup(self, packed: bytes) -> None:
+    def setup(self, packed: bytes) -> str:
+        """Make the model and keep our part of it; gives the fingerprint of the whole."""
         self.close()
-        setup: Setup = pickle.loads(packed)
+        setup = _loaded(packed)
         rank = setup.ranks[setup.plan.device]
         where = torch.device("cuda", rank % torch.cuda.device_count()) if setup.cuda else torch.device("cpu")
         if setup.cuda:
             torch.cuda.set_device(where)
         meeting = self.meeting if self.meeting is not None and setup.store.startswith("tcp:") else opened(setup.store, len(setup.ranks))
         self.comm = Comm(rank, len(setup.ranks), meeting, setup.groups, setup.ranks, setup.timeout, setup.digest, setup.pairs, setup.cuda, loopback=not setup.store.startswith("tcp:"))
-        torch.manual_seed(setup.seed)
+        try:
+            return self._keep(setup, rank, where)
+        except BaseException:
+            self.comm.close()  # this worker may be set up for another job
+            raise
+
+    def _keep(self, setup: Setup, rank: int, where: torch.device) -> str:
+        """Of the whole model, what this device needs."""
+        seed_all(setup.seed)
         model = setup.make_model()
-        weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        started_from = fingerprint(model)
+        weights = named_tensors(model) | setup.constants
         self.rest_of_model = rest_of(model, setup.known) if setup.known is not None else None
         # After the model: what it defines, operators of its own above all, is what pieces call.
         pieces = pickle.loads(setup.pieces)
         if setup.compiles:
             pieces = compiled(pieces, setup.kinds)
-        device = Device(setup.plan, setup.kinds, pieces, weights, Optimizers(setup.optimizer, setup.lr_schedule, setup.masters), self.comm, where, setup.seed)
+        device = Device(setup.plan, setup.kinds, pieces, weights, self.comm, where, setup.seed)
+        device.optimizers = Optimizers(model, setup.optimizer, setup.lr_schedule, device.updates(), setup.masters, setup.updated)
         device.loss_dtype = getattr(torch, setup.loss_dtype)
         self._open_progress(setup.progress, rank)
         self.setting, self.steps = setup, 0
         self.routines["train"] = Routine(device, self.comm, setup.cuda, self._begun)
+        return started_from
 
     def prepare(self, packed: bytes) -> None:
         """Another plan on the same weights: evaluation."""
@@ -150,7 +171,7 @@ class Worker:
         pieces = pickle.loads(packed_pieces)
         if setup.compiles:
             pieces = compiled(pieces, kinds)
-        device = Device(plan, kinds, pieces, {}, trained.optimizers, comm, trained.where, setup.seed, trained.kept)
+        device = Device(plan, kinds, pieces, {}, comm, trained.where, setup.seed, trained.kept)
         self.routines["evaluate"] = Routine(device, comm, setup.cuda, self._begun)
 
     def _open_progress(self, path: str, rank: int) -> None:
@@ -168,6 +189,11 @@ class Worker:
     def step(self, feeds: dict[str, torch.Tensor], count: float, gradients: bool = False) -> Report:
         self.routines["train"].device.last_gradients = {} if gradients else None
         report = self._run("train", feeds, count)
+        if report.failed is None:
+            try:
+                self.routines["train"].device.optimizers.advance()
+            except (Exception, SystemExit) as problem:
+                return _failed(problem)
         self.steps += 1
         return report
 
@@ -180,10 +206,10 @@ class Worker:
         try:
             loss = routine.run(self.steps, feeds, count)
         except Failed as failure:
-            return Report(0.0, 0.0, 0, (routine.positions[id(failure.instruction)], str(failure)))
+            return _failed(failure.cause, routine.positions[id(failure.instruction)])
         except RuntimeError as problem:  # whoever should have taken what was sent is gone
             (at,) = struct.unpack_from("<i", self.progress, self.slot)
-            return Report(0.0, 0.0, 0, (at, str(problem)))
+            return _failed(problem, at)
         self._begun(-1)
         memory = torch.cuda.max_memory_allocated() if self.comm.cuda else _resident()
         return Report(loss, time.perf_counter() - started, memory)
@@ -207,6 +233,7 @@ class Worker:
 
         routine = self.routines["train"]
         found = measured(routine.device, routine.comm.settle, self.steps, feeds, count)
+        routine.device.optimizers.advance()
         self.steps += 1
         return found
 
@@ -228,6 +255,21 @@ class Worker:
         if self.routines:
             self.routines, self.active = {}, None
             self.comm.close()
+
+
+def _loaded(packed: bytes) -> Setup:
+    try:
+        setup: Setup = pickle.loads(packed)
+    except Exception as problem:
+        raise error(
+            "P0604", "a worker cannot load the functions that it is given", line_of(problem), notes=[said(problem)],
+            help="let every worker find the module that defines them: install it, or set PYTHONPATH",
+        ) from problem  # fmt: skip
+    return setup
+
+
+def _failed(problem: BaseException, position: int = -1) -> Report:
+    return Report(0.0, 0.0, 0, failure_of(problem, position))
 
 
 def process() -> tuple[str, int]:

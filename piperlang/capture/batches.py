@@ -1,0 +1,118 @@
+"""Batches that the user's `data` and `validation` give, each checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.user_code import Guarded, Wrong, kind, mistake
+from piperlang.diagnostics import PiperError
+
+_PAIRS = "yield (input, target) pairs"
+
+
+class UserBatches(Guarded):
+    """`data` or `validation`: called, it gives an iterator over batches that have been checked."""
+
+    def __call__(self) -> Iterator[tuple[Any, Any]]:
+        first: Any = None
+        for number, batch in enumerate(self._batches(), 1):
+            wrong = wrong_batch(batch, f"a batch of `{self.name}`") or (
+                wrong_change(batch, first, f"batch {number} of `{self.name}`") if number > 1 else None
+            )
+            if wrong is not None:
+                raise PiperError(mistake("P0801", wrong, self.line))
+            first = batch if first is None else first
+            yield batch[0], batch[1]
+        if first is None:
+            raise PiperError(mistake("P0801", Wrong(f"`{self.name}` gives no batch", _PAIRS), self.line))
+
+    def _batches(self) -> Iterator[Any]:
+        with self.guarded():
+            every = self.function()
+            wrong = _no_batches(every, self.name)
+            if wrong is not None:
+                raise PiperError(mistake("P0801", wrong, self.line))
+            yield from every
+
+
+def _no_batches(every: Any, name: str) -> Wrong | None:
+    one = isinstance(every, torch.Tensor | dict) or (
+        isinstance(every, tuple | list) and len(every) == 2 and any(isinstance(part, torch.Tensor) for part in every)
+    )
+    if one:
+        return Wrong(
+            f"`{name}` returned one batch, not an iterator over batches",
+            "write `yield input, target` instead of `return input, target`, in a loop if there are more",
+        )
+    if not isinstance(every, Iterable) or isinstance(every, str | bytes):
+        return Wrong(
+            f"`{name}` returned {kind(every)}, which is no iterator over batches",
+            f"{_PAIRS}, or return an iterator over them such as a torch DataLoader",
+        )
+    return None
+
+
+def wrong_batch(batch: Any, where: str) -> Wrong | None:
+    """Why something is not an (input, target) pair of tensors whose first dimension counts samples.
+
+    `where`: what it is called in messages."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        return Wrong(f"{where} is {kind(batch)}, not an (input, target) pair", _pairs_from(batch))
+    leaves = pytree.tree_leaves(batch)
+    other = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)), batch)
+    if other is not batch:
+        return Wrong(
+            f"{where} contains {kind(other)}",
+            "make every part of a batch a tensor whose first dimension counts samples, with torch.as_tensor or torch.stack",
+        )
+    counts = {leaf.shape[0]: leaf for leaf in leaves if leaf.dim()}
+    if not counts:
+        return Wrong(
+            f"{where} has no tensor with a dimension that counts samples",
+            "make every part of a batch a tensor whose first dimension counts samples",
+        )
+    if 0 in counts:
+        return Wrong(f"{where} has no samples: it contains {kind(counts[0])}", "leave empty batches out")
+    if len(counts) > 1:
+        shapes = " and ".join(str(list(leaf.shape)) for leaf in list(counts.values())[:2])
+        return Wrong(
+            f"tensors of {where} have different numbers of samples: shapes {shapes}",
+            "let the first dimension of every tensor count the same samples",
+        )
+    return None
+
+
+def _pairs_from(batch: Any) -> str:
+    if isinstance(batch, tuple | list) and len(batch) == 1:
+        return f"{_PAIRS}: `TensorDataset(inputs, targets)`, or `(x, x)` where the target is made from the input"
+    if isinstance(batch, dict):
+        return f"{_PAIRS}; the input may be a dict, which becomes keyword arguments of the model"
+    if isinstance(batch, tuple | list):
+        return f"{_PAIRS}; several inputs go into one tuple: `(a, b), target`"
+    return _PAIRS
+
+
+def wrong_change(batch: Any, first: Any, where: str) -> Wrong | None:
+    """How a batch differs from the first one, which the model was traced for."""
+    leaves, layout = pytree.tree_flatten(tuple(batch))
+    known, before = pytree.tree_flatten(tuple(first))
+    for leaf, other in zip(leaves, known, strict=False):
+        if leaf.shape != other.shape:
+            help = "give all batches the same shape: drop the last one (`DataLoader(..., drop_last=True)`) or pad it"
+            return Wrong(
+                f"{where} has a tensor of shape {list(leaf.shape)}, and the first batch had {list(other.shape)}", help
+            )
+        if leaf.dtype != other.dtype:
+            return Wrong(
+                f"{where} has a tensor of {leaf.dtype}, and the first batch had {other.dtype}",
+                "give all batches the same type, with `.to(dtype)`",
+            )
+    if layout != before:
+        return Wrong(
+            f"{where} has other parts than the first batch", "give all batches the same tuples, lists and dict keys"
+        )
+    return None

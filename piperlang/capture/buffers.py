@@ -1,0 +1,215 @@
+"""What a model writes while it runs: buffers that change, as values of the graph.
+
+In plain PyTorch a buffer is changed once a step, by the forward of the whole batch. Here the forward of a chunk gives the new value as one more output. A value that does
+not depend on the samples (a counter, the vectors of spectral_norm) is the same for every part of the batch, so any part may give it; one that does (running statistics) is right
+only where the batch is not divided, which passes/build.py checks. Everything else that is written in place and outlives the forward is refused: parameters, plain tensors, views of buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from piperlang.capture.random import module_of
+from piperlang.capture.where import line_of_operator
+from piperlang.diagnostics import PiperError, error
+
+aten = torch.ops.aten
+
+
+def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[str, str]) -> dict[str, fx.Node]:
+    """Replace writes in place by operators that give new tensors.
+
+    `kept`: what outlives a step, by placeholder: parameters, buffers, constants; `buffers`: those of them that may change. Gives the new values that running statistics
+    take; all other changes are results of the replaced operators, which the trace already reads in place of the old tensors."""
+    statistics: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target in (aten.batch_norm.default, aten.instance_norm.default):
+            _running(graph, node, statistics, buffers)
+            continue
+        for target in written(node):
+            root, direct = _root(target)
+            alone = direct and len(written(node)) == 1 and not _viewed_later(root, node)
+            if root.op == "placeholder" and root.name in kept and (root.name not in buffers or not alone):
+                raise _refused(node, kept[root.name], view=not alone)
+            if alone:
+                _replace(graph, node, must=root.name in buffers, name=kept.get(root.name, ""))
+    return statistics
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The tensor whose memory a value lies in."""
+    return _root(node)[0]
+
+
+def _viewed_later(root: fx.Node, write: fx.Node) -> bool:
+    """Whether a view made before the write is read after it: then it must see what was written."""
+    views, readers = {root}, set()
+    order = {node: i for i, node in enumerate(root.graph.nodes)}
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if _aliased(user) is node and user not in views and order[user] < order[write]:
+                views.add(user)
+                todo.append(user)
+            elif node is not root and any(_is_view(n) for n in _chain(node)):
+                readers.add(user)
+    return any(order[reader] > order[write] for reader in readers)
+
+
+def _chain(node: fx.Node) -> Iterator[fx.Node]:
+    """The views and writes between a value and the tensor whose memory it lies in."""
+    while (source := _aliased(node)) is not None:
+        yield node
+        node = source
+
+
+def new_values(values: Mapping[str, fx.Node], names: Mapping[str, str]) -> dict[str, fx.Node]:
+    """Of what buffers are at the end of the forward, by placeholder, those that have changed."""
+    changed = {}
+    for place, node in values.items():
+        if node.op == "placeholder" and node.name == place:
+            continue
+        (old,) = (other for other in node.graph.nodes if other.name == place)
+        if (old.meta["val"].shape, old.meta["val"].dtype) != (node.meta["val"].shape, node.meta["val"].dtype):
+            raise error(
+                "P0803", f"buffer {names[place]} is replaced by one of another shape or type", line_of_operator(node), notes=[module_of(node)],
+                help="keep the shape and type that it is registered with",
+            )  # fmt: skip
+        if node.op == "placeholder" or len(node.users) > 1:  # the new value is an output of its own, whoever else reads it
+            with node.graph.inserting_before(_after(node)):
+                node = _call(node.graph, node, aten.clone.default, (node,))
+        changed[place] = node
+    return changed
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """The first operator after a node."""
+    node = node.next
+    while node.op == "placeholder":
+        node = node.next
+    return node
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """Tensors that an operator writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    found = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    return [value for value in found if isinstance(value, fx.Node)]
+
+
+def _root(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The tensor that a chain of views and writes starts from, and whether there is no view in between."""
+    direct = True
+    while (source := _aliased(node)) is not None:
+        direct = direct and not _is_view(node)
+        node = source
+    return node, direct
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """What the result of an operator shares its memory with."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None or not schema.arguments:
+        return None
+    targets = written(node)
+    source = targets[0] if targets else node.args[0] if node.args and schema.arguments[0].alias_info is not None else None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _is_view(node: fx.Node) -> bool:
+    return not written(node)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, must: bool, name: str) -> None:
+    """The operator without the write. One that has no such form stays, unless it writes to a buffer."""
+    plain = _functional(node.target)
+    if plain is None:
+        if must:
+            raise _refused(node, name, view=False)
+        return
+    old: torch.Tensor = node.meta["val"]
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
+    with graph.inserting_before(node):
+        new = _call(graph, node, plain, node.args, kwargs)
+        if new.meta["val"].shape != old.shape:
+            new = _call(graph, node, aten.expand.default, (new, list(old.shape)))
+        if new.meta["val"].dtype != old.dtype:
+            new = _call(graph, node, aten.to.dtype, (new, old.dtype))
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _functional(target: Any) -> Any:
+    """`add.Tensor` for `add_.Tensor`, `div.Tensor` for `div.out`."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
+    if name.endswith("_") and not name.startswith("_"):
+        packet = getattr(aten, name[:-1], None)
+        return getattr(packet, overload, None) if packet is not None and overload in packet.overloads() else None
+    wanted = [argument.name for argument in target._schema.arguments if not argument.is_out]
+    packet = getattr(aten, name)
+    for other in packet.overloads() if len(wanted) == len(target._schema.arguments) - 1 else ():
+        found = getattr(packet, other)
+        if not found._schema.is_mutable and [argument.name for argument in found._schema.arguments] == wanted:
+            return found
+    return None
+
+
+def _call(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+    """A new node, at the place and with the module and line of another."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    node.meta = dict(like.meta)
+    given_args, given_kwargs = fx.node.map_arg((args, dict(kwargs or {})), lambda n: n.meta["val"])
+    fakes = (n.meta["val"] for n in node.all_input_nodes)
+    with next(fakes).fake_mode, torch.no_grad():
+        node.meta["val"] = target(*given_args, **given_kwargs)
+    return node
+
+
+def _running(graph: fx.Graph, node: fx.Node, current: dict[str, fx.Node], buffers: Mapping[str, str]) -> None:
+    """Batch normalisation changes its running statistics, which its schema does not say: it is given none, and what they become is computed beside it."""
+    given: Any = node.args
+    x, _, _, mean, variance, training, momentum = given[:7]
+    if not training or not isinstance(mean, fx.Node):
+        return
+    if node.target is aten.instance_norm.default or mean.name not in buffers or variance.name not in buffers:
+        raise _refused(node, buffers.get(mean.name, "running_mean"), view=True)
+    dims = [dim for dim in range(x.meta["val"].dim()) if dim != 1]
+    with graph.inserting_before(node):
+        detached = _call(graph, node, aten.detach.default, (x,))
+        for place, target, args in ((mean, aten.mean.dim, (dims,)), (variance, aten.var.correction, (dims,))):
+            old = current.get(place.name, place)
+            precise = _call(graph, node, aten.to.dtype, (detached, old.meta["val"].dtype))
+            now = _call(graph, node, target, (precise, *args))
+            kept = _call(graph, node, aten.mul.Tensor, (old, 1.0 - momentum))
+            current[place.name] = _call(graph, node, aten.add.Tensor, (kept, now), {"alpha": momentum})
+    node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _refused(node: fx.Node, name: str, view: bool) -> PiperError:
+    how = "through a view, or in a way that has no form without the write" if view else "in place"
+    return error(
+        "P0803", f"the model changes {name} while it runs", line_of_operator(node), f"{node.target} writes to it {how}", notes=[module_of(node)],
+        help="let the forward only read parameters and plain tensors; keep what changes from step to step in a registered buffer and assign it a new value: `self.x = f(self.x)`",
+    )  # fmt: skip
+
+
+def ancestors(nodes: Iterator[fx.Node] | list[fx.Node]) -> set[fx.Node]:
+    """Operators that values depend on, themselves included."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found

@@ -1,0 +1,64 @@
+"""The plain model, run eagerly as anyone would, with dropout masks that the traced program meets too.
+
+Private API, kept in this file: `torch._VF`, where nn.Dropout and its functional form look `dropout` up (tried on torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piperlang.capture.observed import called
+from piperlang.capture.random import DROPOUT, counter_dropout, is_active, mix
+from piperlang.capture.user_code import eagerly
+
+
+@contextmanager
+def counted_dropout(seed: int, step: int, samples: int) -> Iterator[None]:
+    """Dropout by a count of its calls, as the traced program has it, in place of dropout by a generator.
+
+    A call is known by a number drawn from torch's generator, because checkpointing, which runs a part of the forward again, sets the generator back: the same call draws the same number."""
+    plain = torch.dropout
+    rng, calls = [mix(seed, step), 0], dict[int, int]()
+
+    def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if not is_active(DROPOUT, (x, p, train)):
+            return plain(x, p, train)
+        number = calls.setdefault(int(torch.randint(2**62, ())), len(calls))
+        return counter_dropout(x, torch.tensor(rng, device=x.device), number, p, samples)
+
+    torch.dropout = torch._VF.dropout = dropout  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.dropout = plain
+        del torch._VF.dropout
+
+
+@dataclass(frozen=True)
+class Eager:
+    """What a forward and backward of the plain model gave."""
+
+    loss: float
+    count: float | None
+    """What the loss was divided by, where the model file gives (sum, count)."""
+    gradients: Mapping[str, torch.Tensor]
+    """By the first name of each parameter; those that have none are missing."""
+
+
+def forward_and_backward(model: nn.Module, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int, step: int, samples: int) -> Eager:
+    """Gradients stay in the parameters, too."""
+    model.zero_grad(set_to_none=True)
+    with eagerly(model, loss), counted_dropout(seed, step, samples), torch.enable_grad():
+        result = loss(called(model, batch[0]), batch[1])
+        total, count = result if isinstance(result, tuple | list) else (result, None)
+        value = total if count is None else total / count
+        if value.requires_grad:
+            value.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return Eager(float(value.detach()), None if count is None else float(count), gradients)

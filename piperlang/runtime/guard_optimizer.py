@@ -1,0 +1,103 @@
+"""The optimizer's part of the guard: two updates of whole weights by the user's optimizer, and of their parts as the plan divides them, from the same gradients.
+
+An optimizer that looks at more than its part, or groups that are not the same for parts, show as another weight. Large models are compared in part: as many of the plan's
+updates as fit a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from piperlang.capture.user_code import eagerly
+from piperlang.plan.instruction import DevicePlan, Plan
+from piperlang.runtime.job import Training
+from piperlang.runtime.optimize import Optimizers, Update, updated_weights
+from piperlang.runtime.optimizer_copy import Part
+from piperlang.runtime.user_optimizer import call_optimizer, call_schedule
+
+STEPS = 2
+ELEMENTS = 20_000_000
+"""Of weights, that are compared at most; one update at least is."""
+
+
+def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
+    """How far each weight is from what the user's own optimizer makes of it, relative to the change. Changes `model`."""
+    whole: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        whole.setdefault(name, parameter)
+    updates = _chosen(plan, whole)
+    ours = Optimizers(model, training.optimizer, training.lr_schedule, updates, False, updated_weights(plan))
+    chosen = {part.weight for update in updates for part in update.parts}
+    before = {name: whole[name].detach().clone() for name in chosen}
+    for name, parameter in whole.items():
+        parameter.grad = gradients[name].clone() if name in chosen and name in gradients else None
+    plain = call_optimizer(training.optimizer, model)
+    schedule = call_schedule(training.lr_schedule, plain) if training.lr_schedule is not None else None
+    for step in range(STEPS):
+        with eagerly(model, training.optimizer, "a step of the optimizer"):
+            plain.step()
+        for update in updates:
+            given = [part.of(gradients[part.weight]) / (step + 1) for part in update.parts]
+            ours.update(update.device, update.key, [part.now for part in update.parts], given)
+        if schedule is not None:
+            with eagerly(model, training.optimizer, "a step of the learning rate schedule"):
+                schedule.step()
+        ours.advance()
+        for parameter in whole.values():
+            if parameter.grad is not None:
+                parameter.grad /= step + 2
+    for update in updates:
+        for part in update.parts:
+            yield part.weight, _error(part, whole[part.weight].detach(), before[part.weight])
+
+
+def _error(part: Part, now: torch.Tensor, before: torch.Tensor) -> float:
+    if not part.now.numel():
+        return 0.0
+    expected, change = part.of(now).double(), (now - before).abs().max().double()
+    resolution = torch.finfo(now.dtype).eps * before.abs().max().double()  # what the weight itself cannot tell apart
+    return float((part.now.double() - expected).abs().max() / (change + 100 * resolution).clamp(min=1e-30))
+
+
+def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
+    """Updates of the plan, of a device all or none, since its updates may belong together; devices that only repeat what others have are left out."""
+    found: list[Update] = []
+    seen: set[object] = set()
+    left = ELEMENTS
+    for device in plan.devices:
+        its = list(_updates(device, whole))
+        parts = {_key(part) for update in its for part in update.parts}
+        size = sum(part.now.numel() for update in its for part in update.parts)
+        if not parts <= seen and (size <= left or not found):
+            found += its
+            left -= size
+            seen |= parts
+    return found
+
+
+def _key(part: Part) -> object:
+    return part.weight, part.box, part.flat
+
+
+def _updates(device: DevicePlan, whole: Mapping[str, nn.Parameter]) -> Iterator[Update]:
+    for instruction in device.instructions:
+        if instruction.do == "update":
+            parts = [_part(device, entry, whole) for entry in instruction.args["weights"]]
+            yield Update(device.device, instruction.writes[0], [part for part in parts if part is not None])
+
+
+def _part(device: DevicePlan, entry: Mapping[str, Any], whole: Mapping[str, nn.Parameter]) -> Part | None:
+    if entry["weight"] not in whole:
+        return None
+    held = device.weights[entry["old"]]
+    flat: Sequence[int] | None = held["flat"]
+    if entry["take"] is not None:
+        start = flat[0] if flat is not None else 0
+        flat = (start + entry["take"][0], start + entry["take"][1])
+    box = tuple(map(tuple, held["box"]))
+    bare = Part(entry["weight"], torch.empty(0), box, tuple(flat) if flat is not None else None, entry["partial"])  # type: ignore[arg-type]
+    return bare._replace(now=bare.of(whole[entry["weight"]].detach()).clone())

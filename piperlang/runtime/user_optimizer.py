@@ -1,0 +1,165 @@
+"""The user's `optimizer` and `lr_schedule`: how they are called, and how much of the model a step of the optimizer looks at."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from piperlang.capture.user_code import said
+from piperlang.capture.where import line_of, line_of_function
+from piperlang.diagnostics import Diagnostic, PiperError, error
+from piperlang.elaborate.directive import Written
+from piperlang.source import Span
+
+NAMED = ("named_params", "named_parameters")
+"""Names of the first argument that ask for (name, parameter) pairs."""
+
+
+class Scope(Enum):
+    """What the update of one element of a weight depends on, besides the options of its group."""
+
+    ELEMENT = "its own gradient and state"
+    WEIGHT = "the whole weight"
+    MODEL = "all weights"
+
+
+ELEMENTWISE: frozenset[type] = frozenset((
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop,
+    optim.Rprop, optim.ASGD,
+))  # fmt: skip
+PER_PARAMETER: frozenset[type] = frozenset((optim.Adafactor, optim.Muon))
+
+
+def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimizer:
+    """The user's optimizer on the parameters of `model` that require gradients.
+
+    The name of its first argument says what it is given: the model, pairs of names and parameters, or a list of parameters."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    first = next((argument.name for argument in _arguments(make)), "")
+    made = make(model if first == "model" else named if first in NAMED else [parameter for _, parameter in named])
+    if not isinstance(made, optim.Optimizer):
+        raise _mistake(make, f"`optimizer` returns {type(made).__name__}", "return a torch.optim.Optimizer")
+    own = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(made.param_groups):
+        other = next((parameter for parameter in group["params"] if id(parameter) not in own), None)
+        if other is not None:
+            message = "the optimizer holds a tensor that is not a parameter of the model"
+            note = f"it has shape {list(other.shape)} and is in parameter group {number}"
+            raise _mistake(make, message, "give it parameters of the model only", note)
+    return made
+
+
+def call_schedule(make: Callable[[Any], Any], optimizer: optim.Optimizer) -> Any:
+    """The user's learning rate schedule: anything with a `step()`, which is called after every training step."""
+    made = make(optimizer)
+    step = getattr(made, "step", None)
+    if not callable(step):
+        message = f"`lr_schedule` returns {type(made).__name__}, which has no method `step`"
+        raise _mistake(make, message, "return a torch.optim.lr_scheduler.LRScheduler")
+    needed = _required(step)
+    if needed:
+        message = f"{type(made).__name__}.step needs `{needed[0]}`, and `lr_schedule` is stepped without arguments"
+        raise _mistake(make, message, "use a schedule of the step number alone, such as CosineAnnealingLR or LambdaLR")
+    return made
+
+
+def step_schedule(schedule: Any, make: Callable[..., Any]) -> None:
+    try:
+        schedule.step()
+    except (Exception, SystemExit) as problem:
+        help = "repair this line, or make the schedule last for all training steps"
+        raise error("P0801", "the schedule of `lr_schedule` cannot be stepped", line_of(problem) or _line(make), notes=[said(problem)], help=help) from problem
+
+
+def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
+    """By exact class or by declaration; a class that says nothing may look at all weights. Raises P0601 where no schedule can run it."""
+    name = type(optimizer).__name__
+    if type(optimizer) is optim.SparseAdam:
+        raise _unsupported(make, f"{name} needs sparse gradients, and gradients here are dense", "use Adam")
+    if _required(type(optimizer).step, skip=1):
+        message = f"{name}.step needs a closure that evaluates the model again"
+        raise _unsupported(make, message, "use an optimizer whose step needs no argument, such as AdamW")
+    if not getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", "step" not in vars(optimizer)):
+        raise _unsupported(make, f"`step` of this {name} is replaced on the instance", "override `step` in a subclass")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise _unsupported(make, f"{name} has differentiable=True, and updates are not differentiated", "leave `differentiable` out")
+    if _has_step_hooks(optimizer):
+        return Scope.MODEL
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True:
+        return Scope.ELEMENT
+    if type(optimizer) in PER_PARAMETER or getattr(optimizer, "per_parameter", False) is True:
+        return Scope.WEIGHT
+    return Scope.MODEL
+
+
+def refused(
+    optimizer: optim.Optimizer, make: Callable[..., Any], scope: Scope, why: str, by: Written | None, line: str
+) -> PiperError:  # fmt: skip
+    """An optimizer that needs more than a device has.
+
+    `by`: the directive that divides the weight; `line`: where it stands, if only that is known."""
+    name = type(optimizer).__name__
+    if scope is Scope.WEIGHT:
+        message = f"{name} needs whole weights"
+        helps: tuple[str, ...] = (
+            "use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",
+        )  # fmt: skip
+    elif _has_step_hooks(optimizer):
+        message = f"step hooks of {name} may look at all weights at once"
+        helps = ("do without hooks, or let every device have all weights whole",)
+    else:
+        message = f"{name} may look at all weights at once"
+        helps = (
+            f"set `elementwise = True` on {name} if every element's update depends on that element's gradient and state alone",
+            f"set `per_parameter = True` on {name} if it needs whole weights, but each by itself",
+            "otherwise let every device have all weights whole",
+        )  # fmt: skip
+    notes = (why, f"divided by {line}") if line and by is None else (why,)
+    span, label = (by.span, "divided here") if by else (_line(make), "")
+    return PiperError(Diagnostic("P0601", message, span, label, notes=notes, helps=helps, trail=by.trail if by else ()))
+
+
+def never_stepped(optimizer: optim.Optimizer) -> None:
+    """Keep LRScheduler from warning that this optimizer has not been stepped: copies of it are. A private name, in torch 2.11 and 2.13."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _has_step_hooks(optimizer: optim.Optimizer) -> bool:
+    """Whether code of the user's runs before or after each step of this optimizer, or of any. torch's profiler has a hook of its own.
+
+    Private names of torch.optim, in torch 2.11 and 2.13."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = [hook for some in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks) for hook in some.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        return []
+
+
+def _required(function: Callable[..., Any], skip: int = 0) -> list[str]:
+    """Names of the arguments without a default, but for the first `skip`."""
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in _arguments(function)[skip:] if one.kind in named and one.default is inspect.Parameter.empty]
+
+
+def _mistake(make: Callable[..., Any], message: str, help: str, *notes: str) -> PiperError:
+    return error("P0801", message, _line(make), notes=notes, help=help)
+
+
+def _unsupported(make: Callable[..., Any], message: str, help: str) -> PiperError:
+    return error("P0601", message, _line(make), help=help)
+
+
+def _line(make: Callable[..., Any]) -> Span | None:
+    """Where the user's function is defined."""
+    return line_of_function(make.func if isinstance(make, partial) else make)
