@@ -35,8 +35,9 @@ class Identity:
     def count(self, batch: Sequence[torch.Tensor]) -> float:
         return 1.0
 
-    def check_batch(self, batch: Sequence[torch.Tensor]) -> None:
+    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
         """Any batch will do."""
+        return list(batch)
 
     def pieces(self, chunk: int, samples: int, arranged: Any = ((), ())) -> Pieces:
         graph = fx.Graph()

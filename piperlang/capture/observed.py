@@ -23,6 +23,8 @@ class Seen:
     watch: Watch = field(default_factory=Watch)
     set: dict[str, object] = field(default_factory=dict)
     """Attributes that the forward has set, by module path and name."""
+    reassigned: list[str] = field(default_factory=list)
+    """Those of them that were tensors before."""
     leaves: int = 0
     """How many values the loss gave."""
     buffers: list[str] = field(default_factory=list)
@@ -51,7 +53,8 @@ class Observed(nn.Module):
         refuse_loss(result, self.loss)
         self.seen.watch = Watch(before, snapshot(self.model, self.loss))
         self.seen.set = _changed(attributes, _attributes(self.model))
-        self.seen.replaced = list(_changed(parameters, _parameters(self.model)))
+        self.seen.reassigned = [path.lstrip(".") for path in self.seen.set if isinstance(attributes.get(path), torch.Tensor)]
+        self.seen.replaced = [path for path, value in _parameters(self.model).items() if parameters.get(path) != value]
         self.seen.leaves = len(pytree.tree_leaves(result))
         # What buffers are now: an assignment to one inside a module is nothing that export notices.
         self.seen.buffers = list(buffers)
@@ -80,7 +83,12 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
 
 
 def _parameters(model: nn.Module) -> dict[str, object]:
-    return {f"{path}.{name}".lstrip("."): value for path, module in model.named_modules() for name, value in module._parameters.items()}
+    """What each name of a parameter stands for: the tensor, and the memory that it has."""
+    return {
+        f"{path}.{name}".lstrip("."): (value, value.untyped_storage()._cdata) if value is not None else None
+        for path, module in model.named_modules()
+        for name, value in module._parameters.items()
+    }
 
 
 def _attributes(model: nn.Module) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from piperlang.capture import routed
 from piperlang.capture.cut import Chunk, cut, matches, module_path
@@ -154,14 +155,22 @@ class Captured:
         """Further names of tied weights."""
         return {weight.name: weight.aliases for weight in self.program.sizes.small.weights.values() if weight.aliases}
 
-    def check_batch(self, batch: Sequence[torch.Tensor]) -> None:
-        """A plan is for batches of one shape: more samples would be left out, fewer would be missed."""
-        shapes = self.program.sizes.shapes
-        for i, (tensor, shape) in enumerate(zip(batch, shapes, strict=False)):
+    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
+        """The tensors of a batch in the order in which the program takes them, whatever the order of a dict's keys.
+
+        A plan is for batches of one shape: more samples would be left out, fewer would be missed."""
+        sizes = self.program.sizes
+        assert sizes.layout is not None
+        try:
+            flat: list[torch.Tensor] = sizes.layout.flatten_up_to(tuple(batch))
+        except ValueError:
+            raise _other_shape(f"a batch is made up of {pytree.tree_structure(batch)}, and was of {sizes.layout} when the model was traced") from None
+        for i, (tensor, shape, dtype) in enumerate(zip(flat, sizes.shapes, sizes.dtypes, strict=True)):
             if tuple(tensor.shape) != shape:
                 raise _other_shape(f"tensor {i} of a batch has shape {list(tensor.shape)}, and had {list(shape)} when the model was traced")
-        if len(batch) != len(shapes):
-            raise _other_shape(f"a batch has {len(batch)} tensors, and had {len(shapes)} when the model was traced")
+            if tensor.dtype != dtype:
+                raise _other_shape(f"tensor {i} of a batch is of {tensor.dtype}, and was of {dtype} when the model was traced")
+        return flat
 
     def count(self, batch: Sequence[torch.Tensor]) -> float:
         """What the loss of a whole batch is divided by, where it is a sum over a count."""

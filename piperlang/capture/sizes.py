@@ -32,6 +32,9 @@ class Sizes:
     twin: dict[fx.Node, fx.Node]
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the batch's tensors, as they were given."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    layout: pytree.TreeSpec | None = None
+    """How the batch's tensors make up a batch."""
     samples: int = 0
     """In the batch that was given: one, perhaps, though nothing is traced with fewer than two."""
 
@@ -66,14 +69,15 @@ class Sizes:
 
 def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Sizes:
     """Trace at the size of `batch` (at least two samples, so that nothing is taken for a broadcast) and at twice as many."""
-    flat, _ = pytree.tree_flatten(batch)
+    flat, layout = pytree.tree_flatten(tuple(batch))
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
     size = max(2, samples)
     small = trace(make_model, loss, _resized(batch, samples, size), seed)
     refuse_unknown_shapes(small.graph)
     _refuse_loss(small, loss)
     large = trace(make_model, loss, _resized(batch, samples, 2 * size), seed)
-    return replace(pair(small, large), shapes=tuple(tuple(t.shape) for t in flat), samples=samples)
+    shapes, dtypes = tuple(tuple(t.shape) for t in flat), tuple(t.dtype for t in flat)
+    return replace(pair(small, large), shapes=shapes, dtypes=dtypes, layout=layout, samples=samples)
 
 
 def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:

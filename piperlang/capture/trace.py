@@ -111,21 +111,29 @@ def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], 
             program = _export(training, inputs)
             refuse_replaced(training)
             if training.seen.watch.changed:
-                _refuse_state(program, training, inputs)
+                _refuse_state(program, training, inputs, mode)
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
     return _traced(program, training, mode, samples, device, calls, make_model)
 
 
-def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...]) -> None:
+def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...], mode: FakeTensorMode) -> None:
     """The model again, as the first call has left it: what changes again, or makes another program, is state that a trace would freeze."""
     first, lasting = training.seen.watch, training.seen.set
     for path, value in lasting.items():
         module, _, name = path.rpartition(".")
-        setattr(training.model.get_submodule(module.lstrip(".")), name, value)
+        setattr(training.model.get_submodule(module.lstrip(".")), name, pytree.tree_map(lambda leaf: _fresh(leaf, mode), value))
     again = _export(training, inputs)
     evolving = {name for name in first.changed if first.after.get(name) != training.seen.watch.after.get(name)} | (training.seen.watch.changed - first.changed)
     if evolving or _written(program.graph) != _written(again.graph):
         raise refuse_state(evolving or first.changed, training.model)
+
+
+def _fresh(value: Any, mode: FakeTensorMode) -> Any:
+    """A tensor like one that another trace has left behind, which this trace could not use."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        return torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
 
 
 def _written(graph: fx.Graph) -> list[str]:
@@ -179,6 +187,9 @@ def _traced(
     number_dropouts(graph)
     drop_unread(graph)
     _refuse_strangers(graph, weights, named_tensors(training.model).keys())
+    read = {weights[node.name].name for node in graph.nodes if node.op == "placeholder" and node.users and node.name in weights}
+    if not read.isdisjoint(training.seen.reassigned):
+        raise refuse_state({f"tensor `{name}`" for name in training.seen.reassigned if name in read}, training.model)
     random = make_counted(graph, samples, rng)
     return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, make_model, training.loss)
 

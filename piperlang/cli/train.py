@@ -181,7 +181,6 @@ def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any) -> tupl
     """The plan for validation, if the model file has any, and the pieces it runs: of the model in evaluation mode."""
     if file.validation is None:
         return None
-    from torch.utils import _pytree as pytree
 
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
@@ -192,7 +191,7 @@ def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any) -> tupl
         raise PiperError(*found.problems)
     cut: Any = found.scheduler.schedule.captured
     with located(line_of_function(file.validation)):  # before training, not after it
-        cut.check_batch(pytree.tree_leaves(next(file.validation())))
+        cut.flatten(next(file.validation()))
     return evaluation_plan(found.graph(), plan), cut
 
 

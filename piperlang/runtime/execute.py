@@ -72,7 +72,7 @@ class Device:
         if held["flat"] is not None:
             low, high = held["flat"]
             local = local.flatten()[low:high]
-        return local.detach().clone().to(self.where)
+        return local.detach().clone(memory_format=torch.contiguous_format).to(self.where)
 
     # --------------------------------------------------------------------------------------------------- a step
 
@@ -279,12 +279,16 @@ class Device:
                 part = part.clone()  # it lies in the whole, and backends differ in what they allow there
             self.comm.gather_into(args["group"], whole.view(-1), part.view(-1))
             self.values[entry["to"]] = whole
-        if not together:
-            return
+        types = dict.fromkeys(self.values[entry["from"][0]].dtype for entry in together)  # a message is of one type: torch.cat would convert
+        for dtype in types:
+            self._gather_together(args["group"], [entry for entry in together if self.values[entry["from"][0]].dtype == dtype])
+
+    def _gather_together(self, group: int, together: Sequence[Mapping[str, Any]]) -> None:
+        assert self.comm is not None
         sizes = [max(high - low for low, high in entry["cuts"]) for entry in together]
         mine = torch.cat([_padded(self.values[entry["from"][0]].flatten(), size) for entry, size in zip(together, sizes, strict=True)])
         everyone = mine.new_empty(len(together[0]["cuts"]), mine.numel())
-        self.comm.gather_into(args["group"], everyone.view(-1), mine)
+        self.comm.gather_into(group, everyone.view(-1), mine)
         start = 0
         for entry, size in zip(together, sizes, strict=True):
             pieces = [part[start : start + high - low] for part, (low, high) in zip(everyone, entry["cuts"], strict=True)]

@@ -99,14 +99,23 @@ class Guard:
 
     def compare(self, call: int) -> float:
         """One call of the model both ways; the largest relative difference."""
+        self.gradients: Mapping[str, torch.Tensor] = {}  # those of the call before need no memory any more
         if call == 0:
             self.model: nn.Module = self.training.make_model().to(self.device)
         before = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers(remove_duplicate=False)}
         batch = self._slice(call)
+        versions = self._versions()
         plain = forward_and_backward(self.model, self.traced.loss, batch, self.seed, call, self.slice)
+        for name, version in self._versions().items():
+            if versions.get(name) != version:
+                raise self._refused(f"the forward or the backward changes parameter {name} itself", name, call)
         ours = self._captured(before, pytree.tree_leaves(batch), call, plain)
         self.gradients = plain.gradients
         return self._difference(plain, ours, before, call)
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Changes where a parameter is written to, or gets other memory."""
+        return {name: (parameter.data_ptr(), parameter._version) for name, parameter in self.model.named_parameters()}
 
     def compare_optimizer(self) -> float:
         """Updates of parts of weights beside those of whole ones. Masters are left out: plain training has none."""
@@ -165,9 +174,9 @@ class Guard:
             piece = self._pieces(chunk).B
             if piece is not None:
                 _run(chunk, piece, values, zeros=True)
-        for place, weight in self.traced.weights.items():
-            if f"grad:{place}" in values:
-                ran.add(weight.name, values[f"grad:{place}"])
+            for place in chunk.weights:  # added up as they come, so that no more than one microbatch's gradients of a chunk are there besides the sum
+                if f"grad:{place}" in values:
+                    ran.add(self.traced.weights[place].name, values.pop(f"grad:{place}"))
         if number == 0:
             ran.buffers = {self.traced.weights[place].name: values[node.name] for place, node in self.traced.changes.items()}
 
@@ -248,7 +257,10 @@ class _Ran:
     buffers: dict[str, torch.Tensor]
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+        if name in self.gradients:
+            self.gradients[name] += gradient
+        else:
+            self.gradients[name] = gradient
 
 
 def _run(chunk: Chunk, piece: Piece, values: dict[str, Any], zeros: bool = False) -> None:

@@ -1,12 +1,12 @@
 """The optimizer's part of the guard: two updates of whole weights by the user's optimizer, and of their parts as the plan divides them, from the same gradients.
 
-An optimizer that looks at more than its part, or groups that are not the same for parts, show as another weight. Large models are compared in part: as many of the plan's
-updates as fit a budget.
+An optimizer that looks at more than its part, or groups that are not the same for parts, show as another weight. Of large models some weights are compared, as many
+as fit a budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from piperlang.plan.instruction import DevicePlan, Plan
 from piperlang.runtime.job import Training
 from piperlang.runtime.optimize import Optimizers, Update, updated_weights
 from piperlang.runtime.optimizer_copy import Part
-from piperlang.runtime.user_optimizer import call_optimizer, call_schedule
+from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, scope_of
 
 STEPS = 2
-ELEMENTS = 20_000_000
-"""Of weights, that are compared at most; one update at least is."""
+ELEMENTS = 1_000_000
+"""Of weights, about so many are compared; where an optimizer looks at all weights, all that a device has."""
 
 
 def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
@@ -29,13 +29,13 @@ def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients
     whole: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         whole.setdefault(name, parameter)
-    updates = _chosen(plan, whole)
+    plain = call_optimizer(training.optimizer, model)
+    updates = _of_one_device(plan, whole) if scope_of(plain, training.optimizer) is Scope.MODEL else _chosen(plan, whole)
     ours = Optimizers(model, training.optimizer, training.lr_schedule, updates, False, updated_weights(plan))
     chosen = {part.weight for update in updates for part in update.parts}
     before = {name: whole[name].detach().clone() for name in chosen}
     for name, parameter in whole.items():
         parameter.grad = gradients[name].clone() if name in chosen and name in gradients else None
-    plain = call_optimizer(training.optimizer, model)
     schedule = call_schedule(training.lr_schedule, plain) if training.lr_schedule is not None else None
     for step in range(STEPS):
         with eagerly(model, training.optimizer, "a step of the optimizer"):
@@ -63,36 +63,36 @@ def _error(part: Part, now: torch.Tensor, before: torch.Tensor) -> float:
     return float((part.now.double() - expected).abs().max() / (change + 100 * resolution).clamp(min=1e-30))
 
 
+def _of_one_device(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
+    return next((its for device in plan.devices if (its := list(_updates(device, whole, whole.keys())))), [])
+
+
 def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
-    """Updates of the plan, of a device all or none, since its updates may belong together; devices that only repeat what others have are left out."""
-    found: list[Update] = []
-    seen: set[object] = set()
+    """Updates of all devices, of some weights: the smallest, and the smallest of two dimensions or more, as groups are often chosen by that."""
+    updated = updated_weights(plan)
+    ranked = sorted((name for name in whole if name in updated), key=lambda name: whole[name].numel())
+    names = set(next(([name] for name in ranked if whole[name].ndim > 1), []))
     left = ELEMENTS
+    for name in ranked:
+        left -= whole[name].numel()
+        if left < 0:
+            break
+        names.add(name)
+    found: dict[object, Update] = {}
     for device in plan.devices:
-        its = list(_updates(device, whole))
-        parts = {_key(part) for update in its for part in update.parts}
-        size = sum(part.now.numel() for update in its for part in update.parts)
-        if not parts <= seen and (size <= left or not found):
-            found += its
-            left -= size
-            seen |= parts
-    return found
+        for update in _updates(device, whole, names):
+            found.setdefault(tuple((part.weight, part.box, part.flat) for part in update.parts), update)  # replicas update the same
+    return [update for update in found.values() if update.parts]
 
 
-def _key(part: Part) -> object:
-    return part.weight, part.box, part.flat
-
-
-def _updates(device: DevicePlan, whole: Mapping[str, nn.Parameter]) -> Iterator[Update]:
+def _updates(device: DevicePlan, whole: Mapping[str, nn.Parameter], names: Collection[str]) -> Iterator[Update]:
     for instruction in device.instructions:
         if instruction.do == "update":
-            parts = [_part(device, entry, whole) for entry in instruction.args["weights"]]
-            yield Update(device.device, instruction.writes[0], [part for part in parts if part is not None])
+            entries = [entry for entry in instruction.args["weights"] if entry["weight"] in names]
+            yield Update(device.device, instruction.writes[0], [_part(device, entry, whole) for entry in entries])
 
 
-def _part(device: DevicePlan, entry: Mapping[str, Any], whole: Mapping[str, nn.Parameter]) -> Part | None:
-    if entry["weight"] not in whole:
-        return None
+def _part(device: DevicePlan, entry: Mapping[str, Any], whole: Mapping[str, nn.Parameter]) -> Part:
     held = device.weights[entry["old"]]
     flat: Sequence[int] | None = held["flat"]
     if entry["take"] is not None:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece, Pieces
 from piperlang.capture.random import mix
@@ -42,7 +41,7 @@ class Captured(Protocol):
     @property
     def constants(self) -> Mapping[str, torch.Tensor]: ...
 
-    def check_batch(self, batch: Sequence[torch.Tensor]) -> None: ...
+    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]: ...
 
     def count(self, batch: Sequence[torch.Tensor]) -> float: ...
 
@@ -81,8 +80,7 @@ class Inline:
     @torch.no_grad()
     def step(self, batch: tuple[Any, Any]) -> Stepped:
         """Forward, backward and update on one global batch."""
-        flat = pytree.tree_leaves(batch)
-        self.captured.check_batch(flat)
+        flat = self.captured.flatten(batch)
         self.batch = dict(zip(self.captured.batch_names, flat, strict=True))
         self.count = self.captured.count(flat)
         self.values: dict[Key, list[Any]] = dict(self.shards.current)

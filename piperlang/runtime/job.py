@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece, Pieces
 from piperlang.capture.user_code import said
@@ -40,7 +39,7 @@ class Captured(Protocol):
     @property
     def aliases(self) -> Mapping[str, Sequence[str]]: ...
 
-    def check_batch(self, batch: Sequence[torch.Tensor]) -> None: ...
+    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]: ...
 
     def count(self, batch: Sequence[torch.Tensor]) -> float: ...
 
@@ -103,8 +102,7 @@ class Routine:
 
     def feeds(self, batch: tuple[Any, Any]) -> tuple[float, list[dict[str, torch.Tensor]]]:
         """What the losses of a batch are divided by, and every device's part of the batch."""
-        flat = pytree.tree_leaves(batch)
-        self.captured.check_batch(flat)
+        flat = self.captured.flatten(batch)
         named = dict(zip(self.captured.batch_names, flat, strict=True))
         # Copies: a view would travel with all of the batch that it is a view of.
         return self.captured.count(flat), [{key: take(named[name], box).clone() for key, name, box in device.feeds} for device in self.plan.devices]

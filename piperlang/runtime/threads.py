@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece
 from piperlang.capture.seeding import seed_all
@@ -109,9 +108,7 @@ class _Routine:
         self.streams = [Streams(device.plan.instructions, device.execute, f"{device.plan.device}:") for device in devices]
 
     def checked(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
-        flat = pytree.tree_leaves(batch)
-        self.captured.check_batch(flat)
-        return flat
+        return self.captured.flatten(batch)
 
     def run(self, step: int, flat: list[torch.Tensor]) -> float:
         named = dict(zip(self.captured.batch_names, flat, strict=True))

@@ -1,0 +1,86 @@
+"""Trains all habits under all schedules and says how each came out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from tests.habits import HABITS
+from tests.habits.habit import Habit
+from tests.habits.isolated import Isolated
+from tests.habits.page import PAGE, page
+from tests.habits.run import CRASH, SCHEDULES, WRONG, Outcome, is_expected, schedules
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="habits whose category or name has it")
+    parser.add_argument(
+        "--schedule", action="append", choices=list(SCHEDULES), help="this schedule only; may be given again"
+    )
+    parser.add_argument("--executor", default="threads", choices=["threads", "ray"])
+    parser.add_argument("--write", action="store_true", help="write docs/habits.md")
+    parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each habit and schedule")
+    options = parser.parse_args()
+    if options.write and (options.only or options.schedule):
+        parser.error("the page lists all habits: --write goes without --only and --schedule")
+    started = time.perf_counter()
+    results: dict[str, dict[str, Outcome]] = {}
+    runner = Isolated(options.executor)
+    try:
+        for habit in HABITS.values():
+            if options.only not in f"{habit.category}: {habit.name}":
+                continue
+            chosen = [name for name in schedules(habit) if not options.schedule or name in options.schedule]
+            found = results[habit.name] = {schedule: runner.run(habit, schedule) for schedule in chosen}
+            show(habit, found)
+            if options.json:
+                with open(options.json, "a") as file:
+                    for schedule, outcome in found.items():
+                        file.write(
+                            json.dumps(
+                                {
+                                    "habit": habit.name,
+                                    "category": habit.category,
+                                    "schedule": schedule,
+                                    "executor": options.executor,
+                                    **vars(outcome),
+                                }
+                            )
+                            + "\n"
+                        )
+    finally:
+        runner.close()
+    if options.write:
+        PAGE.write_text(page(results, options.executor), encoding="utf-8")
+    return summary(results, time.perf_counter() - started)
+
+
+def show(habit: Habit, outcomes: dict[str, Outcome]) -> None:
+    """A line for each outcome: `!` what must not be, `?` what was not expected."""
+    seconds = sum(outcome.seconds for outcome in outcomes.values())
+    lines: dict[str, list[str]] = {}
+    for schedule, outcome in outcomes.items():
+        sign = "!" if outcome.kind in (WRONG, CRASH) else " " if is_expected(habit, schedule, outcome) else "?"
+        reason = " ".join(part for part in (outcome.place, outcome.reason) if part)
+        lines.setdefault(f"{sign} {outcome.cell}|{reason}", []).append(schedule)
+    print(f"{habit.category}: {habit.name}  {seconds:.1f} s")
+    for line, names in lines.items():
+        cell, _, reason = line.partition("|")
+        print(f"    {cell:20} {' '.join(names):22} {reason}".rstrip(), flush=True)
+
+
+def summary(results: dict[str, dict[str, Outcome]], seconds: float) -> int:
+    kinds: dict[str, int] = {}
+    for outcomes in results.values():
+        for found in outcomes.values():
+            kinds[found.kind] = kinds.get(found.kind, 0) + 1
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    print(f"{len(results)} habits under {sum(kinds.values())} schedules in {seconds:.0f} s: {counts}", file=sys.stderr)
+    return 1 if kinds.get(WRONG, 0) + kinds.get(CRASH, 0) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The reference: the same habit trained eagerly on one device, as anyone would write it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as f
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as recompute
+
+from piperlang.capture.random import counter_dropout, mix
+from tests.habits.habit import SAMPLES, STEPS, Habit
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What plain training gives."""
+
+    batches: list[tuple[Any, Any]]
+    losses: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    """By the name of the parameter, for every step; those that autograd gives none for are missing."""
+    state: dict[str, Any]
+    """After the last step: `model.state_dict()`. An extra state may be anything."""
+
+
+def batches(habit: Habit) -> list[tuple[Any, Any]]:
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(100 + step)
+        found.append(habit.batch(step))
+    return found
+
+
+def plain(habit: Habit) -> Reference:
+    """Trains three steps. The batches given back are untouched, whatever the model does to its inputs."""
+    given = batches(habit)
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    model = habit.model()
+    optimizer = _optimizer(habit, model)
+    schedule = habit.lr_schedule(optimizer) if habit.lr_schedule else None
+    losses: list[float] = []
+    gradients: list[dict[str, torch.Tensor]] = []
+    for step, batch in enumerate(given):
+        inputs, target = copied(batch)
+        model.zero_grad()  # those that the optimizer was not given, too
+        with _dropout(step) if habit.dropout else contextlib.nullcontext():
+            loss = _loss(habit, model, inputs, target)
+            loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append({name: _dense(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        if habit.max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), habit.max_norm)
+        _update(habit, model, optimizer, inputs, target)
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            schedule.step(loss.detach())
+        elif schedule is not None:
+            schedule.step()
+    state = {name: copied(value) for name, value in model.state_dict().items()}
+    return Reference(given, losses, gradients, state)
+
+
+def _optimizer(habit: Habit, model: nn.Module) -> Any:
+    """The first argument's name says what the function wants: `model`, `named_params`, or else parameters."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    first = next(iter(inspect.signature(habit.optimizer).parameters))
+    return habit.optimizer(model if first == "model" else named if first == "named_params" else [p for _, p in named])
+
+
+def copied(batch: Any) -> Any:
+    return pytree.tree_map(lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value, batch)
+
+
+def _loss(habit: Habit, model: nn.Module, inputs: Any, target: Any) -> torch.Tensor:
+    args = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    output = model(**inputs) if isinstance(inputs, dict) else model(*args)
+    loss = habit.loss(output, target)
+    return loss[0] / loss[1] if isinstance(loss, tuple) else loss  # type: ignore[no-any-return]
+
+
+def _update(habit: Habit, model: nn.Module, optimizer: Any, inputs: Any, target: Any) -> None:
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step()
+        return
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = _loss(habit, model, inputs, target)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient.detach().clone()
+
+
+@contextlib.contextmanager
+def _dropout(step: int) -> Iterator[None]:
+    """Masks by seed, step and position. A checkpoint is a plain call meanwhile, since its masks must not change."""
+
+    def call(function: Any, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    with mock.patch.object(recompute, "checkpoint", call), _Counted(step):
+        yield
+
+
+class _Counted(TorchFunctionMode):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.rng, self.number = torch.tensor([mix(SEED, step), 0]), 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (f.dropout, torch.dropout, torch.dropout_):
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | {"train": True} | (kwargs or {})
+        p, active = given.get("p", 0.5), given.get("training", given["train"])
+        if not active or p == 0.0:
+            return given["input"]
+        self.number += 1
+        return counter_dropout(given["input"], self.rng, self.number - 1, p, SAMPLES)
