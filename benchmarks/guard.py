@@ -73,7 +73,8 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     params = list(params)
-    return torch.optim.AdamW([{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}], lr=1e-3)
+    groups: list[dict[str, Any]] = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3)
 
 
 def resident() -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +23,18 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from piperlang.diagnostics import error
+from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
 from piperlang.runtime.worker import Worker, process
-
-_JANITOR = """
-import os, shutil, signal, sys, time
-driver, folder = int(sys.argv[1]), sys.argv[2]
-while True:
-    time.sleep(0.5)
-    if not os.path.exists(folder):
-        sys.exit()
-    try:
-        os.kill(driver, 0)
-    except ProcessLookupError:
-        break
-deadline = time.time() + 6
-while time.time() < deadline:
-    left = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = open(f"/proc/{pid}/cmdline", "rb").read()
-            environment = open(f"/proc/{pid}/environ", "rb").read()
-        except OSError:
-            continue
-        if (folder.encode() in words or folder.encode() in environment) and int(pid) != os.getpid():
-            left.append(int(pid))
-    for pid in left:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except OSError:
-            pass
-    if not left:
-        break
-    time.sleep(0.2)
-shutil.rmtree(folder, ignore_errors=True)
-"""
-"""Outlives a driver that is killed by just as long as it takes to sweep up after it."""
 
 ROOM = 30.0
 """Seconds that a cluster has to find room for a job."""
+
+CLEANUP = 30.0
+"""Seconds after which the driver stops waiting for the end of a job's processes. The janitor then removes them and the folder."""
+
+_open: set[Cluster] = set()
+"""Clusters that are not closed yet. An interrupt may skip the code that closes them, so they are closed when the process exits."""
+os.register_at_fork(after_in_child=_open.clear)
 
 
 def pack(value: object) -> bytes:
@@ -80,14 +55,17 @@ class Cluster:
     """Workers, one per device, and what it takes to notice that one of them is gone."""
 
     def __init__(self, count: int, address: str | None = None, cuda: bool = False) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="piper-"))
         self.own = address is None and not ray.is_initialized()
-        self.joined = False
+        self.connected = False
+        """This object has called ray.init and not yet ray.shutdown."""
+        self.closing = threading.Lock()
         self.janitor: subprocess.Popen[bytes] | None = None
         self.group: PlacementGroup | None = None
         self.workers: list[Any] = []
         self.pids: list[int | None] = []
         try:
+            with uninterrupted():
+                self._open_folder()
             if self.own:
                 self._start(count)
             elif not ray.is_initialized():
@@ -97,42 +75,57 @@ class Cluster:
             self.close()
             raise
 
+    def _open_folder(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="piper-")).absolute()
+        _close_at_exit()
+        _open.add(self)
+        self.janitor = start_janitor(self.folder)
+
     def _start(self, count: int) -> None:
-        os.environ["PIPER_JOB"] = str(self.folder)  # children inherit it: that is how the janitor knows them
-        self.janitor = subprocess.Popen([sys.executable, "-c", _JANITOR, str(os.getpid()), str(self.folder)], start_new_session=True, env={"PATH": os.environ.get("PATH", "")})
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback, for this user, for one job
         _loopback()
         _hush()
+        self.connected = True
         try:
-            ray.init(
-                num_cpus=max(count, 1), include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1",
-                _temp_dir=str(self.folder / "ray"), _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0}, object_store_memory=200 * 2**20,
-            )  # fmt: skip
+            with _marked(self.folder), _unbroken_process_starts():
+                ray.init(
+                    num_cpus=max(count, 1),
+                    object_store_memory=200 * 2**20,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(self.folder / "ray"),
+                    _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
+                )
         except Exception as problem:  # Ray raises bare ones
             reason = str(problem).partition("\n")[0]
-            raise error("P0605", "Ray does not start on this machine", notes=[reason], help="a machine with too much to do is the usual reason: look at its load and memory, and try again") from None
+            help = "a machine with too much to do is the usual reason: look at its load and memory, and try again"
+            raise error("P0605", "Ray does not start on this machine", notes=[reason], help=help) from None
 
     def _join(self, address: str | None) -> None:
         _hush()
+        self.connected = True
         try:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as problem:
             reason = str(problem).splitlines()[0]
-            raise error("P0605", f"cannot join a Ray cluster at {address}", notes=[reason], help="`ray start --head` prints the address of the cluster it starts") from None
-        self.joined = True
+            help = "`ray start --head` prints the address of the cluster it starts"
+            raise error("P0605", f"cannot join a Ray cluster at {address}", notes=[reason], help=help) from None
 
     def _hire(self, count: int, cuda: bool) -> None:
         """A place for every worker, all or none, and then the workers."""
         there = ray.cluster_resources()  # type: ignore[no-untyped-call]
         gpus = min(1.0, there.get("GPU", 0.0) / count) if cuda else 0.0  # workers share GPUs where there are fewer
         need = {"GPU": gpus} if gpus else {"CPU": 1.0}
-        self.group = placement_group([need] * count, strategy="PACK")
+        with uninterrupted():
+            self.group = placement_group([need] * count, strategy="PACK")
         if not self.group.wait(ROOM):
             (name, each), free = next(iter(need.items())), ray.available_resources()  # type: ignore[no-untyped-call]
-            raise error(
-                "P0605", f"the Ray cluster has no room for {count} workers", notes=[f"each wants {each:g} {name}; {free.get(name, 0):g} of {there.get(name, 0):g} are free"],
-                help="use a smaller mesh, or wait until other jobs have ended",
-            )  # fmt: skip
+            note = f"each wants {each:g} {name}; {free.get(name, 0):g} of {there.get(name, 0):g} are free"
+            help = "use a smaller mesh, or wait until other jobs have ended"
+            raise error("P0605", f"the Ray cluster has no room for {count} workers", notes=[note], help=help)
         options: dict[str, Any] = {"num_cpus": need.get("CPU", 0), "num_gpus": gpus, "concurrency_groups": {"control": 2}}
         actor: Any = ray.remote(**options)(_controlled())
         for i in range(count):
@@ -240,21 +233,95 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        self.kill()
-        if self.group is not None and not self.own:
-            remove_placement_group(self.group)
-        if self.own or self.joined:
-            ray.shutdown()
-        for _ in range(20):  # what is just ending may still write there
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if not self.folder.exists():
-                break
-            time.sleep(0.05)
+        """End the workers, and Ray if it was started for this job, and remove the folder. Ctrl-C is postponed until that is done."""
+        with uninterrupted(), self.closing:
+            if self not in _open:
+                return
+            try:
+                self._disconnect()
+            finally:
+                self._clean()
+                _open.discard(self)
+
+    def _disconnect(self) -> None:
+        try:
+            self.kill()
+            if self.group is not None and not self.own:
+                remove_placement_group(self.group)
+        finally:
+            if self.connected:
+                self.connected = False
+                ray.shutdown()
+
+    def _clean(self) -> None:
+        """Ray's processes run for a while after ray.shutdown and write into the folder, so they are ended before it is removed."""
+        spare = {os.getpid()} if self.janitor is None else {os.getpid(), self.janitor.pid}
+        done = clear(self.folder, CLEANUP, spare)
         if self.janitor is not None:
-            self.janitor.kill()
-            self.janitor.wait()
-            self.janitor = None
-            os.environ.pop("PIPER_JOB", None)
+            stop_janitor(self.janitor, done)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Postpone Ctrl-C to the end of a block. Only the main thread is ever interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
+        if arrived:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _unbroken_process_starts() -> Iterator[None]:
+    """Postpone Ctrl-C while a process is being started, but not all the time that Ray takes to start, which can be a minute.
+
+    Python discards a KeyboardInterrupt that is raised by the functions it calls after fork(), and a process has no mark until exec()."""
+    original = subprocess.Popen.__init__
+
+    def start(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
+        with uninterrupted():
+            original(self, *arguments, **options)
+
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = original  # type: ignore[method-assign]
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    atexit.register(_exit)  # Ray has registered its own before, and so runs it after
+
+
+def _exit() -> None:
+    """Close what is still open. A further Ctrl-C is ignored: it would skip the rest of the exit and print a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for cluster in list(_open):
+        cluster.close()
+
+
+@contextlib.contextmanager
+def _marked(folder: Path) -> Iterator[None]:
+    """Mark all processes started in this block, and their children, as processes of the job."""
+    # Some Ray processes overwrite their environment, as /proc shows it, with a title. SPT_NOENV disables that.
+    names = {MARK: str(folder), "SPT_NOENV": "1"}
+    previous = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _environment(worker: int) -> dict[str, str]:
