@@ -35,6 +35,9 @@ class Identity:
     def count(self, batch: Sequence[torch.Tensor]) -> float:
         return 1.0
 
+    def check_state(self) -> None:
+        """There is none."""
+
     def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
         """Any batch will do."""
         return list(batch)

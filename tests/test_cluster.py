@@ -89,11 +89,12 @@ def test_workers_that_share_no_files() -> None:
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A Ray that somebody else has started, with two CPUs."""
+    """A Ray that somebody else has started, with two CPUs. Workers are not niced: on a busy machine they would not get to run."""
     folder = tempfile.mkdtemp(prefix="pr-", dir="/tmp")
     code = (
         "import ray, sys, time\n"
-        f"found = ray.init(num_cpus=2, include_dashboard=False, logging_level='error', _temp_dir={folder!r}, object_store_memory=100 * 2**20)\n"
+        f"options = dict(include_dashboard=False, logging_level='error', _temp_dir={folder!r}, object_store_memory=100 * 2**20)\n"
+        "found = ray.init(num_cpus=2, _system_config={'worker_niceness': 0}, **options)\n"
         "print(found.address_info['gcs_address'], flush=True)\n"
         "sys.stdin.read()\n"
     )

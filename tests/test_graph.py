@@ -88,7 +88,7 @@ def test_text_has_one_node_a_line_and_is_stable(files: tuple[str, str], capsys: 
     nodes = graph_json(capsys, *files)["nodes"]
     lines = outputs[0].splitlines()
     assert len(lines) == len(nodes) == 22
-    assert "F[stage=0, mb=0] on gpu[pp=0] stream compute: w:layers.0.weight@0, w:layers.0.bias@1, flat_0@0#0 -> tanh#0: float32[4, 8]{dp: batch}, saved:0#0" in lines
+    assert "F[stage=0, mb=0] on gpu[pp=0] stream compute: w:layers.0.weight@0, w:layers.0.bias@0, flat_0@0#0 -> tanh#0: float32[4, 8]{dp: batch}, saved:0#0" in lines
     assert "send.F[stage=0, mb=1] on gpu[pp=0] stream pp: tanh#1 -> tanh#1@0~: float32[4, 8]{dp: batch}" in lines
     assert sum(line.startswith("reduce_scatter[stage=1] on gpu[pp=1] over dp") for line in lines) == 1
 

@@ -438,6 +438,25 @@ def test_an_operator_without_a_rule_is_refused() -> None:
     assert refused(given(Distances, value="up"), over(2, "columns")).notes[0].startswith("_cdist_forward cannot be divided so: ")
 
 
+def test_an_all_to_all_inside_a_chunk_prints_no_warning_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+    """DTensor warns, once per process, that it replaces an all-to-all by an all-gather on CPU; a traced graph is not run with DTensors."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(LENGTH, LENGTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with annotate("part", "up"):
+                x = self.up(x)
+                return x + x.transpose(1, 2)
+
+    torch._logging._internal.warning_once.cache_clear()
+    chunk = given(Transposed, value="up", batch=(torch.randn(SAMPLES, LENGTH, LENGTH), torch.randn(SAMPLES, LENGTH, LENGTH)))
+    assert refused(chunk, over(2, "columns")).notes[0].startswith("add needs communication between the devices")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 # ---------------------------------------------------------------------------------------------------------- features
 
 

@@ -12,6 +12,7 @@ Private API, kept in this file: `torch.testing._internal.distributed.fake_pg.Fak
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -86,15 +87,25 @@ def localize(
 # ----------------------------------------------------------------------------------------------------------- tracing
 
 
+_COLLECTIVES_LOGGER = logging.getLogger("torch.distributed.tensor._collective_utils")
+
+
+def _is_about_this_job(record: logging.LogRecord) -> bool:
+    """False for the warning that DTensor replaces an all-to-all by an all-gather on CPU: tracing sends nothing, and jobs do not use DTensor."""
+    return "CPU process group does not support alltoall" not in record.getMessage()
+
+
 @contextmanager
 def _fake_group(divides: Sequence[Divide]) -> Iterator[None]:
     """DTensor asks for a process group even where nothing is sent. Making one changes how Python shows exceptions; we change it back."""
     hook = sys.excepthook
     dist.init_process_group("fake", rank=0, world_size=math.prod(divide.size for divide in divides), store=FakeStore())
+    _COLLECTIVES_LOGGER.addFilter(_is_about_this_job)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _COLLECTIVES_LOGGER.removeFilter(_is_about_this_job)
         sys.excepthook = hook
 
 

@@ -19,7 +19,7 @@ from piperlang.capture.localize import localize, written
 from piperlang.capture.samples import Samples, samples
 from piperlang.capture.sizes import Sizes, trace_sizes
 from piperlang.capture.user_code import located
-from piperlang.capture.where import line_of_function
+from piperlang.capture.where import line_of_function, line_of_operator
 from piperlang.diagnostics import Diagnostic, PiperError, did_you_mean, error
 from piperlang.elaborate.directive import ModulePath, Tag
 from piperlang.ir import model as ir
@@ -145,6 +145,10 @@ class Captured:
     def batch_names(self) -> Sequence[str]:
         return self.program.sizes.small.batch
 
+    def check_state(self) -> None:
+        """Python state that the program has taken in must stay as it was: called before every step."""
+        self.program.sizes.small.frozen.check()
+
     @property
     def constants(self) -> dict[str, torch.Tensor]:
         """What a program reads besides the batch and the model's own tensors."""
@@ -197,6 +201,9 @@ class Captured:
         nodes = {node.name: node for node in traced.graph.nodes}
         differentiable = {v.name for chunk in self.chunks for v in (*chunk.inputs, *chunk.outputs) if v.differentiable}
         crossing = {v.name for chunk in self.chunks for v in (*chunk.inputs, *chunk.outputs)} | set(traced.batch)
+        for name in crossing - set(traced.batch):
+            if traced.value(nodes[name]).numel() == 0:
+                raise error("P0802", "a tensor without elements goes from one chunk to another", line_of_operator(nodes[name]), help="make it in the chunk that reads it")
         tensors = {name: self._tensor(nodes[name], name in differentiable) for name in nodes if name in crossing}
         chunks = [self._chunk(chunk) for chunk in self.chunks]
         weights = {w.name: ir.Weight(w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.name in traced.trained) for w in traced.weights.values()}

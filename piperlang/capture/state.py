@@ -2,26 +2,31 @@
 
 A traced program keeps the values that they had when it was traced, so training would go on with the first of them. What every call changes again is refused. What the
 first call sets and later calls leave as it is (a cached mask, a flag) is harmless, if the program of the second call is the same.
+
+Private API, kept in this file: `torch.utils._python_dispatch._disable_current_modes` (tried on torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from inspect import unwrap
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from piperlang.capture.where import is_users, line_of_function
+from piperlang.capture.where import is_users, is_users_file, line_of_function
 from piperlang.diagnostics import PiperError, error
 
 _DEEPEST = 6
-_OPAQUE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Module)
+_OPAQUE = (BuiltinFunctionType, nn.Module)
 _STANDARD = frozenset(vars(nn.Module()))
 """Attributes that every module has. Of these only `training` is state, and `eval()` inside a forward would show elsewhere."""
 
@@ -33,18 +38,13 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
     """All Python state that the model and its loss could read."""
     prints = _Prints()
     found: dict[str, object] = {}
-    functions: list[Any] = [loss]
     for path, module in model.named_modules():
         own = {name: value for name, value in vars(module).items() if name not in _STANDARD}
         found |= {f"attribute `{name}` of {_module(path)}": prints.of(value) for name, value in own.items()}
-        functions.append(type(module).forward)
         if is_users(type(module).forward):
             shared = {name: value for name, value in vars(type(module)).items() if not name.startswith("__")}
             found |= {f"class attribute `{type(module).__qualname__}.{name}`": prints.of(value) for name, value in shared.items()}
-    scopes = {id(f.__globals__): f for f in functions if isinstance(f, FunctionType) and is_users(f)}
-    for function in scopes.values():
-        names = {name: value for name, value in function.__globals__.items() if not name.startswith("__")}
-        found |= {f"global `{name}`": prints.of(value) for name, value in names.items()}
+    found |= {f"global `{name}`": prints.of(scope[name]) for name, scope in _globals_of(model, loss) if name in scope}
     found["the generator of Python's `random`"] = hash(random.getstate())
     found["NumPy's global generator"] = str(np.random.get_state())
     return found
@@ -60,6 +60,56 @@ class Watch:
     @property
     def changed(self) -> set[str]:
         return {name for name in {*self.before, *self.after} if self.before.get(name) != self.after.get(name)}
+
+
+class Frozen:
+    """Globals that the model's code reads, as they were when it was traced: code that runs between steps (data, a schedule) may change them, too."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        self.names = dict(_globals_of(model, loss))
+        self.line = line_of_function(loss)
+        self.prints = self._prints()
+
+    def _prints(self) -> dict[str, object]:
+        prints = _Prints()
+        return {name: prints.of(scope.get(name)) for name, scope in self.names.items()}
+
+    def check(self) -> None:
+        """Raises P0808 where one of them has changed."""
+        now = self._prints()
+        for name, was in self.prints.items():
+            if now[name] != was:
+                raise error(
+                    "P0808", f"global `{name}` has changed since the model was traced", self.line, notes=["the model or the loss reads it, and the traced program keeps the value that it had then"],
+                    help="pass what changes from step to step in with the batch, as a tensor that `data` yields",
+                )  # fmt: skip
+
+
+def _globals_of(model: nn.Module, loss: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names, and the scopes they are in, that functions of the user's read: the loss, methods of modules, and what those call."""
+    classes = {type(module) for module in model.modules()}
+    todo: list[Any] = [unwrap(loss), *(item for kind in classes for item in vars(kind).values())]
+    seen: set[int] = set()
+    while todo:
+        function = todo.pop()
+        if not isinstance(function, FunctionType) or id(function) in seen or not is_users(function):
+            continue
+        seen.add(id(function))
+        for name in _names(function.__code__):
+            value = function.__globals__.get(name)
+            if isinstance(value, FunctionType | MethodType):
+                todo.append(getattr(value, "__func__", value))
+            elif isinstance(value, type):
+                todo += vars(value).values()
+            if name in function.__globals__:
+                yield name, function.__globals__
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def refuse_state(names: set[str], model: nn.Module) -> PiperError:
@@ -90,7 +140,7 @@ class _Prints:
             return (type(value).__name__, value if value == value else "nan")
         if isinstance(value, torch.Tensor):
             return ("tensor", str(value.dtype), tuple(value.shape))
-        if depth > _DEEPEST or isinstance(value, _OPAQUE):
+        if depth > _DEEPEST or isinstance(value, _OPAQUE) or (isinstance(value, FunctionType | type | ModuleType) and not _users(value)):
             return "opaque"
         if id(value) not in self.known:
             self.known[id(value)] = "under way"  # it may contain itself
@@ -111,7 +161,15 @@ class _Prints:
         if isinstance(value, np.ndarray):
             return ("array", value.tobytes())
         if isinstance(value, torch.Generator):
-            return ("random", value.get_state().numpy().tobytes())
+            with _disable_current_modes():  # the state of a generator is a tensor, and must not become one of the trace
+                return ("random", value.get_state().numpy().tobytes())
+        if isinstance(value, MethodType):
+            return ("method", self.of(value.__func__, depth), self.of(value.__self__, depth))
+        if isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            return ("function", *(self.of(part, depth) for part in (value.__defaults__, value.__kwdefaults__, vars(value), cells)))
+        if isinstance(value, type | ModuleType):
+            return ("names", tuple((name, self.of(item, depth)) for name, item in list(vars(value).items()) if not name.startswith("__")))
         if isinstance(value, itertools.count | itertools.cycle):
             return ("iterator", repr(value))
         return ("object", type(value).__qualname__, tuple(self._members(value, depth)))
@@ -119,3 +177,16 @@ class _Prints:
     def _members(self, value: Any, depth: int) -> Iterator[tuple[str, object]]:
         for name, item in list(getattr(value, "__dict__", {}).items()):
             yield name, self.of(item, depth)
+        for name in (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)):
+            if hasattr(value, name):
+                yield name, self.of(getattr(value, name), depth)
+
+
+def _users(value: FunctionType | type | ModuleType) -> bool:
+    """Whether a function, class or module is the user's own."""
+    if isinstance(value, FunctionType):
+        return is_users(value)
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    if module is None:  # a model file is run, not imported
+        return True
+    return is_users_file(getattr(module, "__file__", None) or "<")

@@ -27,7 +27,7 @@ from piperlang.capture.learning import learning
 from piperlang.capture.observed import Observed, refuse_replaced, refuse_shared_storage
 from piperlang.capture.random import make_counted, module_of, number_dropouts
 from piperlang.capture.seeding import seeded
-from piperlang.capture.state import refuse_state
+from piperlang.capture.state import Frozen, refuse_state
 from piperlang.capture.tensors import named_tensors
 from piperlang.capture.untraceable import quiet, untraceable
 from piperlang.capture.where import line_of_function, line_of_operator
@@ -64,9 +64,9 @@ class Traced:
     """From the batch to what the sum that the graph gives is to be divided by; None where the loss is a number as it is."""
     changes: dict[str, fx.Node]
     """Buffers that the model changes, by placeholder, and what they become; outputs of the graph, after the loss."""
-    make_model: Callable[[], nn.Module]
     loss: Callable[[Any, Any], Any]
-    """What was traced."""
+    frozen: Frozen
+    """Python state that the program has taken in."""
 
     def value(self, node: fx.Node) -> Any:
         return node.meta["val"]
@@ -113,7 +113,7 @@ def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], 
             if training.seen.watch.changed:
                 _refuse_state(program, training, inputs, mode)
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
-    return _traced(program, training, mode, samples, device, calls, make_model)
+    return _traced(program, training, mode, samples, device, calls)
 
 
 def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...], mode: FakeTensorMode) -> None:
@@ -153,7 +153,7 @@ def _export(training: Observed, inputs: tuple[Any, ...]) -> torch.export.Exporte
 
 
 def _traced(
-    program: torch.export.ExportedProgram, training: Observed, mode: FakeTensorMode, samples: int, device: torch.device, calls: Sequence[Call], make_model: Callable[[], nn.Module]
+    program: torch.export.ExportedProgram, training: Observed, mode: FakeTensorMode, samples: int, device: torch.device, calls: Sequence[Call]
 ) -> Traced:
     _refuse_numbers(program)
     tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(training.named_buffers(remove_duplicate=False))
@@ -191,7 +191,7 @@ def _traced(
     if not read.isdisjoint(training.seen.reassigned):
         raise refuse_state({f"tensor `{name}`" for name in training.seen.reassigned if name in read}, training.model)
     random = make_counted(graph, samples, rng)
-    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, make_model, training.loss)
+    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, Frozen(training.model, training.loss))
 
 
 def _changes(program: torch.export.ExportedProgram, training: Observed, weights: dict[str, Weight]) -> dict[str, fx.Node]:

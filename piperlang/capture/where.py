@@ -74,7 +74,7 @@ def line_of_function(function: Callable[..., Any]) -> Span | None:
 def is_users(function: Callable[..., Any]) -> bool:
     """Whether a function is defined in the user's own code."""
     code = getattr(unwrap(function), "__code__", None)
-    return code is not None and _own(code.co_filename)
+    return code is not None and is_users_file(code.co_filename)
 
 
 def line_at(source: Source, line: int) -> Span:
@@ -86,7 +86,7 @@ def line_at(source: Source, line: int) -> Span:
 
 
 def _last(frames: Iterable[tuple[str, int]]) -> Span | None:
-    for name, line in reversed([frame for frame in frames if _own(frame[0])]):
+    for name, line in reversed([frame for frame in frames if is_users_file(frame[0])]):
         if name in _TEXTS:
             return line_at(_TEXTS[name], line)
         try:
@@ -96,5 +96,5 @@ def _last(frames: Iterable[tuple[str, int]]) -> Span | None:
     return None
 
 
-def _own(name: str) -> bool:
+def is_users_file(name: str) -> bool:
     return "site-packages" not in name and "dist-packages" not in name and not name.startswith(_OTHERS)

@@ -42,13 +42,32 @@ def load(name: str) -> ModelFile:
         return load_model(Path(name))
 
 
-def captured(file: ModelFile, seed: int = 0) -> Program:
+class Batches:
+    """The batches of a job: the first one, which the model is traced with, is also the first that is trained on. Data that ends begins again: another epoch."""
+
+    def __init__(self, file: ModelFile, seed: int) -> None:
+        from piperlang.capture.seeding import seed_all
+
+        seed_all(seed)
+        self.file = file
+        self.epoch = iter(file.data())
+        self.first: tuple[Any, Any] = next(self.epoch)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        yield self.first
+        while True:
+            yield from self.epoch
+            self.epoch = iter(self.file.data())
+
+
+def captured(file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None) -> Program:
     with doing(f"tracing {file.path.name}"):
         from piperlang.capture.program import capture
         from piperlang.capture.seeding import seeded
 
-        with seeded(seed):
-            batch = next(iter(file.data()))
+        if batch is None:
+            with seeded(seed):
+                batch = next(iter(file.data()))
         return capture(file.model, file.loss, _on_device(batch), seed)
 
 

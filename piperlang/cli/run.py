@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from piperlang.cli.model import captured, doing, load, scheduled
+from piperlang.cli.model import Batches, captured, doing, load, scheduled
 from piperlang.cli.report import report
 from piperlang.cli.train import add_training, execute
 from piperlang.diagnostics import PiperError, error
@@ -36,8 +36,9 @@ def run(options: argparse.Namespace) -> int:
     options.script, options.model = made["script"], made["model"]
     options.parameters = [f"{name}={value}" for name, value in made.get("parameters", {}).items()]
     file = load(made["model"])
-    found = scheduled(captured(file, options.seed), options)
+    batches = Batches(file, options.seed)
+    found = scheduled(captured(file, options.seed, batches.first), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
-    return execute(options, file, found, plan)
+    return execute(options, file, found, plan, batches)

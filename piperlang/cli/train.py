@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piperlang.cli.model import captured, doing, load, planned, scheduled
+from piperlang.cli.model import Batches, captured, doing, load, planned, scheduled
 from piperlang.cli.report import add_parameters, open_script, report
 from piperlang.diagnostics import PiperError, error
 
@@ -54,17 +54,18 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     file = load(options.model)
-    found = scheduled(captured(file, options.seed), options)
+    batches = Batches(file, options.seed)
+    found = scheduled(captured(file, options.seed, batches.first), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
     with doing("building the graph"):
         graph = found.graph()
     plan = planned(graph, options, file.max_norm)
-    return execute(options, file, found, plan)
+    return execute(options, file, found, plan, batches)
 
 
-def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan) -> int:
+def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches) -> int:
     """Train by a plan that has been checked."""
     if options.steps < 1:
         raise error("P0902", f"`--steps {options.steps}` trains nothing", help="train at least 1")
@@ -78,7 +79,7 @@ def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan
     folder = _folder(options)
     schedule = found.scheduler.schedule
     _write_about(folder, options, plan, schedule.directives)
-    _train(options, file, schedule.captured, plan, schedule.model.tensors[schedule.model.loss].dtype, folder)
+    _train(options, file, schedule.captured, plan, schedule.model.tensors[schedule.model.loss].dtype, folder, batches)
     return 0
 
 
@@ -118,11 +119,10 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
 
 
-def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path) -> None:
+def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path, given: Batches) -> None:
     import torch
 
     from piperlang.capture.model_file import shipped
-    from piperlang.capture.seeding import seed_all
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
     from piperlang.plan.saved import digest
@@ -134,9 +134,8 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
     assert make is not None
     training = Training(make, shipped(file, "optimizer") or default_optimizer, shipped(file, "lr_schedule"), options.seed, options.masters)
     cuda = None if options.backend is None else options.backend == "nccl"
-    validation = _evaluation(options, file, plan)
-    seed_all(options.seed)
-    batches = _endless(file)
+    validation = _evaluation(options, file, plan, given.first)
+    batches = iter(given)
     batch = next(batches)
     _verify(options, cut, plan, batch, training, folder)
     with doing(f"starting {len(plan.devices)} workers"):
@@ -177,7 +176,7 @@ def _verify(options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, 
         print(verified, file=sys.stderr, flush=True)
 
 
-def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any) -> tuple[Any, Any] | None:
+def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any, batch: tuple[Any, Any]) -> tuple[Any, Any] | None:
     """The plan for validation, if the model file has any, and the pieces it runs: of the model in evaluation mode."""
     if file.validation is None:
         return None
@@ -186,7 +185,7 @@ def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any) -> tupl
     from piperlang.capture.where import line_of_function
     from piperlang.runtime.api import Evaluated, evaluation_plan
 
-    found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed), options)
+    found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed, batch), options)
     if found.problems:
         raise PiperError(*found.problems)
     cut: Any = found.scheduler.schedule.captured
@@ -204,12 +203,6 @@ def _validated(job: Any, file: ModelFile) -> float:
     with located(line_of_function(file.validation)):
         losses = [job.evaluate(batch) for batch in file.validation()]
     return float(sum(losses) / len(losses))
-
-
-def _endless(file: ModelFile) -> Iterator[tuple[Any, Any]]:
-    """Data that ends begins again: another epoch."""
-    while True:
-        yield from file.data()
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class Weights:
     def __init__(self, model: Model, sites: Sites, nodes: Nodes) -> None:
         self.model, self.sites, self.nodes = model, sites, nodes
         self.homes: dict[tuple[str, Slice], Home] = {}
+        self.counts: dict[str, int] = {}
         self._gathers: dict[tuple[int, Slice, str], Family] = {}
         self._gathered: dict[tuple[int, str, Point], int] = {}
         self.gathers: list[_Gather] = []
@@ -85,7 +86,9 @@ class Weights:
         levels = {axis: use.level for axis, use in site.uses.items() if use.level and name not in self.changing}
         home = self.homes.get((name, site.where))
         if home is None:
-            home = self.homes[name, site.where] = Home(name, site, places, summed, levels, len(self.homes))
+            # Numbered for each weight by itself: evaluation, whose chunks read other weights, must call the same ones by the same names.
+            number = self.counts[name] = self.counts.get(name, -1) + 1
+            home = self.homes[name, site.where] = Home(name, site, places, summed, levels, number)
             self.nodes.held[home.key] = home.held(3)
         elif (home.places, home.summed, home.levels) != (places, summed, levels):
             raise two_ways(name, home.site, site)

@@ -83,7 +83,7 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
         checked.steps += 1 + len(reads)
     used.update(*[instruction[3] for instruction in instructions])
     for key, found in readers.items():
-        if not found:
+        if not found and key not in device.next:  # a buffer may be written without being read
             checked.wrong(CODE, f"device {device.device} keeps {key}, which nobody reads", *([At(d, 0, instructions[0])] if instructions else []))
     _in_place(checked, d, device, readers, before)
 

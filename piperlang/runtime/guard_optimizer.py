@@ -58,9 +58,10 @@ def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients
 def _error(part: Part, now: torch.Tensor, before: torch.Tensor) -> float:
     if not part.now.numel():
         return 0.0
-    expected, change = part.of(now).double(), (now - before).abs().max().double()
+    wide = torch.complex128 if now.is_complex() else torch.float64
+    expected, change = part.of(now).to(wide), (now - before).abs().max().double()
     resolution = torch.finfo(now.dtype).eps * before.abs().max().double()  # what the weight itself cannot tell apart
-    return float((part.now.double() - expected).abs().max() / (change + 100 * resolution).clamp(min=1e-30))
+    return float((part.now.to(wide) - expected).abs().max() / (change + 100 * resolution).clamp(min=1e-30))
 
 
 def _of_one_device(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:

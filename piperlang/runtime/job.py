@@ -41,6 +41,8 @@ class Captured(Protocol):
 
     def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]: ...
 
+    def check_state(self) -> None: ...
+
     def count(self, batch: Sequence[torch.Tensor]) -> float: ...
 
     def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces: ...
@@ -179,6 +181,7 @@ class Job:
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
         """Start a step; the caller may prepare the next batch meanwhile."""
+        self.captured.check_state()
         self.active = self.training
         count, feeds = self.training.feeds(batch)
         return [self.cluster.call(i, "step", feed, count, gradients) for i, feed in enumerate(feeds)]

@@ -8,6 +8,7 @@ the local parts of the same weights.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn, optim
 
-from piperlang.diagnostics import PiperError
+from piperlang.capture.where import line_of_function
+from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Written
 from piperlang.ir.graph import Key
 from piperlang.plan.instruction import Plan
@@ -54,6 +56,8 @@ class Optimizers:
         self.local: dict[tuple[int, Key], tuple[LocalOptimizer, list[nn.Parameter | None]]] = {}
         """For every update its optimizer, and the parameter of each of its weights: None where no group has the weight."""
         self.schedule: Any = None
+        self.flags = [(name, weakref.ref(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
+        """Of the model that the user's code may still hold; nobody else does."""
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.user = call_optimizer(make, model)
             self.scope = scope_of(self.user, make)
@@ -74,6 +78,13 @@ class Optimizers:
         if self.schedule is None:
             return
         step_schedule(self.schedule, self.make_schedule)
+        for name, reference, flag in self.flags:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad != flag:
+                raise error(
+                    "P0808", f"requires_grad of {name} has changed since the model was traced", line_of_function(self.make_schedule), notes=["the traced program trains what required gradients then"],
+                    help="freeze by a learning rate of 0 for the group until it is to be trained, or train in two jobs",
+                )  # fmt: skip
         for group, last, copies in zip(self.user.param_groups, self.options, self.groups, strict=True):
             for name, value in options(group).items():
                 if name not in last or not same_option(last[name], value):

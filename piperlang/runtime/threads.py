@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from piperlang.capture.differentiate import Piece
-from piperlang.capture.seeding import seed_all
+from piperlang.capture.seeding import seeded
 from piperlang.capture.tensors import named_tensors
 from piperlang.plan.instruction import Plan
 from piperlang.runtime.assemble import assembled, known_to, rest_of
@@ -29,8 +29,8 @@ class ThreadJob:
 
     def __init__(self, plan: Plan, captured: Captured, training: Training, timeout: float = 60.0, loss_dtype: str = "float32") -> None:
         self.plan, self.captured, self.timeout = plan, captured, timeout
-        seed_all(training.seed)
-        model = training.make_model()
+        with seeded(training.seed):  # data may draw from the same generators, and goes on where it was
+            model = training.make_model()
         weights = named_tensors(model) | dict(captured.constants)
         self.rest = rest_of(model, known_to(plan, captured.aliases))
         pieces, board = _pieces(plan, captured), Switchboard(plan.groups, timeout)
@@ -59,7 +59,9 @@ class ThreadJob:
         return self.evaluation.run(self.steps, self.evaluation.checked(batch))
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:
-        return self.training.checked(batch), gradients
+        self.captured.check_state()
+        # Copies: whoever makes batches may write the next one into the same memory before this step has run.
+        return [tensor.clone() for tensor in self.training.checked(batch)], gradients
 
     def finish(self, begun: tuple[list[torch.Tensor], bool]) -> Step:
         flat, gradients = begun

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from piperlang.capture.hooks import refuse_hooks
 from piperlang.capture.user_code import said
 from piperlang.capture.where import line_of, line_of_function
 from piperlang.diagnostics import Diagnostic, PiperError, error
@@ -42,9 +43,14 @@ def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimi
     The name of its first argument says what it is given: the model, pairs of names and parameters, or a list of parameters."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     first = next((argument.name for argument in _arguments(make)), "")
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     made = make(model if first == "model" else named if first in NAMED else [parameter for _, parameter in named])
     if not isinstance(made, optim.Optimizer):
         raise _mistake(make, f"`optimizer` returns {type(made).__name__}", "return a torch.optim.Optimizer")
+    refuse_hooks(model)
+    changed = next((name for name, parameter in model.named_parameters() if parameter.requires_grad != flags.get(name)), None)
+    if changed is not None:
+        raise _mistake(make, f"`optimizer` changes requires_grad of {changed}", "set requires_grad in `model`: the program is traced with the model as it is made")
     own = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(made.param_groups):
         other = next((parameter for parameter in group["params"] if id(parameter) not in own), None)

@@ -145,6 +145,7 @@ class Worker:
 
     def _keep(self, setup: Setup, rank: int, where: torch.device) -> str:
         """Of the whole model, what this device needs."""
+        _ = getattr(setup.make_model, "__wrapped__", None)  # the model file runs before the seed is set, as it does in the driver
         seed_all(setup.seed)
         model = setup.make_model()
         started_from = fingerprint(model)

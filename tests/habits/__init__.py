@@ -10,16 +10,21 @@ from __future__ import annotations
 
 from tests.habits.autograd import AUTOGRAD
 from tests.habits.buffers import BUFFERS
+from tests.habits.crossing import CROSSING
 from tests.habits.habit import Category, Habit
 from tests.habits.hooks import HOOKS
 from tests.habits.inplace import INPLACE
 from tests.habits.inputs import INPUTS
+from tests.habits.late import LATE
 from tests.habits.losses import LOSSES
 from tests.habits.modes import MODES
+from tests.habits.operators import OPERATORS
 from tests.habits.optimizers import OPTIMIZERS
 from tests.habits.state import STATE
 from tests.habits.weights import WEIGHTS
 
-CATEGORIES: list[Category] = [AUTOGRAD, HOOKS, WEIGHTS, BUFFERS, STATE, OPTIMIZERS, LOSSES, MODES, INPLACE, INPUTS]
+CATEGORIES: list[Category] = [
+    AUTOGRAD, HOOKS, WEIGHTS, BUFFERS, STATE, LATE, OPTIMIZERS, LOSSES, MODES, OPERATORS, INPLACE, CROSSING, INPUTS,
+]  # fmt: skip
 HABITS: dict[str, Habit] = {habit.name: habit for category in CATEGORIES for habit in category.habits}
 assert len(HABITS) == sum(len(category.habits) for category in CATEGORIES), "two habits have one name"

@@ -76,7 +76,7 @@ class Isolated:
 def _warm() -> None:
     """Tracing imports much when it is first used; then every process has it from the start."""
     torch.set_num_threads(1)
-    with clean():
+    with clean(), contextlib.suppress(Exception):  # whatever is wrong with it shows again in the habits
         capture(Layers, square, vectors()).cut()
 
 

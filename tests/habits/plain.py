@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import random
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ import torch
 import torch.nn.functional as f
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as recompute
 
 from piperlang.capture.random import counter_dropout, mix
@@ -81,8 +81,9 @@ def _optimizer(habit: Habit, model: nn.Module) -> Any:
     return habit.optimizer(model if first == "model" else named if first == "named_params" else [p for _, p in named])
 
 
-def copied(batch: Any) -> Any:
-    return pytree.tree_map(lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value, batch)
+def copied(value: Any) -> Any:
+    """What is one tensor stays one, and views stay views."""
+    return copy.deepcopy(value)
 
 
 def _loss(habit: Habit, model: nn.Module, inputs: Any, target: Any) -> torch.Tensor:

@@ -1,0 +1,252 @@
+"""Whole jobs beside plain training: what happens around a step (data, seeds, globals, the optimizer function) changes nothing either, or is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from piperlang.capture.model_file import load_model
+from piperlang.cli.main import main
+
+BASE = '''
+import torch, piperlang
+from torch import nn
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        with piperlang.annotate("stage", 0):
+            x = torch.tanh(self.a(x))
+        with piperlang.annotate("stage", 1):
+            return self.b(x)
+def model(): return M()
+def loss(o, t): return nn.functional.cross_entropy(o, t)
+def data():
+    g = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
+def optimizer(p): return torch.optim.SGD(p, lr=0.1, momentum=0.9)
+'''
+PIPELINE = "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nsplit batch into 2 as mb\n"
+WHOLE = PIPELINE.replace("split batch into 2 as mb\n", "")
+
+SAME = {
+    "data from torch's generator": "def data():\n    while True: yield torch.randn(8, 4), torch.randint(3, (8,))\n",
+    "data from a generator of the file": """
+g = torch.Generator().manual_seed(5)
+def data():
+    while True: yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
+""",
+    "data that uses its memory again": """
+def data():
+    x, t, g = torch.empty(8, 4), torch.empty(8, dtype=torch.long), torch.Generator().manual_seed(5)
+    while True:
+        x.copy_(torch.randn(8, 4, generator=g)); t.copy_(torch.randint(3, (8,), generator=g))
+        yield x, t
+""",
+    "a seed at the top of the file": "torch.manual_seed(123)\n",
+    "a shuffling loader that begins again": """
+def data():
+    torch.manual_seed(5)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(3, (16,))), batch_size=8, shuffle=True)
+""",
+    "spectral norm": """
+class S(M):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.utils.parametrizations.spectral_norm(self.a)
+def model(): return S()
+""",
+}
+NORMED = """
+class N(M):
+    def __init__(self):
+        super().__init__()
+        self.n = nn.BatchNorm1d(8)
+    def forward(self, x):
+        with piperlang.annotate("stage", 0):
+            x = self.n(self.a(x))
+        with piperlang.annotate("stage", 1):
+            return self.b(x)
+def model(): return N()
+def validation():
+    g = torch.Generator().manual_seed(6)
+    yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
+"""
+REFUSED = {
+    "a global that data changes": (
+        """
+beta = 0.1
+def loss(o, t): return (1 + beta) * o.square().mean()
+def data():
+    global beta
+    for i in range(9):
+        beta = 0.1 * (1 + i)
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+        "P0808",
+        "`beta`",
+    ),
+    "a global that the schedule changes": (
+        """
+cfg = {"alpha": 1.0}
+def loss(o, t): return nn.functional.cross_entropy(o * cfg["alpha"], t)
+def lr_schedule(o):
+    def f(e):
+        cfg["alpha"] = 1.0 + e
+        return 1.0
+    return torch.optim.lr_scheduler.LambdaLR(o, f)
+""",
+        "P0808",
+        "`cfg`",
+    ),
+    "layers unfrozen by the schedule": (
+        """
+made = []
+def model():
+    made.append(M()); made[-1].a.requires_grad_(False)
+    return made[-1]
+def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)
+def lr_schedule(o):
+    def f(e):
+        for one in made: one.a.requires_grad_(e > 0)
+        return 1.0
+    return torch.optim.lr_scheduler.LambdaLR(o, f)
+""",
+        "P0808",
+        "requires_grad",
+    ),
+    "hooks registered by the optimizer function": (
+        "def optimizer(params):\n    params = list(params)\n    params[0].register_hook(lambda g: g / 2)\n    return torch.optim.SGD(params, lr=0.1)\n",
+        "P0810",
+        "a.weight",
+    ),
+    "a weight frozen by the optimizer function": (
+        "def optimizer(model):\n    model.a.weight.requires_grad_(False)\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n",
+        "P0801",
+        "requires_grad",
+    ),
+    "a counter in a class": (
+        "class C: n = 0\ndef count():\n    C.n += 1\n    return C.n\nclass N(M):\n    def forward(self, x): return super().forward(x) * (1.0 if count() < 25 else 2.0)\ndef model(): return N()\n",
+        "P0808",
+        "`C`",
+    ),
+    "a counter in a closure": (
+        """
+def counter():
+    n = 0
+    def count():
+        nonlocal n
+        n += 1
+        return n
+    return count
+count = counter()
+class N(M):
+    def forward(self, x): return super().forward(x) * (1.0 if count() < 25 else 2.0)
+def model(): return N()
+""",
+        "P0808",
+        "`count`",
+    ),
+    "a tensor without elements between stages": (
+        """
+class N(M):
+    def forward(self, x):
+        with piperlang.annotate("stage", 0):
+            x = torch.tanh(self.a(x)); e = x.new_zeros(x.shape[0], 0)
+        with piperlang.annotate("stage", 1):
+            return self.b(torch.cat([x, e], 1))
+def model(): return N()
+""",
+        "P0802",
+        "without elements",
+    ),
+}
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
+
+
+def plain(path: Path, steps: int) -> tuple[list[float], dict[str, Any]]:
+    """Anyone's training loop; the file is run before the seed is set."""
+    scope: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    seed(0)
+    model = scope["model"]()
+    optimizer = scope["optimizer"]([p for p in model.parameters() if p.requires_grad])
+    seed(0)
+    losses: list[float] = []
+    while len(losses) < steps:
+        for inputs, target in scope["data"]():
+            if len(losses) < steps:
+                optimizer.zero_grad()
+                loss = scope["loss"](model(inputs), target)
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+            else:
+                break
+    return losses, model.state_dict()
+
+
+def job(folder: Path, text: str, script: str, *options: str) -> tuple[int, list[float], dict[str, Any]]:
+    (folder / "model.py").write_text(BASE + text)
+    (folder / "s.piper").write_text(script)
+    code = main([str(folder / "model.py"), str(folder / "s.piper"), "--steps", "3", "--out", str(folder / "run"), *options])
+    rows = (folder / "run" / "metrics.jsonl").read_text().splitlines() if code == 0 else []
+    return code, [json.loads(row)["loss"] for row in rows], torch.load(folder / "run" / "weights.pt") if code == 0 else {}
+
+
+def assert_plain(folder: Path, losses: list[float], weights: dict[str, Any]) -> None:
+    expected, state = plain(folder / "model.py", 3)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert weights.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.allclose(weights[name].double(), value.double(), rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_same_as_plain(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, losses, weights = job(tmp_path, SAME[name], PIPELINE, "--executor", "inline")
+    assert code == 0, capsys.readouterr().err
+    assert_plain(tmp_path, losses, weights)
+
+
+def test_statistics_with_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, losses, weights = job(tmp_path, NORMED, WHOLE, "--executor", "inline")
+    assert code == 0, capsys.readouterr().err
+    assert_plain(tmp_path, losses, weights)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, code, words = REFUSED[name]
+    exit_code, _, _ = job(tmp_path, text, PIPELINE, "--executor", "inline")
+    err = capsys.readouterr().err
+    assert exit_code == 1
+    assert f"error[{code}]" in err
+    assert words in err
+    assert "model.py:" in err
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_seed_at_the_top_of_the_file_on_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Workers run the model file, too, before they seed."""
+    code, losses, weights = job(tmp_path, SAME["a seed at the top of the file"], PIPELINE)
+    assert code == 0, capsys.readouterr().err
+    assert_plain(tmp_path, losses, weights)
+
+
+def test_the_model_file_is_run_once(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(BASE)
+    assert load_model(tmp_path / "model.py") is load_model(tmp_path / "model.py")
