@@ -79,9 +79,9 @@ def _traced_once() -> Iterator[None]:
     doubled, capture = cache(numerics.capture_doubled), program.capture
     known: dict[object, program.Program] = {}
 
-    def remembered(make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> program.Program:
+    def remembered(make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> program.Program:
         if make not in known:
-            known[make] = capture(make, loss, batch)
+            known[make] = capture(make, loss, batch, seed)
         return known[make]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +152,7 @@ def train(arguments: list[str], out: Path, temporary: Path) -> tuple[list[float]
     assert done.returncode == 0, done.stderr
     assert processes(temporary) == []
     assert list(temporary.glob("piper-*")) == []
-    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "plan.json", "resolved.piper", "schedule.piper", "versions.json", "weights.pt"]
+    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "plan.json", "resolved.piper", "schedule.piper", "verified.json", "versions.json", "weights.pt"]
     assert json.loads((out / "plan.json").read_text(encoding="utf-8"))
     assert (out / "schedule.piper").read_text(encoding="utf-8") == (ROOT / arguments[1]).read_text(encoding="utf-8")
     losses = losses_of(done.stdout)

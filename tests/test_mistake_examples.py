@@ -28,9 +28,9 @@ def _traced_once() -> Iterator[None]:
     known: dict[object, program.Program] = {}
     capture = program.capture
 
-    def remembered(make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> program.Program:
+    def remembered(make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> program.Program:
         if make not in known:
-            known[make] = capture(make, loss, batch)
+            known[make] = capture(make, loss, batch, seed)
         return known[make]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,7 @@ from piperlang.diagnostics import PiperError
 from piperlang.plan.check import check
 from piperlang.plan.lower import lower
 from piperlang.runtime import guard, guard_optimizer, optimize
+from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.guard import Verified, verify
 from piperlang.runtime.job import Job, Training
 from piperlang.runtime.optimize import Update
@@ -29,8 +30,6 @@ from tests.habits import HABITS
 from tests.habits.habit import Layers, sgd, square, vectors
 from tests.habits.plain import plain
 from tests.habits.run import SCHEDULES, Runner, clean, schedules
-
-pytestmark = pytest.mark.xdist_group("never wrong")
 
 KINDS = {
     "autograd function": ("gradient reversal", "same"),
@@ -58,10 +57,13 @@ def threads() -> Iterator[Runner]:
     runner.close()
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Runner]:
+@pytest.fixture
+def workers(cluster: Cluster) -> Iterator[Runner]:
+    """On the workers that all tests share."""
     runner = Runner("ray")
+    runner.cluster = cluster
     yield runner
+    runner.cluster = None
     runner.close()
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import unwrap
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -150,7 +152,9 @@ class _Prints:
     def _inside(self, value: Any, depth: int) -> object:
         if isinstance(value, Mapping):
             return ("mapping", tuple((str(key), self.of(item, depth)) for key, item in list(value.items())))
-        if isinstance(value, list | tuple):
+        if isinstance(value, ContextVar):
+            return ("variable", self.of(value.get(None), depth))
+        if isinstance(value, list | tuple | deque):
             return ("sequence", tuple(self.of(item, depth) for item in value))
         if isinstance(value, set | frozenset):
             return ("set", frozenset(map(repr, value)))

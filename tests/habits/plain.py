@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as f
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as recompute
 
 from piperlang.capture.random import counter_dropout, mix
@@ -114,25 +114,13 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _dropout(step: int) -> Iterator[None]:
     """Masks by seed, step and position. A checkpoint is a plain call meanwhile, since its masks must not change."""
+    rng, numbers = torch.tensor([mix(SEED, step), 0]), itertools.count()
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return counter_dropout(input, rng, next(numbers), p, SAMPLES) if training and p > 0.0 else input
 
     def call(function: Any, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    with mock.patch.object(recompute, "checkpoint", call), _Counted(step):
+    with mock.patch.object(recompute, "checkpoint", call), mock.patch.object(f, "dropout", dropout):
         yield
-
-
-class _Counted(TorchFunctionMode):
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.rng, self.number = torch.tensor([mix(SEED, step), 0]), 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (f.dropout, torch.dropout, torch.dropout_):
-            return func(*args, **(kwargs or {}))
-        given = dict(zip(("input", "p", "training"), args, strict=False)) | {"train": True} | (kwargs or {})
-        p, active = given.get("p", 0.5), given.get("training", given["train"])
-        if not active or p == 0.0:
-            return given["input"]
-        self.number += 1
-        return counter_dropout(given["input"], self.rng, self.number - 1, p, SAMPLES)
