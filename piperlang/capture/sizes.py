@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.random import module_of
-from piperlang.capture.trace import Traced, trace
+from piperlang.capture.trace import Traced, trace, written
 from piperlang.capture.untraceable import refuse_unknown_shapes
 from piperlang.capture.where import line_of_function, line_of_operator
 from piperlang.diagnostics import error
@@ -30,6 +30,8 @@ class Sizes:
     small: Traced
     large: Traced
     twin: dict[fx.Node, fx.Node]
+    again: Callable[[], Traced]
+    """Traces at `small.samples` once more: to tell a program that depends on the batch size from one that is another every time."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the batch's tensors, as they were given."""
     dtypes: tuple[torch.dtype, ...] = ()
@@ -41,7 +43,7 @@ class Sizes:
     def dims(self, node: fx.Node) -> tuple[tuple[int, int], ...]:
         """Every dim of a node's value as (a, b): its size is a * samples + b."""
         a, b = self.small.value(node), self.large.value(self.twin[node])
-        return tuple(_line(x, y, self.small.samples, node) for x, y in zip(a.shape, b.shape, strict=True))
+        return tuple(self._line(x, y, node) for x, y in zip(a.shape, b.shape, strict=True))
 
     def shape(self, node: fx.Node, samples: int) -> tuple[int, ...]:
         return tuple(a * samples + b for a, b in self.dims(node))
@@ -60,11 +62,20 @@ class Sizes:
         if x == y or not isinstance(x, int | float):
             return x
         if isinstance(x, int):
-            a, b = _line(x, y, self.small.samples, node)
+            a, b = self._line(x, y, node)
             return a * samples + b
         if x * self.small.samples == y * self.large.samples:
             return x * self.small.samples / samples
-        raise _unclear(node)
+        raise self._unclear(node)
+
+    def _line(self, x: int, y: int, node: fx.Node) -> tuple[int, int]:
+        slope = Fraction(y - x, self.small.samples)
+        if slope.denominator != 1:
+            raise self._unclear(node)
+        return int(slope), x - int(slope) * self.small.samples
+
+    def _unclear(self, node: fx.Node) -> Exception:
+        return _differing(self.small, self.again, node)
 
 
 def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Sizes:
@@ -72,12 +83,16 @@ def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], 
     flat, layout = pytree.tree_flatten(tuple(batch))
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
     size = max(2, samples)
-    small = trace(make_model, loss, _resized(batch, samples, size), seed)
+
+    def at(samples_traced: int) -> Traced:
+        return trace(make_model, loss, _resized(batch, samples, samples_traced), seed)
+
+    small = at(size)
     refuse_unknown_shapes(small.graph)
     _refuse_loss(small, loss)
-    large = trace(make_model, loss, _resized(batch, samples, 2 * size), seed)
+    large = at(2 * size)
     shapes, dtypes = tuple(tuple(t.shape) for t in flat), tuple(t.dtype for t in flat)
-    return replace(pair(small, large), shapes=shapes, dtypes=dtypes, layout=layout, samples=samples)
+    return replace(pair(small, large, lambda: at(size)), shapes=shapes, dtypes=dtypes, layout=layout, samples=samples)
 
 
 def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
@@ -92,14 +107,14 @@ def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
         )  # fmt: skip
 
 
-def pair(small: Traced, large: Traced) -> Sizes:
+def pair(small: Traced, large: Traced, again: Callable[[], Traced]) -> Sizes:
     first, second = list(small.graph.nodes), list(large.graph.nodes)
     for a, b in zip(first, second, strict=False):
         if (a.op, str(a.target) if a.op == "call_function" else "") != (b.op, str(b.target) if b.op == "call_function" else ""):
-            raise _unclear(b, f"with {large.samples} samples it runs {b.target}, with {small.samples} samples {a.target}")
+            raise _differing(small, again, b, f"with {large.samples} samples it runs {b.target}, with {small.samples} samples {a.target}")
     if len(first) != len(second):
-        raise _unclear(first[-1])
-    return Sizes(small, large, dict(zip(first, second, strict=True)))
+        raise _differing(small, again, first[-1])
+    return Sizes(small, large, dict(zip(first, second, strict=True)), again)
 
 
 def _resized(batch: tuple[Any, Any], samples: int, size: int) -> tuple[Any, Any]:
@@ -112,14 +127,14 @@ def _resized(batch: tuple[Any, Any], samples: int, size: int) -> tuple[Any, Any]
     return resized
 
 
-def _line(x: int, y: int, samples: int, node: fx.Node) -> tuple[int, int]:
-    slope = Fraction(y - x, samples)
-    if slope.denominator != 1:
-        raise _unclear(node)
-    return int(slope), x - int(slope) * samples
-
-
-def _unclear(node: fx.Node, what: str = "") -> Exception:
+def _differing(small: Traced, again: Callable[[], Traced], node: fx.Node, what: str = "") -> Exception:
+    """Why two traces differ where they must not: by the batch size, or because the program is another one every time."""
+    if written(small.graph) != written(again().graph):
+        return error(
+            "P0808", "the model runs another program every time it is called", line_of_operator(node),
+            notes=["two traces with the same batch differ", *([what] if what else []), module_of(node)],
+            help="look for what the code reads besides its weights and its inputs: a counter, a clock, a random number, a cache",
+        )  # fmt: skip
     return error(
         "P0806", "the program depends on the size of the batch", line_of_operator(node), notes=[what or f"operator {node.target}", module_of(node)],
         help="let shapes grow with the batch, and nothing else depend on its size",

@@ -2,33 +2,24 @@
 
 A traced program keeps the values that they had when it was traced, so training would go on with the first of them. What every call changes again is refused. What the
 first call sets and later calls leave as it is (a cached mask, a flag) is harmless, if the program of the second call is the same.
-
-Private API, kept in this file: `torch.utils._python_dispatch._disable_current_modes` (tried on torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
 
-import itertools
 import random
-import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import unwrap
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from piperlang.capture.where import is_users, is_users_file, line_of_function
+from piperlang.capture.prints import Prints
+from piperlang.capture.where import is_users, line_of_function
 from piperlang.diagnostics import PiperError, error
 
-_DEEPEST = 6
-_OPAQUE = (BuiltinFunctionType, nn.Module)
 _STANDARD = frozenset(vars(nn.Module()))
 """Attributes that every module has. Of these only `training` is state, and `eval()` inside a forward would show elsewhere."""
 
@@ -38,11 +29,13 @@ Snapshot: TypeAlias = Mapping[str, object]
 
 def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
     """All Python state that the model and its loss could read."""
-    prints = _Prints()
+    prints = Prints()
     found: dict[str, object] = {}
     for path, module in model.named_modules():
         own = {name: value for name, value in vars(module).items() if name not in _STANDARD}
         found |= {f"attribute `{name}` of {_module(path)}": prints.of(value) for name, value in own.items()}
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            found[f"forward hook `{getattr(hook, '__name__', type(hook).__name__)}` of {_module(path)}"] = prints.of(hook)
         if is_users(type(module).forward):
             shared = {name: value for name, value in vars(type(module)).items() if not name.startswith("__")}
             found |= {f"class attribute `{type(module).__qualname__}.{name}`": prints.of(value) for name, value in shared.items()}
@@ -73,7 +66,7 @@ class Frozen:
         self.prints = self._prints()
 
     def _prints(self) -> dict[str, object]:
-        prints = _Prints()
+        prints = Prints()
         return {name: prints.of(scope.get(name)) for name, scope in self.names.items()}
 
     def check(self) -> None:
@@ -88,9 +81,13 @@ class Frozen:
 
 
 def _globals_of(model: nn.Module, loss: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names, and the scopes they are in, that functions of the user's read: the loss, methods of modules, and what those call."""
     classes = {type(module) for module in model.modules()}
-    todo: list[Any] = [unwrap(loss), *(item for kind in classes for item in vars(kind).values())]
+    return globals_of([unwrap(loss), *(item for kind in classes for item in vars(kind).values())])
+
+
+def globals_of(functions: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names, and the scopes they are in, that functions of the user's read, and those that they call. What is no function is passed over."""
+    todo = list(functions)
     seen: set[int] = set()
     while todo:
         function = todo.pop()
@@ -129,68 +126,3 @@ def refuse_state(names: set[str], model: nn.Module) -> PiperError:
 
 def _module(path: str) -> str:
     return f"module {path}" if path else "the model"
-
-
-class _Prints:
-    """Prints of values: equal while a value has not changed. Objects that several modules share are looked at once."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, object] = {}
-
-    def of(self, value: Any, depth: int = 0) -> object:
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-            return (type(value).__name__, value if value == value else "nan")
-        if isinstance(value, torch.Tensor):
-            return ("tensor", str(value.dtype), tuple(value.shape))
-        if depth > _DEEPEST or isinstance(value, _OPAQUE) or (isinstance(value, FunctionType | type | ModuleType) and not _users(value)):
-            return "opaque"
-        if id(value) not in self.known:
-            self.known[id(value)] = "under way"  # it may contain itself
-            self.known[id(value)] = self._inside(value, depth + 1)
-        return self.known[id(value)]
-
-    def _inside(self, value: Any, depth: int) -> object:
-        if isinstance(value, Mapping):
-            return ("mapping", tuple((str(key), self.of(item, depth)) for key, item in list(value.items())))
-        if isinstance(value, ContextVar):
-            return ("variable", self.of(value.get(None), depth))
-        if isinstance(value, list | tuple | deque):
-            return ("sequence", tuple(self.of(item, depth) for item in value))
-        if isinstance(value, set | frozenset):
-            return ("set", frozenset(map(repr, value)))
-        if isinstance(value, random.Random):
-            return ("random", hash(value.getstate()))
-        if isinstance(value, np.random.Generator):
-            return ("random", str(value.bit_generator.state))
-        if isinstance(value, np.ndarray):
-            return ("array", value.tobytes())
-        if isinstance(value, torch.Generator):
-            with _disable_current_modes():  # the state of a generator is a tensor, and must not become one of the trace
-                return ("random", value.get_state().numpy().tobytes())
-        if isinstance(value, MethodType):
-            return ("method", self.of(value.__func__, depth), self.of(value.__self__, depth))
-        if isinstance(value, FunctionType):
-            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-            return ("function", *(self.of(part, depth) for part in (value.__defaults__, value.__kwdefaults__, vars(value), cells)))
-        if isinstance(value, type | ModuleType):
-            return ("names", tuple((name, self.of(item, depth)) for name, item in list(vars(value).items()) if not name.startswith("__")))
-        if isinstance(value, itertools.count | itertools.cycle):
-            return ("iterator", repr(value))
-        return ("object", type(value).__qualname__, tuple(self._members(value, depth)))
-
-    def _members(self, value: Any, depth: int) -> Iterator[tuple[str, object]]:
-        for name, item in list(getattr(value, "__dict__", {}).items()):
-            yield name, self.of(item, depth)
-        for name in (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)):
-            if hasattr(value, name):
-                yield name, self.of(getattr(value, name), depth)
-
-
-def _users(value: FunctionType | type | ModuleType) -> bool:
-    """Whether a function, class or module is the user's own."""
-    if isinstance(value, FunctionType):
-        return is_users(value)
-    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
-    if module is None:  # a model file is run, not imported
-        return True
-    return is_users_file(getattr(module, "__file__", None) or "<")

@@ -117,26 +117,21 @@ def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], 
 
 
 def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...], mode: FakeTensorMode) -> None:
-    """The model again, as the first call has left it: what changes again, or makes another program, is state that a trace would freeze."""
-    first, lasting = training.seen.watch, training.seen.set
-    for path, value in lasting.items():
-        module, _, name = path.rpartition(".")
-        setattr(training.model.get_submodule(module.lstrip(".")), name, pytree.tree_map(lambda leaf: _fresh(leaf, mode), value))
-    again = _export(training, inputs)
-    evolving = {name for name in first.changed if first.after.get(name) != training.seen.watch.after.get(name)} | (training.seen.watch.changed - first.changed)
-    if evolving or _written(program.graph) != _written(again.graph):
+    """The model again, as a call has left it: what changes again, or makes another program, is state that a trace would freeze.
+
+    Two calls outside of export, which puts back some of what a forward changes, and not all."""
+    watches = []
+    for _ in range(2):
+        with mode, torch.enable_grad():
+            training(*inputs)
+        watches.append(training.seen.watch)
+    first, second = watches
+    evolving = {name for name in first.changed if first.after.get(name) != second.after.get(name)} | (second.changed - first.changed)
+    if evolving or written(program.graph) != written(_export(training, inputs).graph):
         raise refuse_state(evolving or first.changed, training.model)
 
 
-def _fresh(value: Any, mode: FakeTensorMode) -> Any:
-    """A tensor like one that another trace has left behind, which this trace could not use."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with mode:
-        return torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
-
-
-def _written(graph: fx.Graph) -> list[str]:
+def written(graph: fx.Graph) -> list[str]:
     """A graph as text that is equal for equal programs."""
     return [f"{node.op} {node.target if node.op != 'get_attr' else ''} {node.args} {node.kwargs}" for node in graph.nodes]
 

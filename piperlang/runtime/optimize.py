@@ -22,6 +22,7 @@ from piperlang.elaborate.directive import Written
 from piperlang.ir.graph import Key
 from piperlang.plan.instruction import Plan
 from piperlang.runtime.optimizer_copy import LocalOptimizer, Part, copied, copied_group, copied_state, options, same_option, set_option
+from piperlang.runtime.options_only import SharedState, check_groups, options_only
 from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, never_stepped, refused, scope_of, step_schedule
 
 HALF = (torch.bfloat16, torch.float16)
@@ -61,9 +62,11 @@ class Optimizers:
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.user = call_optimizer(make, model)
             self.scope = scope_of(self.user, make)
+            self._make_copies(model, updates)
+            self.shared = SharedState(self.user, make, devices=len({update.device for update in updates}))
             if make_schedule is not None:
                 self.schedule, self.make_schedule = call_schedule(make_schedule, self.user), make_schedule
-            self._make_copies(model, updates)
+                self._pass_on()
 
     def update(self, device: int, key: Key, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Update weights in place: now, or with the last update of the device where the optimizer looks at all weights."""
@@ -72,9 +75,10 @@ class Optimizers:
             optimizer.update(parameters, weights, gradients)
 
     def advance(self) -> None:
-        """The end of a training step on all devices of the process: the schedule steps, and options that it changed go to the copies.
-
-        Only those: some optimizers write into their own groups."""
+        """The end of a training step on all devices of the process: the schedule steps, and options that it changed go to the copies."""
+        if not self.local:
+            return
+        self.shared.check()
         if self.schedule is None:
             return
         step_schedule(self.schedule, self.make_schedule)
@@ -85,6 +89,11 @@ class Optimizers:
                     "P0808", f"requires_grad of {name} has changed since the model was traced", line_of_function(self.make_schedule), notes=["the traced program trains what required gradients then"],
                     help="freeze by a learning rate of 0 for the group until it is to be trained, or train in two jobs",
                 )  # fmt: skip
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """What the schedule changed of the options: only that, as some optimizers write into their own groups."""
+        check_groups(self.user, self.stand_ins, self.make_schedule)
         for group, last, copies in zip(self.user.param_groups, self.options, self.groups, strict=True):
             for name, value in options(group).items():
                 if name not in last or not same_option(last[name], value):
@@ -110,10 +119,8 @@ class Optimizers:
             self._copy(whole, together)
         self.options = [copy.deepcopy(options(group)) for group in self.user.param_groups]
         never_stepped(self.user)
-        # The model is whole and may be large: from here on only the options are needed.
-        for group in self.user.param_groups:
-            group["params"] = [nn.Parameter(torch.empty(0)) for _ in group["params"]]
-        self.user.state.clear()
+        # The model is whole and may be large: from here on only the options are needed. The schedule comes after this, and never sees a weight.
+        self.stand_ins = options_only(self.user)
 
     def _together(self, whole: Mapping[str, nn.Parameter], updates: Sequence[Update]) -> list[list[Update]]:
         """Which updates share a copy: each has its own, but those of a device share one where the optimizer looks at all weights."""

@@ -78,6 +78,8 @@ def call_schedule(make: Callable[[Any], Any], optimizer: optim.Optimizer) -> Any
 def step_schedule(schedule: Any, make: Callable[..., Any]) -> None:
     try:
         schedule.step()
+    except PiperError:
+        raise
     except (Exception, SystemExit) as problem:
         help = "repair this line, or make the schedule last for all training steps"
         raise error("P0801", "the schedule of `lr_schedule` cannot be stepped", line_of(problem) or _line(make), notes=[said(problem)], help=help) from problem
@@ -140,9 +142,13 @@ def _has_step_hooks(optimizer: optim.Optimizer) -> bool:
     """Whether code of the user's runs before or after each step of this optimizer, or of any. torch's profiler has a hook of its own.
 
     Private names of torch.optim, in torch 2.11 and 2.13."""
+    return bool(step_hooks(optimizer))
+
+
+def step_hooks(optimizer: optim.Optimizer) -> list[Callable[..., Any]]:
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks = [hook for some in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks) for hook in some.values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
 
 
 def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -1,0 +1,162 @@
+"""Prints of Python values: equal as long as a value, and everything that can be reached from it, has not changed.
+
+The garbage collector knows what an object refers to, whatever its type: a deque, a `functools.partial`, the locals of a generator. What it cannot tell is a
+position kept in C (of an iterator, of a random generator); those types are listed here.
+
+Private API, kept in this file: `torch.utils._python_dispatch._disable_current_modes` (tried on torch 2.11 and 2.13), `functools._lru_cache_wrapper` (Python 3.11 to 3.13).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from itertools import islice
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from piperlang.capture.where import is_users, is_users_file
+
+BUDGET = 20_000
+"""Values looked at for one snapshot: what a program reads is small, and a data set that lies about is not looked through to its end."""
+DEEPEST = 60
+SAMPLED = 1 << 20
+"""Bytes of an array from which on only some of its elements are looked at: globals are looked at before every step."""
+
+_ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_OPAQUE = (BuiltinFunctionType, CodeType, FrameType)
+_ITERATORS = ("builtins", "itertools")
+"""Modules of the types whose `__reduce__` tells the position of an iterator."""
+
+
+class Prints:
+    """The prints of one snapshot. Objects that are reached in several ways are looked at once."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[object, object]] = {}
+        """By id, with the object itself: an id must not be given to another one in the meantime."""
+        self.left, self.depth = BUDGET, 0
+
+    def of(self, value: Any) -> object:
+        self.left -= 1
+        if isinstance(value, _ATOMS):
+            return (type(value).__name__, value if value == value else "nan")
+        if isinstance(value, torch.Tensor):
+            return ("tensor", str(value.dtype), tuple(value.shape))
+        if isinstance(value, _OPAQUE) or (isinstance(value, FunctionType | type | ModuleType) and not _users(value)):
+            return "opaque"
+        if id(value) in self.known:
+            return self.known[id(value)][1]
+        if self.left <= 0 or self.depth >= DEEPEST:
+            return "not looked at"
+        self.known[id(value)] = value, "under way"  # it may contain itself
+        self.depth += 1
+        found = self._inside(value)
+        self.depth -= 1
+        self.known[id(value)] = value, found
+        return found
+
+    def _inside(self, value: Any) -> object:
+        for kind, look in _LOOKS.items():
+            if isinstance(value, kind):
+                return (kind.__name__, look(self, value))
+        return (type(value).__qualname__, self._attributes(value), *self._position(value), *map(self.of, self._referents(value)))
+
+    def _attributes(self, value: Any) -> object:
+        own = getattr(value, "__dict__", None)
+        return self.items(own) if isinstance(own, dict) else ()
+
+    def _referents(self, value: Any) -> Iterator[Any]:
+        """What the collector sees: values of attributes again where these are in no dict, elements, slots. Not the type."""
+        own = getattr(value, "__dict__", None)
+        shown = {id(item) for item in own.values()} if isinstance(own, dict) else set()
+        for item in gc.get_referents(value):
+            if item is not own and item is not type(value) and id(item) not in shown:
+                yield item
+
+    def _position(self, value: Any) -> Iterator[object]:
+        """Of an iterator written in C."""
+        if type(value).__module__ in _ITERATORS and hasattr(value, "__next__"):
+            try:
+                yield from (part for part in value.__reduce__()[2:] if isinstance(part, _ATOMS))
+                yield repr(value)[: repr(value).find(" at 0x")]  # a count has its number there
+            except TypeError:  # some cannot be copied, and none can from Python 3.14 on
+                yield repr(value)
+
+    def items(self, value: Mapping[Any, Any]) -> object:
+        some = islice(list(value.items()), max(self.left, 0))
+        return len(value), tuple((key if isinstance(key, _ATOMS) else self.of(key), self.of(item)) for key, item in some)
+
+    def elements(self, value: Any) -> object:
+        return len(value), tuple(self.of(item) for item in islice(list(value), max(self.left, 0)))
+
+    def function(self, value: FunctionType) -> object:
+        cells = tuple(self.of(cell.cell_contents) for cell in value.__closure__ or () if cell != CellType())
+        return (cells, self.of(value.__defaults__), self.of(value.__kwdefaults__), self.items(vars(value)))
+
+    def generator(self, value: GeneratorType[Any, Any, Any]) -> object:
+        frame = value.gi_frame
+        return (frame.f_lasti, self.items(frame.f_locals)) if frame is not None else "ended"
+
+    def names(self, value: Any) -> object:
+        """Of a class or a module."""
+        return self.items({name: item for name, item in list(vars(value).items()) if not name.startswith("__")})
+
+    def cached(self, value: Any) -> object:
+        """What a cache holds, without the order in which it was last read. The elements of a bounded one are links, which hold key and result."""
+        caches = [held for held in gc.get_referents(value) if isinstance(held, dict) and held is not getattr(value, "__dict__", None)]
+        return tuple((len(cache), *sorted(str(self._result(item)) for item in cache.values())) for cache in caches), self.of(value.__wrapped__)
+
+    def _result(self, item: Any) -> object:
+        return tuple(map(self.of, gc.get_referents(item))) if type(item).__name__ == "_lru_list_elem" else self.of(item)
+
+
+def _array(_: Prints, value: np.ndarray[Any, Any]) -> object:
+    some = value if value.nbytes <= SAMPLED else value.reshape(-1)[:: max(1, value.size // 4096)]
+    return (value.shape, some.tobytes() if some.dtype != object else repr(some))
+
+
+def _torch_generator(_: Prints, value: torch.Generator) -> object:
+    with _disable_current_modes():  # the state of a generator is a tensor, and must not become one of the trace
+        return value.get_state().numpy().tobytes()
+
+
+_LOOKS: dict[type, Callable[[Prints, Any], object]] = {
+    Mapping: Prints.items,
+    list: Prints.elements,
+    tuple: Prints.elements,
+    deque: Prints.elements,
+    set: lambda prints, value: frozenset(map(repr, value)),
+    frozenset: lambda prints, value: frozenset(map(repr, value)),
+    ContextVar: lambda prints, value: prints.of(value.get(None)),
+    threading.local: lambda prints, value: prints.items(vars(value)),
+    random.Random: lambda prints, value: hash(value.getstate()),
+    np.random.Generator: lambda prints, value: str(value.bit_generator.state),
+    np.random.RandomState: lambda prints, value: str(value.get_state()),
+    np.ndarray: _array,
+    torch.Generator: _torch_generator,
+    FunctionType: Prints.function,
+    GeneratorType: Prints.generator,
+    type: Prints.names,
+    ModuleType: Prints.names,
+    functools._lru_cache_wrapper: Prints.cached,
+}
+
+
+def _users(value: FunctionType | type | ModuleType) -> bool:
+    """Whether a function, class or module is the user's own."""
+    if isinstance(value, FunctionType):
+        return is_users(value)
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    if module is None:  # a model file is run, not imported
+        return True
+    return is_users_file(getattr(module, "__file__", None) or "<")

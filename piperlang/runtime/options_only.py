@@ -1,0 +1,97 @@
+"""The user's optimizer once copies of it train: options, which a schedule may read and change, and neither weights nor state.
+
+A schedule that reads or changes weights, state or groups would act on something that is not trained. All of that is refused where it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn, optim
+
+from piperlang.capture.prints import Prints
+from piperlang.capture.state import globals_of
+from piperlang.capture.where import here, line_of_function
+from piperlang.diagnostics import PiperError, error
+from piperlang.runtime.user_optimizer import step_hooks
+
+_REPAIR = "let the schedule change options of the groups only (lr, weight_decay, momentum); what depends on weights or their state belongs into an Optimizer's `step`"
+
+
+class _StandIn(nn.Parameter):
+    """In the place of a parameter: it can be counted and compared by identity, and nothing else."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise _touched("the weights")
+
+
+class _NoState:
+    """In the place of `optimizer.state`."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what Python itself asks for
+            raise AttributeError(name)
+        raise _touched("the state of the optimizer")
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise _touched("the state of the optimizer")
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+
+
+def options_only(optimizer: optim.Optimizer) -> list[list[nn.Parameter]]:
+    """Takes weights and state away; gives what stands for the parameters, group by group."""
+    found = []
+    for group in optimizer.param_groups:
+        group["params"] = [_StandIn(torch.empty(0)) for _ in group["params"]]
+        found.append(list(group["params"]))
+    optimizer.state = _NoState()  # type: ignore[assignment]
+    return found
+
+
+def check_groups(optimizer: optim.Optimizer, stand_ins: list[list[nn.Parameter]], make_schedule: Callable[..., Any]) -> None:
+    """The schedule must leave the groups as they are."""
+    now = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    if now != [[id(parameter) for parameter in group] for group in stand_ins]:
+        raise error(
+            "P0601", "the schedule of `lr_schedule` changes which parameters the groups of the optimizer have", line_of_function(make_schedule),
+            notes=["groups are divided over devices before the first step"], help="make all groups in `optimizer`, and let the schedule change their options",
+        )  # fmt: skip
+
+
+def _touched(what: str) -> PiperError:
+    return error("P0601", f"`lr_schedule` uses {what}", here(), notes=["weights and state are divided over devices, and copies of the optimizer train them"], help=_REPAIR)
+
+
+class SharedState:
+    """Python state that the steps of an optimizer change outside of it: in globals, class attributes, closures of hooks.
+
+    On workers every process steps once in a training step, as plain training does. Devices that share one process would all change the same state."""
+
+    def __init__(self, optimizer: optim.Optimizer, make: Callable[..., Any], devices: int) -> None:
+        self.line = line_of_function(make)
+        self.hooks = {f"step hook `{getattr(hook, '__name__', type(hook).__name__)}`": hook for hook in step_hooks(optimizer)}
+        functions = [*(item for kind in type(optimizer).__mro__ for item in vars(kind).values()), *self.hooks.values()]
+        self.names = dict(globals_of(functions)) if devices > 1 else {}
+        self.kind = type(optimizer)
+        self.watched = devices > 1
+        self.before = self._prints()
+
+    def _prints(self) -> dict[str, object]:
+        if not self.watched:
+            return {}
+        prints = Prints()
+        found = {name: prints.of(hook) for name, hook in self.hooks.items()}
+        found |= {f"class `{self.kind.__qualname__}`": prints.of(self.kind)}
+        return found | {f"global `{name}`": prints.of(scope.get(name)) for name, scope in self.names.items()}
+
+    def check(self) -> None:
+        for name, now in self._prints().items():
+            if now != self.before[name]:
+                raise error(
+                    "P0601", f"{name} changes in every step of the optimizer", self.line, notes=["devices of one process share it, so it changes several times in a training step"],
+                    help="use `--executor ray`, where every device has a process of its own, or keep it in `optimizer.state`",
+                )  # fmt: skip
