@@ -31,13 +31,29 @@ def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[s
             _running(graph, node, statistics, buffers)
             continue
         for target in written(node):
+            _refuse_custom(node)
             root, direct = _root(target)
+            if root.op == "placeholder" and root.name not in kept:
+                raise error(
+                    "P0803", "the model changes its batch in place", line_of_operator(node), notes=["whoever yields the same tensor again would yield the changed one; devices have copies", module_of(node)],
+                    help="work on a copy: `x = x.clone()`, or write the operator without the underscore",
+                )  # fmt: skip
             alone = direct and len(written(node)) == 1 and not _viewed_later(root, node)
             if root.op == "placeholder" and root.name in kept and (root.name not in buffers or not alone):
                 raise _refused(node, kept[root.name], view=not alone)
             if alone:
                 _replace(graph, node, must=root.name in buffers, name=kept.get(root.name, ""))
     return statistics
+
+
+def _refuse_custom(node: fx.Node) -> None:
+    """An operator of the user's own that writes to its arguments: only aten's have a form without the write."""
+    namespace = getattr(node.target, "namespace", "aten")
+    if namespace not in ("aten", "piper"):
+        raise error(
+            "P0803", f"operator {node.target} writes to its arguments", line_of_operator(node), notes=[module_of(node)],
+            help="let it return new tensors, with `mutates_args=()`",
+        )  # fmt: skip
 
 
 def root_of(node: fx.Node) -> fx.Node:
@@ -80,9 +96,10 @@ def new_values(values: Mapping[str, fx.Node], names: Mapping[str, str]) -> dict[
                 "P0803", f"buffer {names[place]} is replaced by one of another shape or type", line_of_operator(node), notes=[module_of(node)],
                 help="keep the shape and type that it is registered with",
             )  # fmt: skip
-        if node.op == "placeholder" or len(node.users) > 1:  # the new value is an output of its own, whoever else reads it
+        # The new value is an output of its own, whoever else reads it, and nothing is differentiated through it.
+        if node.op == "placeholder" or len(node.users) > 1 or node.meta["val"].requires_grad:
             with node.graph.inserting_before(_after(node)):
-                node = _call(node.graph, node, aten.clone.default, (node,))
+                node = _call(node.graph, node, aten.clone.default, (_call(node.graph, node, aten.detach.default, (node,)),))
         changed[place] = node
     return changed
 

@@ -21,6 +21,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 
 from piperlang.capture.cost import Cost, bytes_of, cost
 from piperlang.capture.cut import Chunk
+from piperlang.capture.effects import without_effects
 from piperlang.capture.functions import identity
 from piperlang.capture.random import PLACE
 from piperlang.capture.sizes import Sizes
@@ -212,6 +213,7 @@ class _Division:
                 # An output is a view. What crosses to another chunk has to be a tensor of its own anyway.
                 joint = aot_export_joint_simple(fx.Interpreter(self._runnable(copies=True)).run, tuple(fakes), trace_joint=self.learns)
         assert isinstance(joint, fx.GraphModule)
+        without_effects(joint)
         refuse_sparse(joint.graph)
         return joint
 

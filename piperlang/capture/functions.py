@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from piperlang.capture.state import snapshot_of
 from piperlang.capture.untraceable import differentiating
 from piperlang.capture.where import line_at
 from piperlang.diagnostics import PiperError, error
@@ -158,6 +159,25 @@ def backward_graph(node: fx.Node, mode: FakeTensorMode, table: Mapping[Any, Any]
     with differentiating(node), mode, torch.enable_grad():
         graph: fx.Graph = make_fx(run, decomposition_table=dict(table))(*tensors, *(torch.empty_like(result) for result in results)).graph
     return graph
+
+
+def refuse_backward_state(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Python state that a backward changes: the program keeps the values that it had when it was traced."""
+    seen: set[type] = set()
+    for node in graph.nodes:
+        if not isinstance(node.target, Applied) or node.target.function in seen:
+            continue
+        function = node.target.function
+        seen.add(function)
+        before = snapshot_of(function)
+        backward_graph(node, mode, {})
+        evolving = {name for name, print in snapshot_of(function).items() if print != before.get(name)}
+        if evolving:
+            raise error(
+                "P0808", f"{min(evolving)} changes every time the backward of `{function.__qualname__}` runs", _line_of_class(function),
+                notes=["the traced program would keep the value it had in the first step"],
+                help="pass it to `apply` as a tensor: a registered buffer, or a tensor that comes with the batch",
+            )  # fmt: skip
 
 
 def identity(target: object) -> object:

@@ -97,15 +97,23 @@ def _attributes(model: nn.Module) -> dict[str, object]:
 
 
 def refuse_shared_storage(model: nn.Module) -> None:
-    """Parameters that are views of one tensor: an update of one would change the other."""
-    owners: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, value in model.named_parameters():
-        other, first = owners.setdefault(value.untyped_storage()._cdata, (name, value))
+    """Tensors that are views of one parameter: an update of it would change the others."""
+    owners = {value.untyped_storage()._cdata: (name, value) for name, value in reversed(list(model.named_parameters()))}
+    for name, value in _tensors(model):
+        owner, first = owners.get(value.untyped_storage()._cdata, ("", value))
         if first is not value and value.numel():
             raise error(
-                "P0803", f"parameters {other} and {name} share their memory", line_of_function(type(model).__init__), notes=["an update of one would change the other"],
-                help="make one of them the parameter and compute the other from it in the forward; tie whole weights by assigning the parameter itself",
+                "P0803", f"parameter {owner} and {name} share their memory", line_of_function(type(model).__init__), notes=["an update of the parameter would change the other, too"],
+                help="compute what depends on a parameter in the forward, or `clone()` it once; tie whole weights by assigning the parameter itself",
             )  # fmt: skip
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and tensors that other attributes hold."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for path, value in _attributes(model).items():
+        yield from ((f"attribute {path.lstrip('.')}", leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def refuse_replaced(observed: Observed) -> None:

@@ -40,9 +40,18 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
             shared = {name: value for name, value in vars(type(module)).items() if not name.startswith("__")}
             found |= {f"class attribute `{type(module).__qualname__}.{name}`": prints.of(value) for name, value in shared.items()}
     found |= {f"global `{name}`": prints.of(scope[name]) for name, scope in _globals_of(model, loss) if name in scope}
-    found["the generator of Python's `random`"] = hash(random.getstate())
-    found["NumPy's global generator"] = str(np.random.get_state())
-    return found
+    return found | _generators()
+
+
+def snapshot_of(kind: type) -> Snapshot:
+    """Python state that methods of a class could read: of the class itself, and globals."""
+    prints = Prints()
+    found = {f"class attribute `{kind.__qualname__}.{name}`": prints.of(value) for name, value in vars(kind).items() if not name.startswith("__")}
+    return found | {f"global `{name}`": prints.of(scope.get(name)) for name, scope in globals_of(vars(kind).values())} | _generators()
+
+
+def _generators() -> dict[str, object]:
+    return {"the generator of Python's `random`": hash(random.getstate()), "NumPy's global generator": str(np.random.get_state())}
 
 
 @dataclass
@@ -91,6 +100,7 @@ def globals_of(functions: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]
     seen: set[int] = set()
     while todo:
         function = todo.pop()
+        function = getattr(function, "__func__", function)  # a static method, a class method
         if not isinstance(function, FunctionType) or id(function) in seen or not is_users(function):
             continue
         seen.add(id(function))

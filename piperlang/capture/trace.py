@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.buffers import make_functional, new_values
 from piperlang.capture.counted import take_count
-from piperlang.capture.functions import Call, recorded, restore
+from piperlang.capture.functions import Call, recorded, refuse_backward_state, restore
 from piperlang.capture.hooks import only_forward, refuse_hooks
 from piperlang.capture.inline import drop_unread, inline_regions
 from piperlang.capture.learning import learning
@@ -174,6 +174,7 @@ def _traced(
     graph = program.graph_module.graph
     inline_regions(program.graph_module)
     restore(graph, calls)
+    refuse_backward_state(graph, mode)
     changes = _changes(program, training, weights)
     try:
         count = take_count(program.graph_module, batch, training.seen.leaves)
