@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,24 +96,18 @@ def _attributes(model: nn.Module) -> dict[str, object]:
     return {f"{path}.{name}": value for path, module in model.named_modules() for name, value in vars(module).items() if name not in standard}
 
 
-def refuse_shared_storage(model: nn.Module) -> None:
-    """Tensors that are views of one parameter: an update of it would change the others."""
+def refuse_shared_storage(model: nn.Module, read: Mapping[str, torch.Tensor]) -> None:
+    """Tensors that lie in the memory of a parameter: an update of it would change the others. `read`: what the program reads besides parameters, by name.
+
+    Attributes that nobody reads do no harm: those of old parametrizations, which the forward sets anew."""
     owners = {value.untyped_storage()._cdata: (name, value) for name, value in reversed(list(model.named_parameters()))}
-    for name, value in _tensors(model):
+    for name, value in (*model.named_parameters(), *model.named_buffers(), *read.items()):
         owner, first = owners.get(value.untyped_storage()._cdata, ("", value))
         if first is not value and value.numel():
             raise error(
                 "P0803", f"parameter {owner} and {name} share their memory", line_of_function(type(model).__init__), notes=["an update of the parameter would change the other, too"],
                 help="compute what depends on a parameter in the forward, or `clone()` it once; tie whole weights by assigning the parameter itself",
             )  # fmt: skip
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and tensors that other attributes hold."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-    for path, value in _attributes(model).items():
-        yield from ((f"attribute {path.lstrip('.')}", leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def refuse_replaced(observed: Observed) -> None:

@@ -104,7 +104,6 @@ def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], 
             model = make_model()
             inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
         refuse_hooks(model)
-        refuse_shared_storage(model)
         training = Observed(model, loss)
         training.layout = layout
         with only_forward(), recorded() as calls:
@@ -183,8 +182,9 @@ def _traced(
     number_dropouts(graph)
     drop_unread(graph)
     _refuse_strangers(graph, weights, named_tensors(training.model).keys())
-    read = {weights[node.name].name for node in graph.nodes if node.op == "placeholder" and node.users and node.name in weights}
-    if not read.isdisjoint(training.seen.reassigned):
+    read = {weights[node.name].name: weights[node.name].fake for node in graph.nodes if node.op == "placeholder" and node.users and node.name in weights}
+    refuse_shared_storage(training.model, read)
+    if not read.keys().isdisjoint(training.seen.reassigned):
         raise refuse_state({f"tensor `{name}`" for name in training.seen.reassigned if name in read}, training.model)
     random = make_counted(graph, samples, rng)
     return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, Frozen(training.model, training.loss))
