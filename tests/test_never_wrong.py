@@ -6,6 +6,7 @@ And the guard of every job: with everything that was built for these kinds switc
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -112,6 +113,23 @@ def test_workers_that_make_different_models(workers: Runner) -> None:
     (diagnostic,) = found.value.diagnostics
     assert diagnostic.code == "P0607"
     assert diagnostic.helps
+
+
+class Clock(Layers):
+    """Reads what no snapshot of Python objects can show."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (1 + time.perf_counter_ns() % 997))  # type: ignore[no-any-return]
+
+
+def test_a_program_that_is_another_one_every_time() -> None:
+    with pytest.raises(PiperError) as found:
+        capture(Clock, square, vectors()).cut()
+    (diagnostic,) = found.value.diagnostics
+    assert diagnostic.code == "P0808"
+    assert "another program every time" in diagnostic.message
+    assert diagnostic.span is not None
+    assert "perf_counter_ns" in diagnostic.span.source.text.splitlines()[diagnostic.span.first.line - 1]
 
 
 # ---------------------------------------------------------------------------------------------------------- the guard

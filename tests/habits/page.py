@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def page(results: Mapping[str, Mapping[str, Outcome]], executor: str) -> str:
         lines += [_row(habit, results[habit.name], columns) for habit in category.habits if habit.name in results]
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+_ONCE = re.compile(r"\n\nEach habit that is the same .*?\n(?=\n)", re.DOTALL)
+
+
+def with_once(results: Mapping[str, Mapping[str, Outcome]], executor: str) -> str:
+    """The page as it is, and how habits that are the same came out under one schedule each, on another executor."""
+    kinds = [outcome.kind for outcomes in results.values() for outcome in outcomes.values()]
+    counts = ", ".join(f"{kinds.count(kind)} are {_plain(kind)}" for kind in dict.fromkeys(sorted(kinds)))
+    line = f"\n\nEach habit that is the same under some schedule was also trained on {_WORKERS[executor]}, under one of\n"
+    line += f"these schedules in turn (`python -m tests.habits --executor {executor} --once --write`): of {len(kinds)} runs, {counts}.\n"
+    text = _ONCE.sub("\n", PAGE.read_text(encoding="utf-8"))
+    head, section, rest = text.partition("\n\n## ")
+    return head.rstrip("\n") + line + section + rest
 
 
 def _row(habit: Habit, outcomes: Mapping[str, Outcome], columns: list[str]) -> str:
