@@ -1,6 +1,9 @@
 """What the guard of every job costs: a GPT of 10 M, 100 M and 1 B parameters, compared with eager PyTorch before the first step.
 
     python -m benchmarks.guard [--json] [--sizes 10M 100M 1B] [--device cpu|cuda]
+    python -m benchmarks.guard --examples [TEXT]
+
+`--examples`: real jobs of the examples, on Ray workers, one step each. Start-up is from the start of `piperc` to the end of the first step, and the guard's share of it.
 
 Each size runs in a process of its own. `compile` is what a job does before it starts workers, whoever verifies it: trace, schedule, plan and check, differentiate the chunks of the plan.
 `verify` is the guard alone. Memory is the growth of the process (CPU) or of torch's allocator (CUDA) while it verifies.
@@ -12,6 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -123,13 +127,35 @@ def measure(size: str, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def examples(wanted: str) -> None:
+    """The guard's share of the start-up of every example whose name has `wanted`."""
+    for script in sorted(Path("examples").glob("0[1-8]*/*.piper")):
+        if wanted not in str(script):
+            continue
+        with tempfile.TemporaryDirectory() as out:
+            command = [sys.executable, "-m", "piperlang", str(script.with_name("model.py")), str(script), "--steps", "1", "--out", out]
+            started = time.perf_counter()
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+                assert job.stdout is not None
+                for line in job.stdout:
+                    if line.startswith("step "):
+                        startup = time.perf_counter() - started
+            assert job.returncode == 0, script
+            seconds = json.loads((Path(out) / "verified.json").read_text())["seconds"]
+        print(f"{script.parent.name + '/' + script.stem:32}  start-up {startup:5.1f} s  verify {seconds:5.2f} s  {seconds / startup:6.1%}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--examples", nargs="?", const="/", metavar="TEXT", help="the share of start-up for the examples, or those whose path has TEXT")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.examples:
+        examples(options.examples)
+        return
     if options.one:
         print(json.dumps(measure(options.one, options.device)))
         return
