@@ -164,7 +164,12 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
                 note(row)
         _save(job, folder)
     seconds = time.perf_counter() - started
-    emit(Message(f"trained {options.steps} steps on {len(plan.devices)} devices in {seconds:.1f} s; {folder}"))
+    steps, devices = _counted(options.steps, "step"), _counted(len(plan.devices), "device")
+    emit(Message(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _steps(
@@ -226,7 +231,7 @@ def _interruptible(folder: Path) -> Iterator[list[int]]:
     try:
         yield done
     except KeyboardInterrupt:
-        emit(Message(f"interrupted after {len(done)} steps; {folder}"))
+        emit(Message(f"interrupted after {_counted(len(done), 'step')}; {folder}"))
         raise
 
 
@@ -234,8 +239,9 @@ def _save(job: Any, folder: Path) -> None:
     import torch
 
     with doing("saving the weights", "saved weights.pt") as saving:
-        torch.save(job.weights(), folder / "weights.pt")
-        saving.detail = f"{(folder / 'weights.pt').stat().st_size / 2**20:,.1f} MiB"
+        weights = job.weights()
+        torch.save(weights, folder / "weights.pt")
+        saving.detail = f"{sum(tensor.numel() for tensor in weights.values()):,} numbers"
 
 
 def _verify(options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, Any], training: Any, folder: Path) -> None:

@@ -16,7 +16,8 @@ MINUTE = 60.0
 
 def phase_line(ended: Ended) -> str:
     """`traced 3.1 s (87 nodes)`"""
-    return f"{ended.done} {ended.seconds:.1f} s" + (f" ({ended.detail})" if ended.detail else "")
+    detail = f" ({ended.detail})" if ended.detail else ""
+    return f"{ended.done} {ended.seconds:.1f} s{detail}"
 
 
 def beat_line(what: str, seconds: float) -> str:

@@ -37,6 +37,7 @@ class Notebook:
         self.row: Row | None = None
         """Of the last step, where it has no line."""
         self.updated = 0.0
+        shell.events.register("post_run_cell", self.finish)
 
     def show(self, event: Event) -> None:
         if self.shell.execution_count != self.cell:
@@ -71,8 +72,8 @@ class Notebook:
         if kept or time.monotonic() - self.updated >= INTERVAL:
             self._update()
 
-    def finish(self) -> None:
-        """The row of the last step, which may have been too soon after an update."""
+    def finish(self, _: object = None) -> None:
+        """At the end of a cell: show the row of its last step, which may have come too soon after an update."""
         if self.row is not None and self.output is not None:
             self._update()
 
