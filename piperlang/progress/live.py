@@ -56,10 +56,9 @@ class Live(Watching):
         return max(1, self.console.size.width - 1)
 
     def keep(self, text: str, quiet: bool = False) -> None:
-        self.clear()
-        if self.middle:
-            self.stream.write("\n")
-            self.middle = False
+        # Where no status line is, there may be the terminal's `^C`.
+        self.stream.write("\n" if self.middle else self._erasure() or "\r\x1b[2K")
+        self.drawn, self.middle = 0, False
         self.stream.write(self._styled(Text(text, style="dim" if quiet else "")) + "\n")
         self.stream.flush()
 
