@@ -63,14 +63,14 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """A run of MLflow: in the folder `mlruns`, or where MLFLOW_TRACKING_URI says."""
+    """A run of MLflow: in the file mlflow.db, or where MLFLOW_TRACKING_URI says. MLflow 3 refuses to keep runs in plain folders."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         import os
 
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
         self.client = MlflowClient(uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "piperlang")
         known = self.client.get_experiment_by_name(name)
@@ -80,8 +80,10 @@ class MLflow(Logger):
             self.client.log_param(self.id, key, value)
 
     def log(self, step: int, values: Values) -> None:
-        for name, value in values.items():
-            self.client.log_metric(self.id, name, value, step=step)
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self.client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
 
     def close(self, failed: bool) -> None:
         self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")

@@ -12,6 +12,7 @@ from piperlang.diagnostics import error
 from piperlang.ir.graph import Graph
 from piperlang.plan.instruction import Plan
 from piperlang.progress import phase
+from piperlang.progress.lines import counted
 from piperlang.session import Scheduled, schedule
 
 if TYPE_CHECKING:
@@ -94,5 +95,5 @@ def planned(graph: Graph, options: argparse.Namespace, max_norm: float | None) -
         made_from = about(Path(options.model), path, parameters(options), source.text if path is None else None)
         plan.about = {**made_from, "model": options.model, "script": options.script}
         instructions = sum(len(device.instructions) for device in plan.devices)
-        planning.detail = f"{len(plan.devices):,} devices, {instructions:,} instructions"
+        planning.detail = f"{counted(len(plan.devices), 'device')}, {counted(instructions, 'instruction')}"
         return plan

@@ -16,11 +16,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piperlang.cli.metrics import LOGGERS, check_installed, log, logging_to
+from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
 from piperlang.cli.model import Batches, captured, doing, load, planned, scheduled
 from piperlang.cli.report import add_parameters, open_script, report
 from piperlang.diagnostics import PiperError, error
 from piperlang.progress import Message, Row, emit, stepping
+from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
@@ -140,12 +141,12 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
     make = shipped(file, "model")
     assert make is not None
     training = Training(make, shipped(file, "optimizer") or default_optimizer, shipped(file, "lr_schedule"), options.seed, options.masters)
-    validation = _evaluation(options, file, plan, given.first)
     batches = iter(given)
     first = next(batches)
-    _verify(options, cut, plan, first, training, folder)
     with ExitStack() as stack:
         loggers = stack.enter_context(_loggers(options, plan, folder))
+        validation = _evaluation(options, file, plan, given.first)
+        _verify(options, cut, plan, first, training, folder)
         metrics = stack.enter_context((folder / "metrics.jsonl").open("w", encoding="utf-8"))
         job = stack.enter_context(_started(options, plan, cut, training, loss_dtype, validation))
 
@@ -164,12 +165,8 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
                 note(row)
         _save(job, folder)
     seconds = time.perf_counter() - started
-    steps, devices = _counted(options.steps, "step"), _counted(len(plan.devices), "device")
+    steps, devices = counted(options.steps, "step"), counted(len(plan.devices), "device")
     emit(Message(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _steps(
@@ -217,11 +214,14 @@ def _started(
             job.close()
 
 
-def _loggers(options: argparse.Namespace, plan: Any, folder: Path) -> Any:
+@contextmanager
+def _loggers(options: argparse.Namespace, plan: Any, folder: Path) -> Iterator[list[Logger]]:
     settings = {"model": options.model, "script": options.script, "seed": options.seed, "steps": options.steps, "devices": len(plan.devices)}
     settings |= dict(text.split("=", 1) for text in options.parameters)
-    with doing(f"starting {' and '.join(options.log)}") if options.log else nullcontext():
-        return logging_to(options.log, folder, settings)
+    with ExitStack() as stack:
+        with doing(f"starting {', '.join(options.log)}") if options.log else nullcontext():
+            loggers = stack.enter_context(logging_to(options.log, folder, settings))
+        yield loggers
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def _interruptible(folder: Path) -> Iterator[list[int]]:
     try:
         yield done
     except KeyboardInterrupt:
-        emit(Message(f"interrupted after {_counted(len(done), 'step')}; {folder}"))
+        emit(Message(f"interrupted after {counted(len(done), 'step')}; {folder}"))
         raise
 
 

@@ -20,6 +20,11 @@ def phase_line(ended: Ended) -> str:
     return f"{ended.done} {ended.seconds:.1f} s{detail}"
 
 
+def counted(count: int, what: str) -> str:
+    """`1 device`, `1,024 devices`"""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 def beat_line(what: str, seconds: float) -> str:
     """`tracing model.py ... 4 s`"""
     return f"{what} ... {seconds:.0f} s"

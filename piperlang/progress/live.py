@@ -22,6 +22,8 @@ from piperlang.progress.plain import Watching
 
 SHORTEST, LONGEST = 5, 60
 """Cells of a bar."""
+ECHO = 2
+"""Cells right of the status line, in which the terminal can write `^C` without breaking the line."""
 SMOOTHING = 0.1
 """How much the time of a new step counts in what is left."""
 
@@ -56,15 +58,20 @@ class Live(Watching):
         return max(1, self.console.size.width - 1)
 
     def keep(self, text: str, quiet: bool = False) -> None:
-        # Where no status line is, there may be the terminal's `^C`.
-        self.stream.write("\n" if self.middle else self._erasure() or "\r\x1b[2K")
+        if self.middle:
+            self.stream.write("\n")
+        elif _in_foreground(self.stream):
+            self.stream.write(self._erasure() or "\r\x1b[2K")  # where no status line is, there may be the terminal's `^C`
         self.drawn, self.middle = 0, False
         self.stream.write(self._styled(Text(text, style="dim" if quiet else "")) + "\n")
         self.stream.flush()
 
     def tick(self, now: float) -> None:
         text = self._status(now)
-        if text is None or self.middle or not _in_foreground(self.stream):
+        if not _in_foreground(self.stream):
+            self.drawn = 0  # what stands there now is the shell's
+            return
+        if text is None or self.middle:
             self.clear()
             return
         written = self._styled(text)
@@ -78,8 +85,9 @@ class Live(Watching):
 
     def clear(self) -> None:
         if self.drawn:
-            self.stream.write(self._erasure())
-            self.stream.flush()
+            if _in_foreground(self.stream):
+                self.stream.write(self._erasure())
+                self.stream.flush()
             self.drawn = 0
 
     def close(self) -> None:
@@ -109,12 +117,12 @@ class Live(Watching):
         if self.phases:
             running = self.phases[-1]
             text = Text(beat_line(running.what, now - running.since), style="dim")
-            text.truncate(self.width(), overflow="ellipsis")
+            text.truncate(self.width() - ECHO, overflow="ellipsis")
             return text
         return self._bar(now) if self.pace is not None else None
 
     def _bar(self, now: float) -> Text:
-        width = self.width()
+        width = self.width() - ECHO
         fields = bar_fields(self.row, self.total, self._left(now), width)
         room = min(LONGEST, width - len(fields) - 2)
         if self.total is None or room < SHORTEST:

@@ -41,6 +41,7 @@ from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
 from piperlang.plan.saved import digest
 from piperlang.progress import Display, Message, Row, Stepping, Stopped, current, displayed_by, phase
+from piperlang.progress.lines import counted
 from piperlang.progress.notebook import notebook
 from piperlang.progress.plain import Plain
 from piperlang.runtime.guard import Verified
@@ -163,7 +164,7 @@ def compile(
         with phase("planning", "planned") as planning:
             plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
             check(plan)
-            planning.detail = f"{len(plan.devices):,} devices"
+            planning.detail = counted(len(plan.devices), "device")
     training, dtype = Training(model, optimizer, lr_schedule, seed, masters), graph.model.tensors[graph.model.loss].dtype
 
     def start() -> Job | ThreadJob:
