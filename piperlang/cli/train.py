@@ -199,9 +199,9 @@ def _started(
     from piperlang.runtime.threads import ThreadJob
 
     count, cuda = len(plan.devices), None if options.backend is None else options.backend == "nccl"
-    workers = options.executor == "ray"
-    with doing(f"starting {count} {'workers' if workers else 'threads'}", f"{'workers' if workers else 'threads'} {count}/{count}"):
-        if workers:
+    what = "workers" if options.executor == "ray" else "threads"
+    with doing(f"starting {count} {what}", f"{what} {count}/{count}"):
+        if options.executor == "ray":
             job: Any = Job(plan, cut, training, digest(plan), address=options.address, timeout=options.timeout, loss_dtype=loss_dtype, cuda=cuda, compiles=options.compile)
         else:
             job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
@@ -210,7 +210,7 @@ def _started(
     try:
         yield job
     finally:
-        with doing("ending the workers"):
+        with doing(f"ending {count} {what}"):
             job.close()
 
 

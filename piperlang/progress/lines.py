@@ -10,6 +10,8 @@ from piperlang.progress.events import Ended, Row
 
 LINES = 20
 """How many rows of a run are kept at most, about, where nobody says otherwise."""
+LONG_BAR = 12
+"""Cells that must be left for a bar before `samples` is written out."""
 MINUTE = 60.0
 """Seconds after which a row is kept in any case, where nobody says otherwise: steps may be slow."""
 
@@ -61,26 +63,22 @@ def wrapped(text: str, width: int | None) -> str:
     return "\n".join("\n".join(parts) for parts in lines)
 
 
-def bar_fields(row: Row | None, total: int | None, left: float | None, width: int, shortest: int = 8) -> str:
-    """What stands right of the bar: as much as leaves room for a bar of `shortest` cells, or for none if there must be none."""
+def bar_fields(row: Row | None, total: int | None, left: float | None, width: int) -> str:
+    """What stands right of the bar, which takes the rest of the width. Numbers are worth more than a longer bar."""
     if row is None:
         return f"0/{total:,}" if total is not None else "step 0"
     place = f"{row.step + 1:,}/{total:,}" if total is not None else f"step {row.step:,}"
     loss, rate = f"loss {_short(row.loss)}", f"{row.samples_per_second:,.0f}"
     eta = [] if left is None else [f"ETA {clock(left)}"]
     choices = (
-        [place, loss, f"{rate} samples/s", *eta],
-        [place, loss, f"{rate}/s", *eta],
-        [place, loss, *eta],
-        [place, loss],
-        [place],
+        (LONG_BAR, [place, loss, f"{rate} samples/s", *eta]),
+        (0, [place, loss, f"{rate}/s", *eta]),
+        (0, [place, loss, *eta]),
+        (0, [place, loss]),
+        (0, [place]),
     )
-    lines = ["  ".join(fields) for fields in choices]
-    for room in (width - shortest - 2, width):
-        fits = next((line for line in lines[:-1] if len(line) <= room), None)
-        if fits is not None:
-            return fits
-    return lines[-1] if len(lines[-1]) <= width else ""
+    lines = ((bar, "  ".join(fields)) for bar, fields in choices)
+    return next((line for bar, line in lines if bar + len(line) <= width), "")
 
 
 def _short(loss: float) -> str:

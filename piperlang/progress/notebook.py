@@ -74,7 +74,9 @@ class Notebook:
 
     def finish(self, _: object = None) -> None:
         """At the end of a cell: show the row of its last step, which may have come too soon after an update."""
-        if self.row is not None and self.output is not None:
+        if self.row is not None:
+            self.lines.append(row_line(self.row))
+            self.row = None
             self._update()
 
     def _update(self) -> None:

@@ -12,9 +12,10 @@ from typing import TextIO
 from piperlang.progress.events import Began, Ended, Event, Message, Row, Stepping, Stopped, Workers
 from piperlang.progress.lines import Pace, beat_line, phase_line, row_line, wrapped
 
-SILENCE = 1.5
-"""Seconds without a line, while a phase runs, after which one says that it still does. With the time of a tick and of starting Python it is
-less than two."""
+SILENCE = 1.8
+"""Seconds without a line, while a phase runs, after which one says that it still does: with a tick less than two."""
+STARTING = 0.5
+"""Seconds that Python may have taken to come here, in which nothing was said."""
 LONG = 2.0
 """Seconds of a phase that are worth a line where phases are not kept."""
 
@@ -32,7 +33,7 @@ class Watching(ABC):
 
     The thread draws under the lock that `show` holds while it changes what is drawn, so it never draws what has ended."""
 
-    tick_seconds = 0.25
+    tick_seconds = 0.1
 
     def __init__(self, keeps_phases: bool) -> None:
         self.keeps_phases = keeps_phases
@@ -128,7 +129,8 @@ class Plain(Watching):
         dim: Callable[[str], str] = str,
     ) -> None:
         super().__init__(keeps_phases)
-        self.stream, self._width, self.dim, self.written = stream, width, dim, time.monotonic()
+        self.stream, self._width, self.dim = stream, width, dim
+        self.written = time.monotonic() - STARTING
 
     def width(self) -> int | None:
         return self._width()
