@@ -26,16 +26,13 @@ TRAINING = ("train", "run")
 def progress_of(options: argparse.Namespace) -> Iterator[None]:
     """What `options.run` is doing is shown, until it ends."""
     training, machine = options.command in TRAINING, getattr(options, "json", False)
+    people: Watching | None = None
     if training and not machine:
-        people: Watching | None = _display(sys.stdout, keeps_phases=True)
+        people = _display(sys.stdout, keeps_phases=True)
     elif sys.stderr.isatty() or not (machine or options.format == "json"):
-        # A bar must not be drawn between the rows of JSON that somebody looks at.
-        people = None if training and sys.stdout.isatty() else _display(sys.stderr, keeps_phases=False)
-    else:
-        people = None
-    errors = sys.stderr
+        people = _display(sys.stderr, keeps_phases=False)
     try:
-        with displayed_by(Records(sys.stdout, errors, people) if training and machine else people or Silent()):
+        with displayed_by(Records(sys.stdout, sys.stderr, people) if training and machine else people or Silent()):
             yield
     finally:
         if people is not None:

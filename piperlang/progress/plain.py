@@ -15,7 +15,7 @@ from piperlang.progress.lines import Pace, beat_line, phase_line, row_line, wrap
 SILENCE = 1.8
 """Seconds without a line, while a phase runs, after which one says that it still does: with a tick less than two."""
 STARTING = 0.5
-"""Seconds that Python may have taken to come here, in which nothing was said."""
+"""Seconds that Python may have taken to come here. Where all phases are told they count as silence, too."""
 LONG = 2.0
 """Seconds of a phase that are worth a line where phases are not kept."""
 
@@ -130,7 +130,7 @@ class Plain(Watching):
     ) -> None:
         super().__init__(keeps_phases)
         self.stream, self._width, self.dim = stream, width, dim
-        self.written = time.monotonic() - STARTING
+        self.written = time.monotonic() - (STARTING if keeps_phases else 0.0)
 
     def width(self) -> int | None:
         return self._width()

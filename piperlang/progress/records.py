@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from typing import TextIO
 
-from piperlang.progress.events import Display, Event, Message, Row
+from piperlang.progress.events import Display, Event, Message, Row, Stepping, Stopped
 
 
 class Records:
-    """`people`: a display for whoever watches, on another stream."""
+    """`people`: a display for whoever watches, on another stream. It is not told of steps where `stream` is a terminal: a bar between rows
+    of JSON is of no use."""
 
     def __init__(self, stream: TextIO, errors: TextIO, people: Display | None = None) -> None:
         self.stream, self.errors, self.people = stream, errors, people
+        self.hidden = (Row, Stepping, Stopped) if stream.isatty() else ()
 
     def show(self, event: Event) -> None:
         if isinstance(event, Row):
@@ -20,5 +22,5 @@ class Records:
         if isinstance(event, Message):
             if event.warning:
                 print(event.text, file=self.errors, flush=True)
-        elif self.people is not None:
+        elif self.people is not None and not isinstance(event, self.hidden):
             self.people.show(event)
