@@ -329,8 +329,9 @@ def test_json_is_pure(piperc: Callable[..., Said], tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in done.out.splitlines()] == list(range(5))
 
 
-def test_other_commands_tell_on_standard_error(piperc: Callable[..., Said], tmp_path: Path) -> None:
+def test_other_commands_tell_on_standard_error(piperc: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, SLOW)
+    monkeypatch.setattr("piperlang.progress.plain.PATIENCE", 1.8)
     done = piperc("check", "model.py", "s.piper")
     assert done.code == 0
     assert re.search(r"^tracing model.py \.\.\. [1-9] s$", done.err, re.MULTILINE)

@@ -18,6 +18,8 @@ STARTING = 0.5
 """Seconds that Python may have taken to come here. Where all phases are told they count as silence, too."""
 LONG = 2.0
 """Seconds of a phase that are worth a line where phases are not kept."""
+PATIENCE = 10.0
+"""Both, for lines beside the results of a command: a script that reads standard error is told of nothing but what takes really long."""
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Watching(ABC):
     def __init__(self, keeps_phases: bool) -> None:
         self.keeps_phases = keeps_phases
         """Whether all phases leave a line, or only long ones."""
+        self.long = LONG
         self.lock = threading.RLock()
         self.phases: list[Running] = []
         self.pace: Pace | None = None
@@ -63,7 +66,7 @@ class Watching(ABC):
                 case Ended(done, seconds):
                     if self.phases:
                         self.phases.pop()
-                    if done and (self.keeps_phases or seconds >= LONG):
+                    if done and (self.keeps_phases or seconds >= self.long):
                         self.keep(phase_line(event), quiet=True)
                 case Stepping(total, every):
                     self.pace, self.total, self.row, self.kept = Pace(total, every), total, None, True
@@ -130,6 +133,8 @@ class Plain(Watching):
     ) -> None:
         super().__init__(keeps_phases)
         self.stream, self._width, self.dim = stream, width, dim
+        self.silence = SILENCE if keeps_phases else PATIENCE
+        self.long = LONG if keeps_phases else PATIENCE
         self.written = time.monotonic() - (STARTING if keeps_phases else 0.0)
 
     def width(self) -> int | None:
@@ -140,6 +145,6 @@ class Plain(Watching):
         self.written = time.monotonic()
 
     def tick(self, now: float) -> None:
-        if self.phases and now - self.written >= SILENCE:
+        if self.phases and now - self.written >= self.silence:
             running = self.phases[-1]
             self.keep(beat_line(running.what, now - running.since), quiet=True)
