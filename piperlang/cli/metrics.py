@@ -29,7 +29,7 @@ class Logger(ABC):
 
 
 class TensorBoard(Logger):
-    """An event file in the folder `tensorboard`. The package's own writer: that of torch would import all of TensorFlow where it is there."""
+    """An event file in the folder `tensorboard`. That of torch would import all of TensorFlow, where it is there."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -63,7 +63,7 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """A run of MLflow: in the file mlflow.db, or where MLFLOW_TRACKING_URI says. MLflow 3 refuses to keep runs in plain folders."""
+    """A run of MLflow: in mlflow.db, or where MLFLOW_TRACKING_URI says. MLflow 3 refuses runs in plain folders."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         import os

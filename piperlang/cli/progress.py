@@ -1,7 +1,7 @@
 """Which display a command gets.
 
-Training is told on standard output: phases, steps, the end. All other commands have their results there, and tell what they are doing on
-standard error. Either way: a status line on a terminal that can draw one, lines elsewhere.
+Training is told on standard output: phases, steps, the end. All other commands have their results there, and tell what
+they are doing on standard error. Either way: a status line on a terminal that can draw one, lines elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a long action is doing: one stream of typed events (events.py), and displays of it.
 
-Whatever takes long reports to `emit` or `phase` and knows no display. `displayed_by` installs one: lines for logs (plain.py), a status line
-with a bar on a terminal (live.py), one output that is updated in a notebook (notebook.py). Without a display nothing is shown.
+Whatever takes long reports to `emit` or `phase` and knows no display. `displayed_by` installs one: lines for logs
+(plain.py), a status line with a bar on a terminal (live.py), one output that is updated in a notebook (notebook.py).
+Without a display nothing is shown.
 """
 
 from piperlang.progress.events import (

@@ -1,7 +1,7 @@
 """One status line at the bottom of a terminal: the phase that runs, or a bar. Lines that stay go above it.
 
-The line is drawn eight times a second by the display's own thread; a step only leaves its row. The cursor is never hidden, so that no way of
-ending the process leaves a terminal without one.
+The line is drawn eight times a second by the display's own thread; a step only leaves its row. The cursor is never
+hidden, so that no way of ending the process leaves a terminal without one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Live(Watching):
         if self.middle:
             self.stream.write("\n")
         elif _in_foreground(self.stream):
-            self.stream.write(self._erasure() or "\r\x1b[2K")  # where no status line is, there may be the terminal's `^C`
+            # Where no status line is, there may be the terminal's `^C`.
+            self.stream.write(self._erasure() or "\r\x1b[2K")
         self.drawn, self.middle = 0, False
         self.stream.write(self._styled(Text(text, style="dim" if quiet else "")) + "\n")
         self.stream.flush()

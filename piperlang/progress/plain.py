@@ -19,7 +19,7 @@ STARTING = 0.5
 LONG = 2.0
 """Seconds of a phase that are worth a line where phases are not kept."""
 PATIENCE = 10.0
-"""Both, for lines beside the results of a command: a script that reads standard error is told of nothing but what takes really long."""
+"""Both, for lines beside the results of a command: who reads standard error is told only of what takes really long."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Running:
 class Watching(ABC):
     """A display with a thread of its own, for whatever must be shown while the main thread is busy.
 
-    The thread draws under the lock that `show` holds while it changes what is drawn, so it never draws what has ended."""
+    The thread draws under the lock that `show` holds while it changes what is drawn: it never draws what has ended."""
 
     tick_seconds = 0.1
 
@@ -104,7 +104,7 @@ class Watching(ABC):
                     return
                 try:
                     self.tick(time.monotonic())
-                except (OSError, ValueError):  # the reader of our lines has gone, or the file is closed: the main thread notices itself
+                except (OSError, ValueError):  # the reader has gone; the main thread notices, too
                     return
 
     @abstractmethod

@@ -9,8 +9,8 @@ from piperlang.progress.events import Display, Event, Message, Row, Stepping, St
 
 
 class Records:
-    """`people`: a display for whoever watches, on another stream. It is not told of steps where `stream` is a terminal: a bar between rows
-    of JSON is of no use."""
+    """`people`: a display for whoever watches, on another stream. It is not told of steps where `stream` is a terminal:
+    a bar between rows of JSON is of no use."""
 
     def __init__(self, stream: TextIO, errors: TextIO, people: Display | None = None) -> None:
         self.stream, self.errors, self.people = stream, errors, people
