@@ -28,7 +28,7 @@ from piperlang.diagnostics import Diagnostic, PiperError, error, listed, nearest
 from piperlang.source import Source, Span
 
 REQUIRED = ("model", "loss", "data")
-OPTIONAL = ("optimizer", "lr_schedule", "validation")
+OPTIONAL = ("optimizer", "lr_schedule", "validation", "on_step")
 MAX_NORM = "max_norm"
 BODIES = {
     "model": "return MyModule()", "loss": "return torch.nn.functional.mse_loss(output, target)", "data": "yield input, target",
@@ -49,6 +49,8 @@ class ModelFile:
     """Batches to evaluate on, after training or every so often."""
     max_norm: float | None = None
     """Gradients are scaled so that the norm of all of them is at most this."""
+    on_step: Callable[[dict[str, Any]], Any] | None = None
+    """Called in the driver after every step, with what metrics.jsonl has of it."""
 
 
 def load_model(path: Path) -> ModelFile:
@@ -105,6 +107,7 @@ def _made(source: Source, path: Path, module: ModuleType) -> ModelFile:
         lr_schedule=guarded("lr_schedule", UserFunction),
         validation=guarded("validation", UserBatches),
         max_norm=None if norm is None else float(norm),
+        on_step=guarded("on_step", UserFunction),
     )
 
 

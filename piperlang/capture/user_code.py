@@ -19,7 +19,7 @@ from piperlang.source import Span
 
 CALLED = {
     "model": ("model()", 0), "loss": ("loss(output, target)", 2), "data": ("data()", 0), "validation": ("validation()", 0),
-    "optimizer": ("optimizer(params)", 1), "lr_schedule": ("lr_schedule(optimizer)", 1),
+    "optimizer": ("optimizer(params)", 1), "lr_schedule": ("lr_schedule(optimizer)", 1), "on_step": ("on_step(row)", 1),
 }  # fmt: skip
 """How each function is called, and with how many arguments."""
 
@@ -172,7 +172,7 @@ class Guarded:
 
 
 class UserFunction(Guarded):
-    """`model`, `optimizer` or `lr_schedule`: a result that cannot be used is a P0801, too."""
+    """`model`, `optimizer`, `lr_schedule` or `on_step`: a result that cannot be used is a P0801, too."""
 
     def __call__(self, *arguments: Any) -> Any:
         with self.guarded():
@@ -314,6 +314,7 @@ _RESULTS: Mapping[str, Callable[[object], Wrong | None]] = {
     "model": _no_module,
     "optimizer": _no_optimizer,
     "lr_schedule": _no_schedule,
+    "on_step": lambda _: None,  # what it returns means nothing
 }
 
 

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from piperlang import __version__
+from piperlang.cli.progress import progress_of
 from piperlang.cli.report import report
 from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.diagnostics.render import FORMATS
@@ -33,7 +34,7 @@ COMMANDS = {
 }
 """Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
 
-FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--steps", "--out", "--executor", "--address", "--devices", "--timeout", "--mesh", "--count", "--backend", "--compile", "--no-compile", "--verify", "--no-verify", "--masters", "--validate-every", "--diff", "--help", "--version", "-p")
+FLAGS = ("--format", "--json", "--csv", "--check", "--numerics", "--after", "--svg", "--seed", "--steps", "--out", "--executor", "--address", "--devices", "--timeout", "--mesh", "--count", "--backend", "--compile", "--no-compile", "--verify", "--no-verify", "--masters", "--validate-every", "--log-every", "--log", "--diff", "--help", "--version", "-p")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words = ["train", *words]
         wanted = next((word for word in words if word in COMMANDS), None)
         options = parser(wanted).parse_args(words)
-        code = int(options.run(options))
+        with progress_of(options):
+            code = int(options.run(options))
         sys.stdout.flush()
         return code
     except PiperError as problem:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,8 @@ from piperlang.cli.report import open_script, parameters, say
 from piperlang.diagnostics import error
 from piperlang.ir.graph import Graph
 from piperlang.plan.instruction import Plan
+from piperlang.progress import phase
+from piperlang.progress.lines import counted
 from piperlang.session import Scheduled, schedule
 
 if TYPE_CHECKING:
@@ -20,23 +20,14 @@ if TYPE_CHECKING:
     from piperlang.capture.program import Program
 
 
-@contextmanager
-def doing(what: str) -> Iterator[None]:
-    """Say what takes so long, on a terminal, and take it back when it is done."""
-    shown = sys.stderr.isatty()
-    if shown:
-        print(f"\r{what} ...", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if shown:
-            print("\r" + " " * (len(what) + 4) + "\r", end="", file=sys.stderr, flush=True)
+doing = phase
+"""`with doing("tracing model.py"):` says what takes so long."""
 
 
 def load(name: str) -> ModelFile:
     if not name.endswith(".py"):
         raise error("P0902", f"{name} is no Python file", help="give the model first: MODEL.py SCHEDULE.piper")
-    with doing(f"loading {name}"):
+    with doing(f"loading {name}", f"loaded {Path(name).name}"):
         from piperlang.capture.model_file import load_model
 
         return load_model(Path(name))
@@ -50,8 +41,9 @@ class Batches:
 
         seed_all(seed)
         self.file = file
-        self.epoch = iter(file.data())
-        self.first: tuple[Any, Any] = next(self.epoch)
+        with doing("making the first batch"):
+            self.epoch = iter(file.data())
+            self.first: tuple[Any, Any] = next(self.epoch)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         yield self.first
@@ -61,14 +53,16 @@ class Batches:
 
 
 def captured(file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None) -> Program:
-    with doing(f"tracing {file.path.name}"):
+    with doing(f"tracing {file.path.name}", "traced") as tracing:
         from piperlang.capture.program import capture
         from piperlang.capture.seeding import seeded
 
         if batch is None:
             with seeded(seed):
                 batch = next(iter(file.data()))
-        return capture(file.model, file.loss, _on_device(batch), seed)
+        program = capture(file.model, file.loss, _on_device(batch), seed)
+        tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
+        return program
 
 
 def _on_device(batch: Any) -> Any:
@@ -92,7 +86,7 @@ def planned(graph: Graph, options: argparse.Namespace, max_norm: float | None) -
     from piperlang.plan.lower import lower
     from piperlang.plan.saved import about
 
-    with doing("planning"):
+    with doing("planning", "planned") as planning:
         plan = lower(graph)
         if max_norm is not None:
             plan = clipped(plan, max_norm)
@@ -100,4 +94,6 @@ def planned(graph: Graph, options: argparse.Namespace, max_norm: float | None) -
         source, path = open_script(options.script)
         made_from = about(Path(options.model), path, parameters(options), source.text if path is None else None)
         plan.about = {**made_from, "model": options.model, "script": options.script}
+        instructions = sum(len(device.instructions) for device in plan.devices)
+        planning.detail = f"{counted(len(plan.devices), 'device')}, {counted(instructions, 'instruction')}"
         return plan

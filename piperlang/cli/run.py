@@ -7,7 +7,7 @@ from pathlib import Path
 
 from piperlang.cli.model import Batches, captured, doing, load, scheduled
 from piperlang.cli.report import report
-from piperlang.cli.train import add_training, execute
+from piperlang.cli.train import add_training, check_usage, execute
 from piperlang.diagnostics import PiperError, error
 
 
@@ -20,6 +20,7 @@ def run(options: argparse.Namespace) -> int:
     from piperlang.plan import saved
     from piperlang.plan.check import check
 
+    check_usage(options)
     try:
         text = Path(options.plan).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:

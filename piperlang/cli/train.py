@@ -11,14 +11,17 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
 from piperlang.cli.model import Batches, captured, doing, load, planned, scheduled
 from piperlang.cli.report import add_parameters, open_script, report
 from piperlang.diagnostics import PiperError, error
+from piperlang.progress import Message, Row, emit, stepping
+from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
@@ -49,10 +52,13 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--masters", action="store_true", help="keep float32 masters of weights in half precision")
     parser.add_argument("--validate-every", type=int, metavar="N", help="evaluate on `validation()` of the model file every N steps (default: after the last one)")
+    parser.add_argument("--log-every", type=int, metavar="N", help="keep a line of every N-th step (default: about 20 of a run, at least one a minute)")
+    parser.add_argument("--log", choices=tuple(LOGGERS), action="append", default=[], help="write metrics for this tool, too; may be repeated")
     parser.add_argument("--json", action="store_true", help="a line of JSON a step, on standard output")
 
 
 def run(options: argparse.Namespace) -> int:
+    check_usage(options)
     file = load(options.model)
     batches = Batches(file, options.seed)
     found = scheduled(captured(file, options.seed, batches.first), options)
@@ -65,10 +71,17 @@ def run(options: argparse.Namespace) -> int:
     return execute(options, file, found, plan, batches)
 
 
-def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches) -> int:
-    """Train by a plan that has been checked."""
+def check_usage(options: argparse.Namespace) -> None:
+    """What can be refused before anything is loaded."""
     if options.steps < 1:
         raise error("P0902", f"`--steps {options.steps}` trains nothing", help="train at least 1")
+    if options.log_every is not None and options.log_every < 1:
+        raise error("P0902", f"--log-every must be at least 1, not {options.log_every}", help="`--log-every 1` keeps a line of every step")
+    check_installed(options.log)
+
+
+def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches) -> int:
+    """Train by a plan that has been checked."""
     if options.devices is not None and len(plan.devices) > options.devices:
         raise error("P0902", f"the script wants {len(plan.devices)} devices, more than {options.devices}", help="use a smaller mesh, or raise --devices")
     if options.validate_every is not None and (file.validation is None or options.validate_every < 1):
@@ -120,47 +133,115 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
 
 
 def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path, given: Batches) -> None:
-    import torch
-
-    from piperlang.capture.model_file import shipped
-    from piperlang.capture.user_code import located
-    from piperlang.capture.where import line_of_function
-    from piperlang.plan.saved import digest
-    from piperlang.runtime.job import Job, Training
-    from piperlang.runtime.optimize import default_optimizer
-    from piperlang.runtime.threads import ThreadJob
+    with doing("importing the runtime"):  # Ray among it
+        from piperlang.capture.model_file import shipped
+        from piperlang.runtime.job import Training
+        from piperlang.runtime.optimize import default_optimizer
 
     make = shipped(file, "model")
     assert make is not None
     training = Training(make, shipped(file, "optimizer") or default_optimizer, shipped(file, "lr_schedule"), options.seed, options.masters)
-    cuda = None if options.backend is None else options.backend == "nccl"
-    validation = _evaluation(options, file, plan, given.first)
     batches = iter(given)
-    batch = next(batches)
-    _verify(options, cut, plan, batch, training, folder)
-    with doing(f"starting {len(plan.devices)} workers"):
+    first = next(batches)
+    with ExitStack() as stack:
+        loggers = stack.enter_context(_loggers(options, plan, folder))
+        validation = _evaluation(options, file, plan, given.first)
+        _verify(options, cut, plan, first, training, folder)
+        metrics = stack.enter_context((folder / "metrics.jsonl").open("w", encoding="utf-8"))
+        job = stack.enter_context(_started(options, plan, cut, training, loss_dtype, validation))
+
+        def note(row: Row) -> None:
+            metrics.write(json.dumps(row.record()) + "\n")
+            metrics.flush()
+            emit(row)
+            log(loggers, row.record())
+            if file.on_step is not None:
+                file.on_step(row.record())
+
+        started = time.perf_counter()
+        with _interruptible(folder) as done, stepping(options.steps, options.log_every):
+            for row in _steps(options, file, job, plan, batches, first, validation is not None):
+                done.append(row.step)
+                note(row)
+        _save(job, folder)
+    seconds = time.perf_counter() - started
+    steps, devices = counted(options.steps, "step"), counted(len(plan.devices), "device")
+    emit(Message(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))
+
+
+def _steps(
+    options: argparse.Namespace, file: ModelFile, job: Any, plan: Any, batches: Iterator[Any], batch: Any, validates: bool
+) -> Iterator[Row]:
+    """Train step by step."""
+    from piperlang.capture.user_code import located
+    from piperlang.capture.where import line_of_function
+
+    for step in range(options.steps):
+        last = step + 1 == options.steps
+        with doing("running the first step") if step == 0 else nullcontext():  # chunks may be compiled in it
+            with located(line_of_function(file.data)):
+                begun = job.begin(batch)
+            batch = batch if last else next(batches)  # the next one is made while this one trains
+            done = job.finish(begun)
+        row = Row(step, done.loss, round(done.seconds, 6), round(plan.samples / done.seconds, 2), done.memory)
+        if validates and (last or (step + 1) % (options.validate_every or options.steps) == 0):
+            row = replace(row, validation_loss=_validated(job, file))
+        yield row
+
+
+@contextmanager
+def _started(
+    options: argparse.Namespace, plan: Any, cut: Any, training: Any, loss_dtype: str, validation: tuple[Any, Any] | None
+) -> Iterator[Any]:
+    """Workers, or threads, that end with the block."""
+    from piperlang.plan.saved import digest
+    from piperlang.runtime.job import Job
+    from piperlang.runtime.threads import ThreadJob
+
+    count, cuda = len(plan.devices), None if options.backend is None else options.backend == "nccl"
+    what = "workers" if options.executor == "ray" else "threads"
+    with doing(f"starting {count} {what}", f"{what} {count}/{count}"):
         if options.executor == "ray":
             job: Any = Job(plan, cut, training, digest(plan), address=options.address, timeout=options.timeout, loss_dtype=loss_dtype, cuda=cuda, compiles=options.compile)
         else:
             job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
         if validation is not None:
             job.prepare(*validation)
-    with _whole_lines(options), job, (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
-        started = time.perf_counter()
-        for step in range(options.steps):
-            with located(line_of_function(file.data)):
-                begun = job.begin(batch)
-            batch = next(batches) if step + 1 < options.steps else batch  # the next one is made while this one trains
-            done = job.finish(begun)
-            row = {"step": step, "loss": done.loss, "seconds": round(done.seconds, 6), "samples_per_second": round(plan.samples / done.seconds, 2), "memory_bytes": done.memory}
-            if validation is not None and ((step + 1) % (options.validate_every or options.steps) == 0 or step + 1 == options.steps):
-                row["validation_loss"] = _validated(job, file)
-            metrics.write(json.dumps(row) + "\n")
-            metrics.flush()
-            _tell(options, row, step + 1 == options.steps)
-        torch.save(job.weights(), folder / "weights.pt")
-    if not options.json:
-        print(f"trained {options.steps} steps on {len(plan.devices)} devices in {time.perf_counter() - started:.1f} s; {folder}")
+    try:
+        yield job
+    finally:
+        with doing(f"ending {count} {what}"):
+            job.close()
+
+
+@contextmanager
+def _loggers(options: argparse.Namespace, plan: Any, folder: Path) -> Iterator[list[Logger]]:
+    settings = {"model": options.model, "script": options.script, "seed": options.seed, "steps": options.steps, "devices": len(plan.devices)}
+    settings |= dict(text.split("=", 1) for text in options.parameters)
+    with ExitStack() as stack:
+        with doing(f"starting {', '.join(options.log)}") if options.log else nullcontext():
+            loggers = stack.enter_context(logging_to(options.log, folder, settings))
+        yield loggers
+
+
+@contextmanager
+def _interruptible(folder: Path) -> Iterator[list[int]]:
+    """Ctrl-C says how far the job came. The block notes its steps in the list it is given."""
+    done: list[int] = []
+    try:
+        yield done
+    except KeyboardInterrupt:
+        emit(Message(f"interrupted after {counted(len(done), 'step')}; {folder}"))
+        raise
+
+
+def _save(job: Any, folder: Path) -> None:
+    import torch
+
+    with doing("saving the weights", "saved weights.pt") as saving:
+        weights = job.weights()
+        torch.save(weights, folder / "weights.pt")
+        saving.detail = f"{sum(tensor.numel() for tensor in weights.values()):,} numbers"
 
 
 def _verify(options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, Any], training: Any, folder: Path) -> None:
@@ -170,10 +251,7 @@ def _verify(options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, 
     with doing("verifying against eager PyTorch"):
         verified = verify(cut, plan, batch, training) if options.verify else Verified(skipped="--no-verify")
     (folder / "verified.json").write_text(json.dumps(asdict(verified)) + "\n", encoding="utf-8")
-    if not options.json:
-        print(verified, flush=True)
-    elif verified.skipped and options.verify:
-        print(verified, file=sys.stderr, flush=True)
+    emit(Message(str(verified), warning=bool(verified.skipped and options.verify)))
 
 
 def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any, batch: tuple[Any, Any]) -> tuple[Any, Any] | None:
@@ -200,27 +278,6 @@ def _validated(job: Any, file: ModelFile) -> float:
     from piperlang.capture.where import line_of_function
 
     assert file.validation is not None
-    with located(line_of_function(file.validation)):
+    with doing("validating"), located(line_of_function(file.validation)):
         losses = [job.evaluate(batch) for batch in file.validation()]
     return float(sum(losses) / len(losses))
-
-
-@contextmanager
-def _whole_lines(options: argparse.Namespace) -> Iterator[None]:
-    """On a terminal steps are written over each other, and an error must not follow on the same line."""
-    try:
-        yield
-    except BaseException:
-        if not options.json and sys.stdout.isatty():
-            print(flush=True)
-        raise
-
-
-def _tell(options: argparse.Namespace, row: dict[str, Any], last: bool) -> None:
-    if options.json:
-        print(json.dumps(row), flush=True)
-        return
-    line = f"step {row['step']:4}  loss {row['loss']:.6f}  {row['samples_per_second']:,.0f} samples/s  {1e3 * row['seconds']:.1f} ms  {row['memory_bytes'] / 2**20:,.0f} MiB"
-    line += f"  validation {row['validation_loss']:.6f}" if "validation_loss" in row else ""
-    live = sys.stdout.isatty()
-    print(("\r" if live else "") + line, end="\n" if last or not live else "", flush=True)

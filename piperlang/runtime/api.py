@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +40,10 @@ from piperlang.plan.forward import forward
 from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
 from piperlang.plan.saved import digest
+from piperlang.progress import Display, Message, Row, Stepping, Stopped, current, displayed_by, phase
+from piperlang.progress.lines import counted
+from piperlang.progress.notebook import notebook
+from piperlang.progress.plain import Plain
 from piperlang.runtime.guard import Verified
 from piperlang.runtime.guard import verify as compare_with_eager
 from piperlang.runtime.job import Job, Step, Training
@@ -49,32 +55,54 @@ from piperlang.syntax.parse import read
 class Trainer:
     """A compiled schedule. Workers start with the first step and end with `close`, or with the `with` block."""
 
-    def __init__(self, graph: Graph, plan: Plan, start: Callable[[], Job | ThreadJob], evaluation: Callable[[], tuple[Plan, Captured]], verify: Callable[[], Verified]) -> None:
-        self.graph, self.plan = graph, plan
-        self._start, self._evaluation, self._verify = start, evaluation, verify
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        start: Callable[[], Job | ThreadJob],
+        evaluation: Callable[[], tuple[Plan, Captured]],
+        verify: Callable[[], Verified],
+        display: Display | None = None,
+    ) -> None:
+        self.graph, self.plan, self.steps = graph, plan, 0
+        self._start, self._evaluation, self._verify, self._display = start, evaluation, verify, display
         self._running: Job | ThreadJob | None = None
 
     @property
     def job(self) -> Job | ThreadJob:
         if self._running is None:
             _ = self.verified  # a program that is not the model must not be trained
-            self._running = self._start()
+            count = len(self.plan.devices)
+            with _shown(self._display), phase(f"starting {count} workers", f"workers {count}/{count}"):
+                self._running = self._start()
+            self._tell(Stepping())
         return self._running
 
     @cached_property
     def verified(self) -> Verified:
         """How the captured program compares with the eager model; the first step asks for it, too."""
-        return self._verify()
+        with _shown(self._display), phase("verifying against eager PyTorch"):
+            found = self._verify()
+        self._tell(Message(str(found)))
+        return found
 
     def step(self, batch: tuple[Any, Any]) -> Step:
         """Forward, backward and update on one global batch; the loss is that of the whole batch."""
         with located_at_call():
             _check_batch(batch)
-            return self.job.step(batch)
+            done = self.job.step(batch)
+        self._tell(Row(self.steps, done.loss, done.seconds, self.plan.samples / done.seconds, done.memory))
+        self.steps += 1
+        return done
+
+    def _tell(self, event: Message | Row | Stepping | Stopped) -> None:
+        """To the display of this trainer only: another one, of a command, has its own idea of steps."""
+        if self._display is not None:
+            self._display.show(event)
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
         """The loss of a batch with the model in evaluation mode; nothing is trained. The first call traces the model in that mode."""
-        with located_at_call():
+        with located_at_call(), _shown(self._display):
             _check_batch(batch)
             if self.job.evaluation is None:
                 self.job.prepare(*self._evaluation())
@@ -86,8 +114,11 @@ class Trainer:
 
     def close(self) -> None:
         if self._running is not None:
+            self._tell(Stopped())
             self._running.close()
             self._running = None
+        if isinstance(self._display, Plain):
+            self._display.close()
 
     def __enter__(self) -> Trainer:
         return self
@@ -100,31 +131,40 @@ def compile(
     model: Callable[[], Any], script: str | Path, *, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], optimizer: Callable[[Any], Any],
     lr_schedule: Callable[[Any], Any] | None = None, parameters: Mapping[str, Any] | None = None, seed: int = 0, executor: str = "ray", address: str | None = None,
     timeout: float = 300.0, masters: bool = False, max_norm: float | None = None, cuda: bool | None = None, compiles: bool | None = None,
-    verify: bool = True,
+    verify: bool = True, progress: bool | None = None,
 ) -> Trainer:  # fmt: skip
     """Capture `model()`, apply the script, check the plan. What is wrong with any of them is a PiperError with located diagnostics.
 
     `masters` keeps float32 masters of weights in half precision, `max_norm` clips gradients by their global norm; `cuda` and `compiles` are chosen by what is there
-    if not given. `verify`: before the first step the captured program is compared with the eager model on slices of `example`; what came of it is `trainer.verified`."""
+    if not given. `verify`: before the first step the captured program is compared with the eager model on slices of `example`; what came of it is `trainer.verified`.
+    `progress`: show what is done; in a notebook it is shown if not given, elsewhere it goes to standard error."""
     if executor not in ("ray", "inline"):
         raise ValueError(f"executor is 'ray' or 'inline', not {executor!r}")
     _check_arguments({"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm)
     model, optimizer = UserFunction(model, "model"), UserFunction(optimizer, "optimizer")
     lr_schedule = UserFunction(lr_schedule, "lr_schedule") if lr_schedule is not None else None
+    display = _display(progress)
     path = Path(script)
     overrides = {name: str(value) for name, value in (parameters or {}).items()}
 
     def applied(make: Callable[[], Any]) -> tuple[Graph, Captured]:
-        found = schedule(capture(make, loss, example, seed), read(path, str(path)), path, overrides)
+        with phase("tracing the model", "traced") as tracing:
+            program = capture(make, loss, example, seed)
+            tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
+        with phase(f"applying {path.name}"):
+            found = schedule(program, read(path, str(path)), path, overrides)
         if found.problems:
             raise PiperError(*found.problems)
         captured = found.scheduler.schedule.captured
         assert isinstance(captured, Captured)
         return found.graph(), captured
 
-    graph, captured = applied(model)
-    plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
-    check(plan)
+    with _shown(display):
+        graph, captured = applied(model)
+        with phase("planning", "planned") as planning:
+            plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
+            check(plan)
+            planning.detail = counted(len(plan.devices), "device")
     training, dtype = Training(model, optimizer, lr_schedule, seed, masters), graph.model.tensors[graph.model.loss].dtype
 
     def start() -> Job | ThreadJob:
@@ -139,7 +179,18 @@ def compile(
     def verified() -> Verified:
         return compare_with_eager(captured, plan, example, training) if verify else Verified(skipped="verify=False")
 
-    return Trainer(graph, plan, start, evaluation, verified)
+    return Trainer(graph, plan, start, evaluation, verified, display)
+
+
+def _display(progress: bool | None) -> Display | None:
+    """What shows the work of a trainer, unless a command that uses it shows it already."""
+    if progress is False or current() is not None:
+        return None
+    return notebook() or (Plain(sys.stderr) if progress else None)
+
+
+def _shown(display: Display | None) -> AbstractContextManager[None]:
+    return displayed_by(display) if display is not None else nullcontext()
 
 
 def _check_batch(batch: Any) -> None:

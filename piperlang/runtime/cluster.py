@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from piperlang.diagnostics import error
+from piperlang.progress import Workers, emit
 from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
 from piperlang.runtime.worker import Worker, process
 
@@ -131,8 +132,12 @@ class Cluster:
         for i in range(count):
             place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
             self.workers.append(actor.options(scheduling_strategy=place).remote(_environment(i) if cuda and gpus < 1 else {}))
-        here = process()[0]
-        for system, pid in ray.get([worker.where.remote() for worker in self.workers]):
+        here, asked = process()[0], [worker.where.remote() for worker in self.workers]
+        starting = asked
+        while starting:
+            _, starting = ray.wait(starting, num_returns=1)
+            emit(Workers(count - len(starting), count))
+        for system, pid in ray.get(asked):
             self.pids.append(pid if system == here else None)  # a process that we cannot see must be asked for through Ray
 
     @property

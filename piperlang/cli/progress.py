@@ -1,0 +1,59 @@
+"""Which display a command gets.
+
+Training is told on standard output: phases, steps, the end. All other commands have their results there, and tell what
+they are doing on standard error. Either way: a status line on a terminal that can draw one, lines elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from piperlang.cli.report import paint
+from piperlang.progress import displayed_by
+from piperlang.progress.plain import Plain, Watching
+from piperlang.progress.records import Records
+
+TRAINING = ("train", "run")
+
+
+@contextmanager
+def progress_of(options: argparse.Namespace) -> Iterator[None]:
+    """What `options.run` is doing is shown, until it ends."""
+    training, machine = options.command in TRAINING, getattr(options, "json", False)
+    people: Watching | None = None
+    if training and not machine:
+        people = _display(sys.stdout, keeps_phases=True)
+    elif sys.stderr.isatty() or not (machine or options.format == "json"):
+        people = _display(sys.stderr, keeps_phases=False)
+    try:
+        with displayed_by(Records(sys.stdout, sys.stderr, people) if training and machine else people or Silent()):
+            yield
+    finally:
+        if people is not None:
+            people.close()
+
+
+class Silent:
+    def show(self, event: object) -> None:
+        pass
+
+
+def _display(stream: TextIO, keeps_phases: bool) -> Watching:
+    if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+        from piperlang.progress.live import Live
+
+        return Live(stream, keeps_phases)
+    colours = paint(stream)
+    return Plain(stream, keeps_phases, _width_of(stream), lambda text: colours(text, "2"))
+
+
+def _width_of(stream: TextIO) -> Callable[[], int | None]:
+    """The cells of a terminal. A log has lines of any length, unless COLUMNS says otherwise."""
+    limited = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return lambda: shutil.get_terminal_size().columns - 1 if limited else None

@@ -1,0 +1,40 @@
+"""What a long action is doing: one stream of typed events (events.py), and displays of it.
+
+Whatever takes long reports to `emit` or `phase` and knows no display. `displayed_by` installs one: lines for logs
+(plain.py), a status line with a bar on a terminal (live.py), one output that is updated in a notebook (notebook.py).
+Without a display nothing is shown.
+"""
+
+from piperlang.progress.events import (
+    Began,
+    Display,
+    Ended,
+    Event,
+    Message,
+    Row,
+    Stepping,
+    Stopped,
+    Workers,
+    current,
+    displayed_by,
+    emit,
+    phase,
+    stepping,
+)
+
+__all__ = [
+    "Began",
+    "Display",
+    "Ended",
+    "Event",
+    "Message",
+    "Row",
+    "Stepping",
+    "Stopped",
+    "Workers",
+    "current",
+    "displayed_by",
+    "emit",
+    "phase",
+    "stepping",
+]

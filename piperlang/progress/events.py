@@ -1,0 +1,134 @@
+"""The events of a long action, and where they go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Began:
+    """A phase began."""
+
+    what: str
+    """What is done, as one says it meanwhile: `tracing model.py`."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The phase that began last ended."""
+
+    done: str
+    """What is kept of it: `traced`. Empty where nothing is, and where the phase failed."""
+    seconds: float
+    detail: str = ""
+    """What it came to: `87 nodes`."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """So many workers of a job are ready."""
+
+    ready: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """Training steps begin."""
+
+    total: int | None = None
+    """How many, where that is known."""
+    every: int | None = None
+    """Keep every so manieth row; None leaves it to the display."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training step: what metrics.jsonl has of it."""
+
+    step: int
+    loss: float
+    seconds: float
+    samples_per_second: float
+    memory_bytes: int
+    validation_loss: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As JSON. `validation_loss` is there where it was evaluated."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Training steps ended: all of them, or by an error."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A line for a person."""
+
+    text: str
+    warning: bool = False
+    """Shown where only results are wanted, too."""
+
+
+Event = Began | Ended | Workers | Stepping | Row | Stopped | Message
+
+
+class Display(Protocol):
+    def show(self, event: Event) -> None: ...
+
+
+_display: Display | None = None
+
+
+def current() -> Display | None:
+    return _display
+
+
+def emit(event: Event) -> None:
+    if _display is not None:
+        _display.show(event)
+
+
+@contextmanager
+def displayed_by(display: Display) -> Iterator[None]:
+    """Events of this block go to `display`."""
+    global _display
+    before, _display = _display, display
+    try:
+        yield
+    finally:
+        _display = before
+
+
+@dataclass
+class Phase:
+    detail: str = ""
+
+
+@contextmanager
+def phase(what: str, done: str = "") -> Iterator[Phase]:
+    """Something that may take long. The block may set `detail` of what it is given."""
+    running, started = Phase(), time.perf_counter()
+    emit(Began(what))
+    try:
+        yield running
+    except BaseException:
+        emit(Ended("", time.perf_counter() - started))
+        raise
+    emit(Ended(done, time.perf_counter() - started, running.detail))
+
+
+@contextmanager
+def stepping(total: int | None, every: int | None = None) -> Iterator[None]:
+    """The block emits a Row after every step."""
+    emit(Stepping(total, every))
+    try:
+        yield
+    finally:
+        emit(Stopped())

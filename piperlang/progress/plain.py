@@ -1,0 +1,150 @@
+"""Lines, for logs and terminals that cannot do more. Nothing is ever erased."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+from piperlang.progress.events import Began, Ended, Event, Message, Row, Stepping, Stopped, Workers
+from piperlang.progress.lines import Pace, beat_line, phase_line, row_line, wrapped
+
+SILENCE = 1.8
+"""Seconds without a line, while a phase runs, after which one says that it still does: with a tick less than two."""
+STARTING = 0.5
+"""Seconds that Python may have taken to come here. Where all phases are told they count as silence, too."""
+LONG = 2.0
+"""Seconds of a phase that are worth a line where phases are not kept."""
+PATIENCE = 10.0
+"""Both, for lines beside the results of a command: who reads standard error is told only of what takes really long."""
+
+
+@dataclass
+class Running:
+    """A phase that has not ended."""
+
+    what: str
+    since: float
+
+
+class Watching(ABC):
+    """A display with a thread of its own, for whatever must be shown while the main thread is busy.
+
+    The thread draws under the lock that `show` holds while it changes what is drawn: it never draws what has ended."""
+
+    tick_seconds = 0.1
+
+    def __init__(self, keeps_phases: bool) -> None:
+        self.keeps_phases = keeps_phases
+        """Whether all phases leave a line, or only long ones."""
+        self.long = LONG
+        self.lock = threading.RLock()
+        self.phases: list[Running] = []
+        self.pace: Pace | None = None
+        self.total: int | None = None
+        self.row: Row | None = None
+        """Of the step that ended last."""
+        self.kept = True
+        """Whether that row has a line."""
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def show(self, event: Event) -> None:
+        with self.lock:
+            match event:
+                case Row():
+                    self._step(event)
+                case Began(what):
+                    self.phases.append(Running(what, time.monotonic()))
+                    self._start()
+                case Workers(ready, count):
+                    if self.phases:
+                        self.phases[-1].what = f"workers {ready}/{count}"
+                case Ended(done, seconds):
+                    if self.phases:
+                        self.phases.pop()
+                    if done and (self.keeps_phases or seconds >= self.long):
+                        self.keep(phase_line(event), quiet=True)
+                case Stepping(total, every):
+                    self.pace, self.total, self.row, self.kept = Pace(total, every), total, None, True
+                    self._start()
+                case Stopped():
+                    if self.row is not None and not self.kept:  # the last one is always kept
+                        self.keep(row_line(self.row, self.width()))
+                    self.pace = self.row = None
+                case Message(text):
+                    self.keep(wrapped(text, self.width()))
+            self.changed()
+
+    def _step(self, row: Row) -> None:
+        if self.pace is None:
+            return
+        self.row, self.kept = row, self.pace.keeps(row)
+        if self.kept:
+            self.keep(row_line(row, self.width()))
+
+    def close(self) -> None:
+        with self.lock:
+            self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="piper-progress", daemon=True)
+            self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self.tick_seconds):
+            with self.lock:
+                if self._closed.is_set():
+                    return
+                try:
+                    self.tick(time.monotonic())
+                except (OSError, ValueError):  # the reader has gone; the main thread notices, too
+                    return
+
+    @abstractmethod
+    def tick(self, now: float) -> None:
+        """Draw what is due. Called by the thread, with the lock."""
+
+    @abstractmethod
+    def keep(self, text: str, quiet: bool = False) -> None:
+        """Write lines that stay."""
+
+    @abstractmethod
+    def width(self) -> int | None:
+        """Cells of a line, where there is a limit."""
+
+    def changed(self) -> None:  # noqa: B027  # only some displays care
+        """An event has been taken in."""
+
+
+class Plain(Watching):
+    def __init__(
+        self,
+        stream: TextIO,
+        keeps_phases: bool = True,
+        width: Callable[[], int | None] = lambda: None,
+        dim: Callable[[str], str] = str,
+    ) -> None:
+        super().__init__(keeps_phases)
+        self.stream, self._width, self.dim = stream, width, dim
+        self.silence = SILENCE if keeps_phases else PATIENCE
+        self.long = LONG if keeps_phases else PATIENCE
+        self.written = time.monotonic() - (STARTING if keeps_phases else 0.0)
+
+    def width(self) -> int | None:
+        return self._width()
+
+    def keep(self, text: str, quiet: bool = False) -> None:
+        print(self.dim(text) if quiet else text, file=self.stream, flush=True)
+        self.written = time.monotonic()
+
+    def tick(self, now: float) -> None:
+        if self.phases and now - self.written >= self.silence:
+            running = self.phases[-1]
+            self.keep(beat_line(running.what, now - running.since), quiet=True)

@@ -1,0 +1,26 @@
+"""A line of JSON a step, for programs: standard output holds nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import TextIO
+
+from piperlang.progress.events import Display, Event, Message, Row, Stepping, Stopped
+
+
+class Records:
+    """`people`: a display for whoever watches, on another stream. It is not told of steps where `stream` is a terminal:
+    a bar between rows of JSON is of no use."""
+
+    def __init__(self, stream: TextIO, errors: TextIO, people: Display | None = None) -> None:
+        self.stream, self.errors, self.people = stream, errors, people
+        self.hidden = (Row, Stepping, Stopped) if stream.isatty() else ()
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Row):
+            print(json.dumps(event.record()), file=self.stream, flush=True)
+        if isinstance(event, Message):
+            if event.warning:
+                print(event.text, file=self.errors, flush=True)
+        elif self.people is not None and not isinstance(event, self.hidden):
+            self.people.show(event)
