@@ -102,6 +102,8 @@ def refuse_shared_storage(model: nn.Module, read: Mapping[str, torch.Tensor]) ->
     Attributes that nobody reads do no harm: those of old parametrizations, which the forward sets anew."""
     owners = {value.untyped_storage()._cdata: (name, value) for name, value in reversed(list(model.named_parameters()))}
     for name, value in (*model.named_parameters(), *model.named_buffers(), *read.items()):
+        if not isinstance(value, torch.Tensor):  # a generator of random numbers
+            continue
         owner, first = owners.get(value.untyped_storage()._cdata, ("", value))
         if first is not value and value.numel():
             raise error(

@@ -1,12 +1,13 @@
 """A model and its loss as one aten graph, traced on fake tensors.
 
-Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` (tried on torch 2.11 and 2.13). Fake tensors on the
+Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` and its shape environment (tried on torch 2.11 and 2.13). Fake tensors on the
 device that will run, not meta ones, because operators such as attention choose their kernel by device while they are traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx import traceback
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.buffers import make_functional, new_values
@@ -121,13 +123,23 @@ def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inp
     Two calls outside of export, which puts back some of what a forward changes, and not all."""
     watches = []
     for _ in range(2):
-        with mode, torch.enable_grad():
+        with mode, _numbers_unknown(mode), torch.enable_grad():
             training(*inputs)
         watches.append(training.seen.watch)
     first, second = watches
     evolving = {name for name in first.changed if first.after.get(name) != second.after.get(name)} | (second.changed - first.changed)
     if evolving or written(program.graph) != written(_export(training, inputs).graph):
         raise refuse_state(evolving or first.changed, training.model)
+
+
+@contextmanager
+def _numbers_unknown(mode: FakeTensorMode) -> Iterator[None]:
+    """`item()` gives a symbol, as it does in export."""
+    old, mode.shape_env = mode.shape_env, ShapeEnv()
+    try:
+        yield
+    finally:
+        mode.shape_env = old
 
 
 def written(graph: fx.Graph) -> list[str]:

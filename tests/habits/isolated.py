@@ -74,7 +74,11 @@ class Isolated:
 
 @cache
 def _warm() -> None:
-    """Tracing imports much when it is first used; then every process has it from the start."""
+    """Tracing imports much when it is first used; then every process has it from the start.
+
+    Not with CUDA builds of torch: autograd starts threads there, which a forked process would not have."""
+    if torch.version.cuda is not None:
+        return
     torch.set_num_threads(1)
     with clean(), contextlib.suppress(Exception):  # whatever is wrong with it shows again in the habits
         capture(Layers, square, vectors()).cut()
