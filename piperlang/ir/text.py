@@ -1,11 +1,12 @@
-"""The graph as text, one node a line: stable, so that two graphs can be compared with diff; and as JSON."""
+"""The graph as text, one node a line, short to read or with all it has: stable, so that two graphs can be compared with diff; and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from piperlang.ir.graph import Graph, Key, Node
+from piperlang.ir.graph import COMPUTE, Graph, Key, Node
 from piperlang.ir.layout import axes_of, devices_of
 from piperlang.ir.sort import topological
 
@@ -13,6 +14,44 @@ from piperlang.ir.sort import topological
 def text(graph: Graph) -> str:
     """In an order in which it can run."""
     return "\n".join(line(graph, graph.nodes[i]) for i in topological(graph)) + "\n"
+
+
+def brief(graph: Graph) -> str:
+    """The same order, each node in a few words: what it is, where it runs, what goes in and comes out."""
+    return "\n".join(brief_line(graph, graph.nodes[i]) for i in topological(graph)) + "\n"
+
+
+def brief_line(graph: Graph, node: Node) -> str:
+    """`F[stage=0, mb=0]  gpu[pp=0]  25 weights -> [2, 16, 64]`.
+
+    Weights and their gradients are counted, other values have their global shape. Of what a pass reads only the weights are named: the rest is what the nodes
+    before it have written. Communication and updates give what they take. A stream of the script's own is named."""
+    family = node.family
+    where = " and ".join(map(str, (family.where, *family.beyond))) + (f" over {', '.join(family.axes)}" if family.axes else "")
+    reads = _amounts(graph, (key for keys in node.reads for key in keys[:1] if key.startswith("w:")))
+    writes = _amounts(graph, node.writes)
+    what = f"{reads} -> {writes}".strip() if family.op in COMPUTE else writes
+    stream = f"stream {node.stream}" if node.stream not in ("compute", "comm") else ""
+    return "  ".join(part for part in (node.name, where, what, stream) if part)
+
+
+def _amounts(graph: Graph, keys: Iterable[Key]) -> str:
+    """Shapes, and how many weights and gradients: `[4, 32], 2 gradients`."""
+    shapes: list[str] = []
+    counts: Counter[str] = Counter()
+    for key in keys:
+        value = graph.values.get(key)
+        if key.startswith("w:"):
+            counts["weight"] += 1
+        elif key.startswith(("dw:", "g:")):
+            counts["gradient"] += 1
+        elif value is not None:
+            shapes.append(str(list(value.tensor.shape(value.samples))))
+        else:
+            counts["activations"] = 1  # as many tensors as the backward needs
+    if shapes or counts["weight"] or counts["gradient"]:
+        del counts["activations"]
+    return ", ".join(shapes + [what if what == "activations" else f"{n} {what}{'s' if n > 1 else ''}" for what, n in counts.items() if n])
 
 
 def line(graph: Graph, node: Node) -> str:

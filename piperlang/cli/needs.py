@@ -1,0 +1,35 @@
+"""What runs a model is an extra of the package: torch, numpy and Ray. Everything else works without them."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+from piperlang.diagnostics import error, listed
+
+INSTALL = "pip install 'piperlang[run]'"
+OLDEST = {"torch": (2, 11), "ray": (2, 40), "numpy": (1, 26)}
+"""What the extra installs, and since which version each is known to work."""
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse a command whose packages are not installed before it does anything else."""
+    missing = [name for name in wanted(options) if not installed(name)]
+    if missing:
+        raise error(
+            "P0905",
+            f"this needs {listed(missing, 'and')}, and the install is without",
+            help=f"{INSTALL} installs what traces and trains models; `piperc doctor` tells what this machine has",
+        )
+
+
+def wanted(options: argparse.Namespace) -> list[str]:
+    """Packages for what the command line asks for: torch wherever there is a model, Ray where there are workers."""
+    given = [getattr(options, "model", None), getattr(options, "plan", None), *getattr(options, "scripts", ())[:1]]
+    if not any(str(name).endswith(".py") for name in given) and getattr(options, "plan", None) is None:
+        return []
+    return ["torch", "numpy", *(["ray"] if getattr(options, "executor", None) == "ray" else [])]
+
+
+def installed(name: str) -> bool:
+    return find_spec(name) is not None
