@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from piperlang.diagnostics.codes import CODES
+from piperlang.diagnostics.render import FORMATS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +132,7 @@ _piperc() {
     done
     COMPREPLY=()
     case "$command $previous" in
+        " --format") _piperc_words "@formats@"; return ;;
 @values@
     esac
     case "$command $current" in
@@ -167,7 +169,8 @@ def bash(every: list[Command]) -> str:
         flags.append(f'        "{command.name} -"*) _piperc_words "{" ".join(flag for _, flag in own)}"; return ;;')
         operands += [f"        {command.name}) {_bash(command.operand)} ;;"] if command.operand else []
     names = [command.name for command in every]
-    return _fill(BASH, names="|".join(names), every=" ".join(names), values="\n".join(values), flags="\n".join(flags), operands="\n".join(operands))
+    parts = {"values": "\n".join(values), "flags": "\n".join(flags), "operands": "\n".join(operands), "formats": " ".join(FORMATS)}
+    return _fill(BASH, names="|".join(names), every=" ".join(names), **parts)
 
 
 def _bash(value: Value) -> str:
@@ -209,8 +212,6 @@ if [[ $funcstack[1] == _piperc ]]; then _piperc "$@"; else compdef _piperc piper
 
 
 def zsh(every: list[Command]) -> str:
-    from piperlang.diagnostics.render import FORMATS
-
     described = "\n".join(f"                '{command.name}:{command.summary}'" for command in every)
     blocks = []
     for command in every:
@@ -274,6 +275,7 @@ end
 complete -c piperc -f
 complete -c piperc -n '__piperc_is ""' -l help -d 'print help'
 complete -c piperc -n '__piperc_is ""' -l version -d 'print the version'
+complete -c piperc -n '__piperc_is ""' -l format -d 'how diagnostics are written' -x -a '@formats@'
 complete -c piperc -n '__piperc_is ""' -a '(__piperc_files .py)'
 @lines@
 """
@@ -288,7 +290,7 @@ def fish(every: list[Command]) -> str:
             lines.append(f"{only} {names} -d '{option.help}'" + (f" -x{_fish(option.value)}" if option.value else ""))
         if command.operand:
             lines.append(f"{only}{_fish(command.operand)}")
-    return _fill(FISH, names=" ".join(command.name for command in every), lines="\n".join(lines))
+    return _fill(FISH, names=" ".join(command.name for command in every), lines="\n".join(lines), formats=" ".join(FORMATS))
 
 
 def _fish(value: Value) -> str:

@@ -57,7 +57,7 @@ def _for_programs(diagnostics: list[Diagnostic], format: str) -> str:
     if format == "github":
         from piperlang.diagnostics.render_github import github
 
-        return "\n".join(github(_printable(d)) for d in diagnostics)
+        return "\n".join(map(github, diagnostics))
     if format == "sarif":
         from piperlang.diagnostics.render_sarif import sarif
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.diagnostic import Diagnostic
 from piperlang.diagnostics.paths import relative
+from piperlang.diagnostics.render import printable
 
 
 def github(d: Diagnostic) -> str:
@@ -17,7 +18,7 @@ def github(d: Diagnostic) -> str:
             properties |= {"col": str(first.column), "endColumn": str(max(first.column, last.column - 1))}
     properties["title"] = f"{d.code}: {CODES[d.code]}"
     fields = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
-    return f"::error {fields}::{_data(paragraphs(d))}"
+    return f"::error {fields}::{_data(printable(paragraphs(d), keep=chr(10)))}"
 
 
 def paragraphs(d: Diagnostic) -> str:
