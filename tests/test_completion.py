@@ -60,7 +60,7 @@ def bash(folder: Path) -> Iterator[Complete]:
 
 
 @pytest.fixture(scope="module")
-def fish(folder: Path) -> Iterator[Complete]:
+def fish(folder: Path) -> Complete:
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
 
@@ -70,7 +70,7 @@ def fish(folder: Path) -> Iterator[Complete]:
         assert done.stderr == ""
         return {row.partition("\t")[0] for row in done.stdout.splitlines()}
 
-    yield complete
+    return complete
 
 
 @pytest.fixture(scope="module")
