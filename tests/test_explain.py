@@ -32,6 +32,8 @@ def of_role(code: str, role: str) -> list[Example]:
 
 def run(example: Example, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """`piperc` on the example's files, in a folder that holds nothing else."""
+    if MODEL in example.files:
+        pytest.importorskip("torch")
     folder.mkdir()
     monkeypatch.chdir(folder)
     for name, data in example.files.items():

@@ -25,10 +25,11 @@ def check(options: argparse.Namespace) -> None:
 
 def wanted(options: argparse.Namespace) -> list[str]:
     """Packages for what the command line asks for: torch wherever there is a model, Ray where there are workers."""
-    given = [getattr(options, "model", None), getattr(options, "plan", None), *getattr(options, "scripts", ())[:1]]
-    if not any(str(name).endswith(".py") for name in given) and getattr(options, "plan", None) is None:
+    given = vars(options)
+    first = [given.get("model"), *(given.get("scripts") or ())[:1], *(given.get("files") or ())[:1]]
+    if given.get("plan") is None and not any(str(name).endswith(".py") for name in first):
         return []
-    return ["torch", "numpy", *(["ray"] if getattr(options, "executor", None) == "ray" else [])]
+    return ["torch", "numpy", *(["ray"] if given.get("executor") == "ray" else [])]
 
 
 def installed(name: str) -> bool:
