@@ -1,4 +1,4 @@
-"""How the command line is read: suggestions, the order of arguments, folders, formats, colours, help. Called in this process, since none of it needs another."""
+"""How the command line is read: suggestions, the order of arguments, folders, formats, colours, help."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     ("words", "message", "help"),
     [
         ("orders S.piper --svg f", "`piperc orders` has no `--svg`", "it is an option of `piperc graph`"),
-        ("check S.piper --steps 3", "`piperc check` has no `--steps`", "it is an option of `piperc train` and `piperc run`"),
+        (
+            "check S.piper --steps 3",
+            "`piperc check` has no `--steps`",
+            "it is an option of `piperc train` and `piperc run`",
+        ),
         ("M.py S.piper --step 3", "`--step` is not written out", "did you mean `--steps`?"),
         ("M.py S.piper --s=3", "`--s` is not written out", "did you mean `--steps` or `--seed`?"),
         ("M.py S.piper --stesp 3", "`--stesp` is not understood", "did you mean `--steps`?"),
@@ -40,24 +44,52 @@ def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ("orders S.piper --jsn", "`--jsn` is not understood", "did you mean `--json`?"),
         ("orders S.piper -x", "`-x` is not understood", "`piperc orders --help` lists what there is"),
         ("check S.piper --numrics=1", "`--numrics` is not understood", "did you mean `--numerics`?"),
-        ("--json check S.piper", "`--json` stands before the command", "options come after it: piperc check --json ..."),
-        ("--steps 3 M.py S.piper", "`--steps` stands before the command", "options come after it: piperc train --steps ..."),
+        (
+            "--json check S.piper",
+            "`--json` stands before the command",
+            "options come after it: piperc check --json ...",
+        ),
+        (
+            "--steps 3 M.py S.piper",
+            "`--steps` stands before the command",
+            "options come after it: piperc train --steps ...",
+        ),
         ("--formt json check S.piper", "`--formt` is not understood", "did you mean `--format`?"),
         ("--verison", "`--verison` is not understood", "did you mean `--version`?"),
         ("version", "`version` is not a command", "did you mean `--version`?"),
         ("help chek", "`chek` is not a command", "did you mean `check`?"),
         ("ordres S.piper", "`ordres` is not a command", "did you mean `orders`?"),
-        ("check S.piper --format jsno", "`jsno` is not one of full, concise, json, github, sarif", "did you mean `json`?"),
+        (
+            "check S.piper --format jsno",
+            "`jsno` is not one of full, concise, json, github, sarif",
+            "did you mean `json`?",
+        ),
         ("check S.piper --format", "`--format` needs a value", "`piperc check --help` lists what there is"),
-        ("M.py S.piper --steps ten", "`--steps ten`: that is not a whole number", "`piperc train --help` lists what there is"),
-        ("M.py S.piper --timeout ten", "`--timeout ten`: that is not a number", "`piperc train --help` lists what there is"),
+        (
+            "M.py S.piper --steps ten",
+            "`--steps ten`: that is not a whole number",
+            "`piperc train --help` lists what there is",
+        ),
+        (
+            "M.py S.piper --timeout ten",
+            "`--timeout ten`: that is not a number",
+            "`piperc train --help` lists what there is",
+        ),
         ("orders S.piper --json --csv", "`--csv` and `--json` exclude each other", "give one of them"),
         ("orders S.piper T.piper", "`T.piper` is one argument too many", "piperc orders [options] FILE.piper"),
         ("M.py", "SCHEDULE.piper is missing", "piperc train [options] MODEL.py SCHEDULE.piper"),
         ("graph", "MODEL.py and SCHEDULE.piper are missing", "piperc graph [options] MODEL.py SCHEDULE.piper"),
         ("check", "FILE.piper is missing", "piperc check [options] [MODEL.py] FILE.piper ..."),
-        ("--format json", "`--format json` without a command", "piperc COMMAND [options] ...; `piperc --help` lists the commands"),
-        ("S.piper", "a schedule alone does not say what to do", "`piperc check S.piper` checks it, `piperc MODEL.py S.piper` trains a model under it"),
+        (
+            "--format json",
+            "`--format json` without a command",
+            "piperc COMMAND [options] ...; `piperc --help` lists the commands",
+        ),
+        (
+            "S.piper",
+            "a schedule alone does not say what to do",
+            "`piperc check S.piper` checks it, `piperc MODEL.py S.piper` trains a model under it",
+        ),
         ("S.piper M.py", "the model comes first, then the schedule", "piperc M.py S.piper"),
         ("S.piper --steps 3 M.py", "the model comes first, then the schedule", "piperc M.py S.piper"),
         ("train S.piper M.py", "the model comes first, then the schedule", "piperc M.py S.piper"),
@@ -67,7 +99,9 @@ def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ("plan S.piper M.py", "the model comes first, then the schedule", "piperc plan M.py S.piper"),
     ],
 )
-def test_what_is_said_of_wrong_command_lines(words: str, message: str, help: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_of_wrong_command_lines(
+    words: str, message: str, help: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = words.split()
     code, out, err = ran(capsys, *arguments, *([] if "--format" in words else ["--format", "json"]))
     assert (code, out) == (2, "")
@@ -136,7 +170,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("columns", [20, 40, 50, 80, 120, 200, 400])
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_the_terminal(command: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_the_terminal(
+    command: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = ran(capsys, *([command] if command else []), "--help")
     assert code == 0
@@ -156,7 +192,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two scripts, one of them wrong and badly laid out, and what must not be looked at."""
     monkeypatch.chdir(tmp_path)
     for path, text in {
-        "a.piper": "let x = 1\n", "deep/er/b.piper": "print  y\n", ".hidden/c.piper": "print z\n", "deep/.d.piper": "print z\n", "deep/notes.txt": "print z\n",
+        "a.piper": "let x = 1\n", "deep/er/b.piper": "print  y\n",
+        ".hidden/c.piper": "print z\n", "deep/.d.piper": "print z\n", "deep/notes.txt": "print z\n",
     }.items():  # fmt: skip
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +228,10 @@ def test_folders_that_give_nothing(command: str, folder: Path, capsys: pytest.Ca
     assert code == 2
     assert "cannot read nowhere" in err
     code, _, err = ran(capsys, command, "empty", "a.piper", "--format", "concise")
-    assert (code, err) == (2, "P0901 no .piper files in empty help: folders are searched for *.piper, hidden folders are not\n")
+    assert (code, err) == (
+        2,
+        "P0901 no .piper files in empty help: folders are searched for *.piper, hidden folders are not\n",
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="this user reads and writes everything")
@@ -204,7 +244,9 @@ def test_folders_without_rights(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "error[P0901]: cannot write b.piper" in err
 
 
-def test_one_broken_script_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_broken_script_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.piper").write_text("let\n" * 60)
     (tmp_path / "b.piper").write_text("let\n" * 60)
@@ -223,7 +265,9 @@ def test_github(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert (code, err) == (1, "")
     first, second = out.splitlines()
     # Colons and commas are escaped in properties, which they separate; percent signs and line ends everywhere.
-    assert first.startswith("::error file=a%2Cb%3Ac%25.piper,line=1,endLine=1,col=9,endColumn=13,title=P0207%3A requirement not met::")
+    assert first.startswith(
+        "::error file=a%2Cb%3Ac%25.piper,line=1,endLine=1,col=9,endColumn=13,title=P0207%3A requirement not met::"
+    )
     assert first.endswith("::50%25%0Amore: \u00e9: this must hold")
     assert "%0Ahelp: " in second
     assert second.startswith("::error file=d.piper,line=1,")
@@ -253,11 +297,19 @@ def test_sarif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert rules[result["ruleIndex"]] == result["ruleId"]
         assert result["message"]["text"]
     places = [
-        (result["ruleId"], place["artifactLocation"]["uri"], *(place["region"][key] for key in ("startLine", "startColumn", "endLine", "endColumn")))
+        (
+            result["ruleId"],
+            place["artifactLocation"]["uri"],
+            *(place["region"][key] for key in ("startLine", "startColumn", "endLine", "endColumn")),
+        )
         for result in run["results"]
         for place in [result["locations"][0]["physicalLocation"]]
     ]
-    assert places == [("P0202", "a%20b.piper", 2, 5, 2, 6), ("P0201", "c.piper", 1, 12, 1, 13), ("P0201", "c.piper", 2, 7, 2, 8)]
+    assert places == [
+        ("P0202", "a%20b.piper", 2, 5, 2, 6),
+        ("P0201", "c.piper", 1, 12, 1, 13),
+        ("P0201", "c.piper", 2, 7, 2, 8),
+    ]
     assert run["results"][0]["relatedLocations"][0]["physicalLocation"]["region"]["startLine"] == 1
     empty = json.loads(ran(capsys, "check", BOTH, "--format", "sarif")[1])
     assert empty["runs"][0]["results"] == []
@@ -285,7 +337,9 @@ def test_every_format_of_a_usage_error(format: str, capsys: pytest.CaptureFixtur
         ({"FORCE_COLOR": "1", "TERM": "dumb"}, True),
     ],
 )
-def test_colors(environment: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_colors(
+    environment: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -293,7 +347,10 @@ def test_colors(environment: dict[str, str], colored: bool, monkeypatch: pytest.
     assert ("\x1b[" in ran(capsys, "explain", "P9999")[2]) == colored
 
 
-@pytest.mark.parametrize(("environment", "colored"), [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)])
+@pytest.mark.parametrize(
+    ("environment", "colored"),
+    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
+)
 def test_colors_on_a_terminal(environment: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from piperlang.cli.report import colored as decided
 
@@ -309,7 +366,7 @@ def test_colors_on_a_terminal(environment: dict[str, str], colored: bool, monkey
         os.close(master)
 
 
-# ------------------------------------------------------------------------------------------- without torch and without Ray
+# ------------------------------------------------------------------------------------------------ without torch and Ray
 
 
 @pytest.mark.parametrize(
@@ -325,7 +382,9 @@ def test_colors_on_a_terminal(environment: dict[str, str], colored: bool, monkey
         ("fuzz M.py --executor ray", "`torch`, `numpy` and `ray`"),
     ],
 )
-def test_what_to_install_for_models(words: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_to_install_for_models(
+    words: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(needs, "installed", lambda name: False)
     code, out, err = ran(capsys, *words.split())
     assert (code, out) == (2, "")
@@ -333,9 +392,17 @@ def test_what_to_install_for_models(words: str, missing: str, monkeypatch: pytes
     assert "help: pip install 'piperlang[run]'" in err
 
 
-def test_the_front_end_needs_no_more_than_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_front_end_needs_no_more_than_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(needs, "installed", lambda name: False)
-    for words in (["check", BOTH], ["orders", BOTH], ["fmt", "--check", BOTH], ["explain", "P0905"], ["completion", "bash"]):
+    for words in (
+        ["check", BOTH],
+        ["orders", BOTH],
+        ["fmt", "--check", BOTH],
+        ["explain", "P0905"],
+        ["completion", "bash"],
+    ):
         assert ran(capsys, *words)[0] == 0
 
 

@@ -36,8 +36,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(folder: Path, command: str, *arguments: str) -> pexpect.spawn:
     if shutil.which(command) is None:
         pytest.skip(f"{command} is not installed")
-    environment = {"PATH": "/usr/bin:/bin", "TERM": "dumb", "PS1": "$ ", "HOME": str(folder), "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8"}
-    return pexpect.spawn(command, list(arguments), cwd=str(folder), env=environment, encoding="utf-8", timeout=20, dimensions=(100, 200), echo=False)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "TERM": "dumb",
+        "PS1": "$ ",
+        "HOME": str(folder),
+        "LC_ALL": "C.UTF-8",
+        "LANG": "C.UTF-8",
+    }
+    return pexpect.spawn(
+        command,
+        list(arguments),
+        cwd=str(folder),
+        env=environment,
+        encoding="utf-8",
+        timeout=20,
+        dimensions=(100, 200),
+        echo=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +82,15 @@ def fish(folder: Path) -> Complete:
 
     def complete(line: str) -> set[str]:
         command = ["fish", "--no-config", "-c", "source .scripts/fish; complete -C $argv[1]", line]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True, env={"PATH": "/usr/bin:/bin", "HOME": str(folder)})
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(folder)},
+        )
         assert done.stderr == ""
         return {row.partition("\t")[0] for row in done.stdout.splitlines()}
 
@@ -82,7 +106,7 @@ def zsh(folder: Path) -> Iterator[Complete]:
         "zstyle ':completion:*' completer _all_matches _complete",
         "zstyle ':completion:*' insert true",
         "zstyle ':completion:*' old-matches false",
-        "show() { local -a w=(${(z)BUFFER}); print -r -- \"<${(j:><:)${(@Q)w}}><end>\"; BUFFER= }",
+        'show() { local -a w=(${(z)BUFFER}); print -r -- "<${(j:><:)${(@Q)w}}><end>"; BUFFER= }',
         "zle -N show; bindkey '^T' show; bindkey '^I' complete-word",
         "source .scripts/zsh; print re''ady",
     ):

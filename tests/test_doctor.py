@@ -44,7 +44,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_as_text_for_packages_of_ours(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Versions that are too old, and a package that breaks when it is loaded. Their processes are those of a user: no torch is needed for this test."""
+    """Versions that are too old, and a package that breaks when it is loaded."""
     (packages / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     (packages / "ray.py").write_text("__version__ = '1.9.2'")
     (packages / "numpy.py").write_text("__version__ = '2.4.6'")
@@ -63,13 +63,22 @@ def test_without_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     code, data, found = told(capsys)
     assert (code, data["ok"], data["uses"]) == (1, False, {})
     for name in ("torch", "ray", "numpy"):
-        assert (found[name]["state"], found[name]["found"], found[name]["help"]) == ("missing", "not installed", "pip install 'piperlang[run]'")
+        assert (found[name]["state"], found[name]["found"], found[name]["help"]) == (
+            "missing",
+            "not installed",
+            "pip install 'piperlang[run]'",
+        )
     assert "CUDA" not in found
 
 
-def test_a_package_that_hangs_leaves_nothing(packages: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_that_hangs_leaves_nothing(
+    packages: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     marker = packages / "pid"
-    (packages / "torch.py").write_text(f"import os, subprocess, time\nchild = subprocess.Popen(['sleep', '100'])\nopen({str(marker)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(100)")
+    (packages / "torch.py").write_text(
+        "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '100'])\n"
+        f"open({str(marker)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(100)"
+    )
     for name in ("ray", "numpy"):
         (packages / f"{name}.py").write_text("__version__ = '9.9'")
     monkeypatch.setattr(doctor, "PATIENCE", 3.0)
@@ -84,7 +93,13 @@ def test_a_package_that_hangs_leaves_nothing(packages: Path, monkeypatch: pytest
             time.sleep(0.05)
 
 
-TORCH = {"version": "2.13.0", "cuda": "13.0", "gpus": [{"name": "H200", "free": 2**37, "memory": 2**37 + 2**30}], "gloo": True, "nccl": "2.28.9"}
+TORCH = {
+    "version": "2.13.0",
+    "cuda": "13.0",
+    "gpus": [{"name": "H200", "free": 2**37, "memory": 2**37 + 2**30}],
+    "gloo": True,
+    "nccl": "2.28.9",
+}
 
 
 def test_what_is_said_of_gpus() -> None:

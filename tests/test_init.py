@@ -64,7 +64,11 @@ def test_what_the_schedule_suggests_works(here: Path, capsys: pytest.CaptureFixt
     for schedule in ("gpipe", "zero_bubble"):
         path.write_text(text.replace("one_f_one_b", schedule))
         assert main(["check", "schedule.piper"]) == 0
-    replicated = text.replace("mesh gpu = pp: ranks\n", "mesh gpu = pp: ranks, dp: 2\n").replace("# from std.data", "from std.data").replace("# zero1(", "zero1(")
+    replicated = (
+        text.replace("mesh gpu = pp: ranks\n", "mesh gpu = pp: ranks, dp: 2\n")
+        .replace("# from std.data", "from std.data")
+        .replace("# zero1(", "zero1(")
+    )
     assert replicated.count("zero1") == 2
     path.write_text(replicated)
     capsys.readouterr()
@@ -86,7 +90,9 @@ def test_a_file_in_place_of_the_folder(here: Path, capsys: pytest.CaptureFixture
     assert "cannot write to job" in capsys.readouterr().err
 
 
-def test_a_disk_that_takes_the_first_file_only(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_takes_the_first_file_only(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "second").symlink_to("/dev/full/x")  # a path that cannot be opened, but does not exist either
     monkeypatch.setattr(init, "FILES", ("model.py", "second"))
     assert main(["init"]) == 2

@@ -1,4 +1,4 @@
-"""The hooks of .pre-commit-hooks.yaml under the real pre-commit, with the piperc of this environment in place of one that is installed anew."""
+"""The hooks of .pre-commit-hooks.yaml under the real pre-commit, with the piperc of this environment."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ def repository(tmp_path: Path) -> Path:
 
 
 def committed(repository: Path) -> tuple[int, str]:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PRE_COMMIT_HOME": str(repository / ".git" / "store")}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PRE_COMMIT_HOME": str(repository / ".git" / "store"),
+    }
     subprocess.run(["git", "add", "-A"], cwd=repository, check=True)
     command = [sys.executable, "-m", "pre_commit", "run", "--color", "never"]
-    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,8 +1,9 @@
-"""Check schedule scripts: syntax, names, values, and whether what they say fits together. No model is needed. Of a folder, all scripts in it are checked.
+"""Check schedule scripts: syntax, names, values, and whether what they say fits together. No model is needed.
+Of a folder, all scripts in it are checked.
 
-With a model in front (piperc check MODEL.py SCHEDULE.piper) also what only a model can tell: does every selector match, is every chunk
-placed, does the batch come out even, does any order wait for itself. With --numerics, two training steps are run both ways, plainly and
-under the schedule, and compared.
+With a model in front (piperc check MODEL.py SCHEDULE.piper) also what only a model can tell: does every selector match,
+is every chunk placed, does the batch come out even, does any order wait for itself. With --numerics, two training steps
+are run both ways, plainly and under the schedule, and compared.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from piperlang.session import Outlined, outline
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scripts", nargs="+", metavar="[MODEL.py] FILE.piper", help="files or folders; `-` reads standard input")
+    parser.add_argument(
+        "scripts", nargs="+", metavar="[MODEL.py] FILE.piper", help="files or folders; `-` reads standard input"
+    )
     parser.add_argument("--numerics", action="store_true", help="run two steps both ways and compare (needs a model)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and dropout, for --numerics")
     parser.add_argument("--json", action="store_true", help="the result as JSON")

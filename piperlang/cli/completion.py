@@ -2,7 +2,7 @@
 
 bash: add `eval "$(piperc completion bash)"` to ~/.bashrc.
 
-zsh: `piperc completion zsh > "${fpath[1]}/_piperc"`, or add `eval "$(piperc completion zsh)"` to ~/.zshrc after compinit.
+zsh: add `eval "$(piperc completion zsh)"` to ~/.zshrc after compinit, or save it as `_piperc` in a folder of $fpath.
 
 fish: `piperc completion fish > ~/.config/fish/completions/piperc.fish`.
 """
@@ -76,9 +76,13 @@ def commands() -> list[Command]:
     found = []
     for name, summary in COMMANDS.items():
         actions = command_parser(name).described()
-        options = tuple(Option(tuple(a.option_strings), _plain(a.help or ""), _value(a)) for a in actions if a.option_strings)
+        options = tuple(
+            Option(tuple(a.option_strings), _plain(a.help or ""), _value(a)) for a in actions if a.option_strings
+        )
         operands = [_value(action) for action in actions if not action.option_strings]
-        found.append(Command(name, _plain(summary), options, _together([value for value in operands if value is not None])))
+        found.append(
+            Command(name, _plain(summary), options, _together([value for value in operands if value is not None]))
+        )
     return found
 
 
@@ -165,11 +169,18 @@ def bash(every: list[Command]) -> str:
     values, flags, operands = [], [], []
     for command in every:
         own = [(option, flag) for option in command.options for flag in option.flags]
-        values += [f'        "{command.name} {flag}") {_bash(option.value)}; return ;;' for option, flag in own if option.value]
+        values += [
+            f'        "{command.name} {flag}") {_bash(option.value)}; return ;;' for option, flag in own if option.value
+        ]
         flags.append(f'        "{command.name} -"*) _piperc_words "{" ".join(flag for _, flag in own)}"; return ;;')
         operands += [f"        {command.name}) {_bash(command.operand)} ;;"] if command.operand else []
     names = [command.name for command in every]
-    parts = {"values": "\n".join(values), "flags": "\n".join(flags), "operands": "\n".join(operands), "formats": " ".join(FORMATS)}
+    parts = {
+        "values": "\n".join(values),
+        "flags": "\n".join(flags),
+        "operands": "\n".join(operands),
+        "formats": " ".join(FORMATS),
+    }
     return _fill(BASH, names="|".join(names), every=" ".join(names), **parts)
 
 
@@ -203,7 +214,8 @@ _piperc() {
 @described@
             )
             _describe -t commands command commands
-            _arguments '--help[print help]' '--version[print the version]' '--format[how diagnostics are written]:FORMAT:(@formats@)' '*:model:_files -g "*.py(-.)"'
+            _arguments '--help[print help]' '--version[print the version]' \\
+                '--format[how diagnostics are written]:FORMAT:(@formats@)' '*:model:_files -g "*.py(-.)"'
             ;;
     esac
 }
@@ -234,7 +246,13 @@ def _zsh(value: Value) -> str:
         return f"word:({' '.join(value.words)})"
     if isinstance(value, Files):
         suffixes = "|".join(suffix.removeprefix(".") for suffix in value.suffixes)
-        return "folder:_files -/" if value.folder else f'file:_files -g "*.({suffixes})(-.)"' if suffixes else "file:_files"
+        return (
+            "folder:_files -/"
+            if value.folder
+            else f'file:_files -g "*.({suffixes})(-.)"'
+            if suffixes
+            else "file:_files"
+        )
     return "value:"
 
 
@@ -290,14 +308,20 @@ def fish(every: list[Command]) -> str:
             lines.append(f"{only} {names} -d '{option.help}'" + (f" -x{_fish(option.value)}" if option.value else ""))
         if command.operand:
             lines.append(f"{only}{_fish(command.operand)}")
-    return _fill(FISH, names=" ".join(command.name for command in every), lines="\n".join(lines), formats=" ".join(FORMATS))
+    return _fill(
+        FISH, names=" ".join(command.name for command in every), lines="\n".join(lines), formats=" ".join(FORMATS)
+    )
 
 
 def _fish(value: Value) -> str:
     if isinstance(value, Words):
         return f" -a '{' '.join(value.words)}'"
     if isinstance(value, Files):
-        return " -a '(__fish_complete_directories)'" if value.folder else f" -a '({' '.join(['__piperc_files', *value.suffixes])})'"
+        return (
+            " -a '(__fish_complete_directories)'"
+            if value.folder
+            else f" -a '({' '.join(['__piperc_files', *value.suffixes])})'"
+        )
     return ""
 
 

@@ -107,7 +107,8 @@ def _asked(name: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py")), name]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment, start_new_session=True,
     )  # fmt: skip
     try:
         yield process
@@ -146,21 +147,39 @@ def accelerators(torch: dict[str, Any]) -> Iterator[Finding]:
     """What torch can compute on, and how its processes talk."""
     if torch["gpus"]:
         for number, gpu in enumerate(torch["gpus"]):
-            yield Finding(f"GPU {number}", "fine", f"{gpu['name']}, {_size(gpu['free'])} free of {_size(gpu['memory'])}")
+            yield Finding(
+                f"GPU {number}", "fine", f"{gpu['name']}, {_size(gpu['free'])} free of {_size(gpu['memory'])}"
+            )
         yield Finding("CUDA", "fine", torch["cuda"])
         if torch["nccl"]:
             yield Finding("NCCL", "fine", torch["nccl"])
         else:
-            yield Finding("NCCL", "note", "not in this build of torch", "install a build of torch with NCCL, or train with --backend gloo")
+            yield Finding(
+                "NCCL",
+                "note",
+                "not in this build of torch",
+                "install a build of torch with NCCL, or train with --backend gloo",
+            )
     elif Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
-        why = "this build of torch is for CPU" if torch["cuda"] is None else f"torch, built for CUDA {torch['cuda']}, cannot use it"
-        yield Finding("CUDA", "note", f"there is a GPU, but {why}", "install a build of torch for the CUDA version that nvidia-smi shows")
+        why = (
+            "this build of torch is for CPU"
+            if torch["cuda"] is None
+            else f"torch, built for CUDA {torch['cuda']}, cannot use it"
+        )
+        yield Finding(
+            "CUDA",
+            "note",
+            f"there is a GPU, but {why}",
+            "install a build of torch for the CUDA version that nvidia-smi shows",
+        )
     else:
         yield Finding("CUDA", "note", "no GPU: training runs on CPU")
     if torch["gloo"]:
         yield Finding("gloo", "fine", "in torch")
     else:
-        yield Finding("gloo", "missing", "not in this build of torch", "install a build of torch with distributed support")
+        yield Finding(
+            "gloo", "missing", "not in this build of torch", "install a build of torch with distributed support"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- machine
@@ -170,13 +189,22 @@ def machine() -> Iterator[Finding]:
     yield Finding("cores", "fine", f"{_cores():g}")
     total, free = _memory()
     if free < 2 * WORKER:
-        yield Finding("memory", "note", f"{_size(free)} free of {_size(total)}", f"free some memory: a worker takes {_size(WORKER)} before it has a model")
+        yield Finding(
+            "memory",
+            "note",
+            f"{_size(free)} free of {_size(total)}",
+            f"free some memory: a worker takes {_size(WORKER)} before it has a model",
+        )
     else:
-        yield Finding("memory", "fine", f"{_size(free)} free of {_size(total)}: room to start {free // WORKER:,} workers")
+        yield Finding(
+            "memory", "fine", f"{_size(free)} free of {_size(total)}: room to start {free // WORKER:,} workers"
+        )
     shared = _free(Path("/dev/shm"))
     if shared is not None:
         small = f"give /dev/shm {_size(STORE)} or more, with docker by --shm-size=1g: Ray falls back to the disk"
-        yield Finding("/dev/shm", "fine" if shared >= STORE else "note", f"{_size(shared)} free", "" if shared >= STORE else small)
+        yield Finding(
+            "/dev/shm", "fine" if shared >= STORE else "note", f"{_size(shared)} free", "" if shared >= STORE else small
+        )
     yield _folder()
     yield _ports()
     yield _terminal()
@@ -188,10 +216,20 @@ def _folder() -> Finding:
         with tempfile.NamedTemporaryFile():
             folder = Path(tempfile.gettempdir())
     except OSError as problem:
-        return Finding("temporary", "missing", (problem.strerror or str(problem)).lower(), "set TMPDIR to a folder that can be written to")
+        return Finding(
+            "temporary",
+            "missing",
+            (problem.strerror or str(problem)).lower(),
+            "set TMPDIR to a folder that can be written to",
+        )
     free = _free(folder) or 0
     full = free < 2**30
-    return Finding("temporary", "note" if full else "fine", f"{folder}, {_size(free)} free", f"free some space in {folder}, or set TMPDIR to another folder" if full else "")
+    return Finding(
+        "temporary",
+        "note" if full else "fine",
+        f"{folder}, {_size(free)} free",
+        f"free some space in {folder}, or set TMPDIR to another folder" if full else "",
+    )
 
 
 def _ports() -> Finding:
@@ -202,7 +240,12 @@ def _ports() -> Finding:
                 server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
                 stack.enter_context(socket.create_connection(server.getsockname(), timeout=2))
     except OSError as problem:
-        return Finding("ports", "missing", f"127.0.0.1: {(problem.strerror or str(problem)).lower()}", "workers meet at ports of 127.0.0.1; allow processes to listen there")
+        return Finding(
+            "ports",
+            "missing",
+            f"127.0.0.1: {(problem.strerror or str(problem)).lower()}",
+            "workers meet at ports of 127.0.0.1; allow processes to listen there",
+        )
     return Finding("ports", "fine", f"{PORTS} of 127.0.0.1 tried, all free and reachable")
 
 
@@ -219,9 +262,16 @@ def used(torch: dict[str, Any]) -> dict[str, str]:
     """What a job without further options takes."""
     gpus = len(torch["gpus"])
     if not gpus:
-        return {"backend": "gloo, on CPU", "devices": f"a process for every device of a script, all of them on {_cores():g} cores"}
+        return {
+            "backend": "gloo, on CPU",
+            "devices": f"a process for every device of a script, all of them on {_cores():g} cores",
+        }
     shared = "workers share it" if gpus == 1 else "with more devices workers share GPUs"
-    return {"backend": "nccl, on CUDA", "devices": f"a process for every device of a script on {gpus} GPU{'s' if gpus > 1 else ''}; {shared}", "compiler": "Inductor; --no-compile does without"}
+    return {
+        "backend": "nccl, on CUDA",
+        "devices": f"a process for every device of a script on {gpus} GPU{'s' if gpus > 1 else ''}; {shared}",
+        "compiler": "Inductor; --no-compile does without",
+    }
 
 
 def _cores() -> float:

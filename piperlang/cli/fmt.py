@@ -1,4 +1,7 @@
-"""Write scripts in the one canonical layout. Comments stay; the meaning never changes. Of a folder, all scripts in it are formatted."""
+"""Write scripts in the one canonical layout. Comments stay; the meaning never changes.
+
+Of a folder, all scripts in it are formatted.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ from piperlang.syntax.format import format_source
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scripts", nargs="+", metavar="FILE.piper", help="files or folders; `-` formats standard input to standard output")
+    parser.add_argument(
+        "scripts",
+        nargs="+",
+        metavar="FILE.piper",
+        help="files or folders; `-` formats standard input to standard output",
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
     parser.add_argument("--diff", action="store_true", help="write nothing; print what would change")
 
@@ -62,7 +70,12 @@ def _replace(path: Path, text: str) -> None:
         beside.chmod(path.stat().st_mode)
         beside.replace(path)
     except PermissionError as problem:
-        raise error("P0901", f"cannot write {path.name}", notes=[(problem.strerror or "").lower()], help="check the rights of its folder") from None
+        raise error(
+            "P0901",
+            f"cannot write {path.name}",
+            notes=[(problem.strerror or "").lower()],
+            help="check the rights of its folder",
+        ) from None
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Write a model and a schedule to begin with: model.py and schedule.piper, which run as they are.
 
-The model is a small transformer with data, loss and optimizer; its blocks are annotated as stages. The schedule runs it as a pipeline on two devices. Files that
-are there already are never written over.
+The model is a small transformer with data, loss and optimizer; its blocks are annotated as stages. The schedule runs it
+as a pipeline on two devices. Files that are there already are never written over.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ FILES = ("model.py", "schedule.piper")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", default=".", metavar="DIR", help="where they go (default: here); made if it is not there")
+    parser.add_argument(
+        "folder", nargs="?", default=".", metavar="DIR", help="where they go (default: here); made if it is not there"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     folder = Path(options.folder)
     there = [name for name in FILES if (folder / name).exists()]
     if there:
-        raise error("P0902", f"{listed(there, 'and')} {'is' if len(there) == 1 else 'are'} in {_named(folder)} already", help="give another folder: `piperc init DIR`")
+        raise error(
+            "P0902",
+            f"{listed(there, 'and')} {'is' if len(there) == 1 else 'are'} in {_named(folder)} already",
+            help="give another folder: `piperc init DIR`",
+        )
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +45,12 @@ def run(options: argparse.Namespace) -> int:
         for path in written:
             with suppress(OSError):
                 path.unlink()
-        raise error("P0902", f"cannot write to {_named(folder)}", notes=[(problem.strerror or str(problem)).lower()], help="give another folder: `piperc init DIR`") from None
+        raise error(
+            "P0902",
+            f"cannot write to {_named(folder)}",
+            notes=[(problem.strerror or str(problem)).lower()],
+            help="give another folder: `piperc init DIR`",
+        ) from None
     model, script = (shlex.quote(str(path)) for path in written)
     print(f"wrote {written[0]} and {written[1]}; next:\n")
     if not all(map(installed, ("torch", "ray", "numpy"))):

@@ -1,4 +1,7 @@
-"""`piperc`: one command, a file per subcommand. Exit codes: 0 fine, 1 diagnostics, 2 usage, 70 our bug, 130 interrupted."""
+"""`piperc`: one command, a file per subcommand.
+
+Exit codes: 0 fine, 1 diagnostics, 2 usage, 70 our bug, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,13 @@ def command_parser(name: str) -> Parser:
     module = import_module(f"piperlang.cli.{name}")
     parser = Parser(prog=f"piperc {name}", description=module.__doc__)
     module.arguments(parser)
-    parser.add_argument("--format", choices=FORMATS, default="full", metavar="FORMAT", help=f"how diagnostics are written: {', '.join(FORMATS)} (default: full)")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="full",
+        metavar="FORMAT",
+        help=f"how diagnostics are written: {', '.join(FORMATS)} (default: full)",
+    )
     parser.usage = f"piperc {name} [options] {parser.operands()}".rstrip()
     parser.set_defaults(command=name, run=module.run)
     return parser
@@ -57,7 +66,9 @@ def top_parser() -> Parser:
         description="Schedules for distributed training, as a language.",
         epilog="`piperc COMMAND --help` has the options of one. `--format` may also stand before the command.",
     )
-    top.add_argument("--version", "-V", action="version", version=f"piperc {__version__}", help="print the version and exit")
+    top.add_argument(
+        "--version", "-V", action="version", version=f"piperc {__version__}", help="print the version and exit"
+    )
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
@@ -65,7 +76,7 @@ def top_parser() -> Parser:
 
 
 def read(words: list[str]) -> tuple[Parser, list[str]]:
-    """Which parser reads a command line, and what of it. `piperc MODEL.py ...` is short for `piperc train MODEL.py ...`."""
+    """Which parser reads a command line, and what of it. `piperc MODEL.py` is short for `piperc train MODEL.py`."""
     words = _general_last(words)
     first = words[0]
     if first in ("-h", "--help", "-V", "--version"):
@@ -89,7 +100,11 @@ def _general_last(words: list[str]) -> list[str]:
         taken = 1 if "=" in rest[0] else 2
         general, rest = [*general, *rest[:taken]], rest[taken:]
     if general and not rest:
-        raise error("P0902", f"`{' '.join(general)}` without a command", help="piperc COMMAND [options] ...; `piperc --help` lists the commands")
+        raise error(
+            "P0902",
+            f"`{' '.join(general)}` without a command",
+            help="piperc COMMAND [options] ...; `piperc --help` lists the commands",
+        )
     return [rest[0], *general, *rest[1:]] if rest[0] in COMMANDS else [*rest, *general] if general else rest
 
 
@@ -102,7 +117,11 @@ def _no_command(words: list[str]) -> PiperError:
         model = next((word for word in words if word.endswith(".py")), None)
         if model is not None:
             return model_first("train", model, first)
-        return error("P0902", "a schedule alone does not say what to do", help=f"`piperc check {first}` checks it, `piperc MODEL.py {first}` trains a model under it")
+        return error(
+            "P0902",
+            "a schedule alone does not say what to do",
+            help=f"`piperc check {first}` checks it, `piperc MODEL.py {first}` trains a model under it",
+        )
     if is_file(Path(first), folder=True):
         return error("P0902", f"`{first}` is a folder", help=f"`piperc check {first}` checks all scripts in it")
     near = f"did you mean `--{first}`?" if f"--{first}" in top_parser().flags else did_you_mean(first, COMMANDS)
@@ -112,7 +131,9 @@ def _no_command(words: list[str]) -> PiperError:
 def _option_first(flag: str, words: list[str]) -> PiperError:
     """An option where a command is due."""
     have = elsewhere(flag)
-    meant = next(("train" if word.endswith(".py") else word for word in words if word in COMMANDS or word.endswith(".py")), None)
+    meant = next(
+        ("train" if word.endswith(".py") else word for word in words if word in COMMANDS or word.endswith(".py")), None
+    )
     if have:
         where = f"piperc {meant} {flag} ..." if meant in have else f"piperc {have[0]} {flag} ..."
         return error("P0902", f"`{flag}` stands before the command", help=f"options come after it: {where}")

@@ -22,16 +22,28 @@ class Help(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         columns = shutil.get_terminal_size().columns
-        super().__init__(prog, width=min(max(columns, NARROWEST), WIDEST), max_help_position=28 if columns >= 60 else 14)
+        super().__init__(
+            prog, width=min(max(columns, NARROWEST), WIDEST), max_help_position=28 if columns >= 60 else 14
+        )
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = re.split(r"\n\s*\n", textwrap.dedent(text).strip())
-        return "\n\n".join(textwrap.fill(" ".join(p.split()), width, initial_indent=indent, subsequent_indent=indent) for p in paragraphs)
+        return "\n\n".join(
+            textwrap.fill(" ".join(p.split()), width, initial_indent=indent, subsequent_indent=indent)
+            for p in paragraphs
+        )
 
-    def _format_usage(self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None) -> str:
+    def _format_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None
+    ) -> str:
         lines = (usage or self._prog).splitlines()
         width = max(self._width - self._current_indent, 11)
-        wrapped = [textwrap.fill(line.strip(), width, initial_indent="       ", subsequent_indent="         ", break_on_hyphens=False) for line in lines]
+        wrapped = [
+            textwrap.fill(
+                line.strip(), width, initial_indent="       ", subsequent_indent="         ", break_on_hyphens=False
+            )
+            for line in lines
+        ]
         return "usage: " + "\n".join(wrapped).lstrip() + "\n\n"
 
 
@@ -80,8 +92,17 @@ class Parser(argparse.ArgumentParser):
             if begins:
                 raise error("P0902", f"`{flag}` is not written out", help=f"did you mean {listed(begins)}?")
             if others:
-                raise error("P0902", f"`{self.prog}` has no `{flag}`", help=f"it is an option of {listed([f'piperc {name}' for name in others], 'and')}")
-            raise error("P0902", f"`{flag}` is not understood", help=(did_you_mean(flag, flags) if flag.startswith("--") else None) or f"`{self.prog} --help` lists what there is")
+                raise error(
+                    "P0902",
+                    f"`{self.prog}` has no `{flag}`",
+                    help=f"it is an option of {listed([f'piperc {name}' for name in others], 'and')}",
+                )
+            raise error(
+                "P0902",
+                f"`{flag}` is not understood",
+                help=(did_you_mean(flag, flags) if flag.startswith("--") else None)
+                or f"`{self.prog} --help` lists what there is",
+            )
 
     def error(self, message: str) -> NoReturn:
         """What argparse found, in our words."""
@@ -93,11 +114,17 @@ class Parser(argparse.ArgumentParser):
         value = re.search(r"invalid (\w+) value: '(.*)'$", message)
         if choice:
             legal = re.sub("['\"]", "", choice[2]).split(", ")
-            raise error("P0902", f"`{choice[1]}` is not one of {', '.join(legal)}", help=did_you_mean(choice[1], legal) or hints)
+            raise error(
+                "P0902", f"`{choice[1]}` is not one of {', '.join(legal)}", help=did_you_mean(choice[1], legal) or hints
+            )
         if value:
             raise error("P0902", f"`{argument} {value[2]}`: that is not {TYPES.get(value[1], value[1])}", help=hints)
         if "not allowed with argument" in complaint:
-            raise error("P0902", f"`{argument}` and `{complaint.rpartition(' ')[2].rpartition('/')[2]}` exclude each other", help="give one of them")
+            raise error(
+                "P0902",
+                f"`{argument}` and `{complaint.rpartition(' ')[2].rpartition('/')[2]}` exclude each other",
+                help="give one of them",
+            )
         if complaint.startswith("expected "):
             raise error("P0902", f"`{argument}` needs a value", help=hints)
         if message.startswith("the following arguments are required: "):

@@ -1,6 +1,6 @@
-"""What torch and Ray say of this machine, as JSON. Runs in a process of its own, since loading either can take long or crash: `python probe.py torch`.
+"""What torch and Ray say of this machine, as JSON: `python probe.py torch`.
 
-It is run as a file and imports nothing of piperlang.
+Runs in a process of its own, since loading either can take long or crash. It imports nothing of piperlang.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def paint(stream: TextIO) -> Paint:
 def colored(stream: TextIO) -> bool:
     """Whether to write colours: NO_COLOR, then FORCE_COLOR, then whether it is a terminal that has any.
 
-    no-color.org and force-color.org: either counts if it is not empty, whatever its value. Neither says which of them wins; here NO_COLOR does, as in Python."""
+    no-color.org and force-color.org: either counts if it is not empty, whatever its value. Neither says which of them wins;
+    here NO_COLOR does, as in Python."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -38,7 +39,13 @@ def report(diagnostics: Iterable[Diagnostic], format: str, stream: TextIO | None
         return
     print(render(every, format, paint(stream)), file=stream)
     if format == "full":
-        count = "1 error" if len(every) == 1 else f"{len(every)} errors" if len(every) <= LIMIT else f"more than {LIMIT} errors"
+        count = (
+            "1 error"
+            if len(every) == 1
+            else f"{len(every)} errors"
+            if len(every) <= LIMIT
+            else f"more than {LIMIT} errors"
+        )
         print(f"\n{count}; `piperc explain {every[0].code}` tells more", file=stream)
 
 
@@ -72,7 +79,7 @@ def open_script(name: str) -> tuple[Source, Path | None]:
 
 
 def scripts(names: Iterable[str]) -> tuple[list[str], list[Diagnostic]]:
-    """The scripts that are meant: files as they are given, and of folders every .piper file in them; and folders that give none."""
+    """The scripts that are meant: files as they are given, and every .piper file of folders; and what was wrong with folders."""
     found: list[str] = []
     problems: list[Diagnostic] = []
     for name in names:
@@ -81,9 +88,20 @@ def scripts(names: Iterable[str]) -> tuple[list[str], list[Diagnostic]]:
             continue
         inside, unread = _inside(name)
         found += inside
-        problems += [Diagnostic("P0901", f"cannot read {p.filename}", notes=((p.strerror or "").lower(),), helps=("check the path",)) for p in unread]
+        problems += [
+            Diagnostic(
+                "P0901", f"cannot read {p.filename}", notes=((p.strerror or "").lower(),), helps=("check the path",)
+            )
+            for p in unread
+        ]
         if not inside and not unread:
-            problems.append(Diagnostic("P0901", f"no .piper files in {name}", helps=("folders are searched for *.piper, hidden folders are not",)))
+            problems.append(
+                Diagnostic(
+                    "P0901",
+                    f"no .piper files in {name}",
+                    helps=("folders are searched for *.piper, hidden folders are not",),
+                )
+            )
     return list(dict.fromkeys(found)), problems
 
 
@@ -93,7 +111,11 @@ def _inside(folder: str) -> tuple[list[str], list[OSError]]:
     for where, folders, files in os.walk(folder, onerror=unread.append):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         # By os.path, not Path: a folder called `-` keeps its `./`.
-        found += [os.path.join(where, name).removeprefix("./") for name in sorted(files) if name.endswith(".piper") and not name.startswith(".")]
+        found += [
+            os.path.join(where, name).removeprefix("./")
+            for name in sorted(files)
+            if name.endswith(".piper") and not name.startswith(".")
+        ]
     return found, unread
 
 
@@ -103,7 +125,14 @@ def model_first(command: str, model: str, script: str) -> PiperError:
 
 
 def add_parameters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-p", dest="parameters", metavar="NAME=VALUE", action="append", default=[], help="override a `param` of the script")
+    parser.add_argument(
+        "-p",
+        dest="parameters",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="override a `param` of the script",
+    )
 
 
 def parameters(options: argparse.Namespace) -> dict[str, str]:

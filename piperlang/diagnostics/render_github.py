@@ -9,7 +9,7 @@ from piperlang.diagnostics.render import printable
 
 
 def github(d: Diagnostic) -> str:
-    """`::error file=a.piper,line=9,col=7,endColumn=33,title=P0302%3A selector matches no nodes::message`, in one line."""
+    """`::error file=a.piper,line=9,col=7,endColumn=33,title=P0302%3A selector matches no nodes::message`."""
     properties: dict[str, str] = {}
     if d.span is not None:
         first, last = d.span.first, d.span.last
@@ -23,7 +23,13 @@ def github(d: Diagnostic) -> str:
 
 def paragraphs(d: Diagnostic) -> str:
     """All that a diagnostic says, in lines."""
-    return "\n".join([d.message + (f": {d.label}" if d.label else ""), *(f"note: {note}" for note in d.notes), *(f"help: {help}" for help in d.helps)])
+    return "\n".join(
+        [
+            d.message + (f": {d.label}" if d.label else ""),
+            *(f"note: {note}" for note in d.notes),
+            *(f"help: {help}" for help in d.helps),
+        ]
+    )
 
 
 def _data(text: str) -> str:

@@ -1,6 +1,7 @@
 """Diagnostics as SARIF 2.1.0, which code scanning services and editors read.
 
-One run with one result per diagnostic, a rule per code that occurs with its page of `piperc explain` as help text, and columns in code points as ours are.
+One run with one result per diagnostic, a rule per code that occurs with its page of `piperc explain` as help text, and
+columns in code points as ours are.
 """
 
 from __future__ import annotations
@@ -23,8 +24,17 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 
 def sarif(diagnostics: Sequence[Diagnostic]) -> dict[str, Any]:
     codes = sorted({d.code for d in diagnostics})
-    driver = {"name": "piperc", "version": __version__, "semanticVersion": __version__, "rules": [_rule(code) for code in codes]}
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": [_result(d, codes.index(d.code)) for d in diagnostics]}
+    driver = {
+        "name": "piperc",
+        "version": __version__,
+        "semanticVersion": __version__,
+        "rules": [_rule(code) for code in codes],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(d, codes.index(d.code)) for d in diagnostics],
+    }
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
@@ -42,9 +52,14 @@ def _result(d: Diagnostic, rule: int) -> dict[str, Any]:
     found: dict[str, Any] = {"ruleId": d.code, "ruleIndex": rule, "level": "error", "message": {"text": paragraphs(d)}}
     if d.span is not None:
         found["locations"] = [_location(d.span)]
-    also = [label for label in d.also if not label.span.source.library]  # the library is no file of the user's repository
+    also = [
+        label for label in d.also if not label.span.source.library
+    ]  # the library is no file of the user's repository
     if also:
-        found["relatedLocations"] = [{"id": number, "message": {"text": label.text}, **_location(label.span)} for number, label in enumerate(also)]
+        found["relatedLocations"] = [
+            {"id": number, "message": {"text": label.text}, **_location(label.span)}
+            for number, label in enumerate(also)
+        ]
     return found
 
 
