@@ -129,3 +129,11 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("device,step")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "s.piper").write_text("print x\n")
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -m piperlang check s.piper {closed}"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr

@@ -77,6 +77,10 @@ def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ),
         ("orders S.piper --json --csv", "`--csv` and `--json` exclude each other", "give one of them"),
         ("orders S.piper T.piper", "`T.piper` is one argument too many", "piperc orders [options] FILE.piper"),
+        ("orders M.py S.piper", "`piperc orders` takes no model", "leave M.py out: piperc orders [options] FILE.piper"),
+        ("run M.py S.piper", "`piperc run` takes no model", "leave M.py out: piperc run [options] FILE.plan"),
+        ("fmt M.py", "`piperc fmt` takes no model", "leave M.py out: piperc fmt [options] FILE.piper ..."),
+        ("-- check S.piper", "`--` is not understood", "`piperc --help` lists what there is"),
         ("M.py", "SCHEDULE.piper is missing", "piperc train [options] MODEL.py SCHEDULE.piper"),
         ("graph", "MODEL.py and SCHEDULE.piper are missing", "piperc graph [options] MODEL.py SCHEDULE.piper"),
         ("check", "FILE.piper is missing", "piperc check [options] [MODEL.py] FILE.piper ..."),
@@ -199,6 +203,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     (tmp_path / "deep" / "loop").symlink_to(tmp_path)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    (tmp_path / "venv" / "theirs.piper").write_text("print z\n")
     (tmp_path / "empty").mkdir()
     return tmp_path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -91,6 +92,26 @@ def test_a_package_that_hangs_leaves_nothing(
         while os.path.exists(f"/proc/{pid}") and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
             assert time.monotonic() < deadline, f"{pid} is still there"
             time.sleep(0.05)
+
+
+def test_an_interrupt_leaves_nothing(packages: Path) -> None:
+    marker = packages / "pid"
+    (packages / "torch.py").write_text(
+        f"import os, time\nopen({str(marker)!r} + '_', 'w').write(str(os.getpid()))\n"
+        f"os.rename({str(marker)!r} + '_', {str(marker)!r})\ntime.sleep(100)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{packages}:{Path(doctor.__file__).parents[2]}"}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "piperlang", "doctor"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while not marker.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert (job.returncode, err) == (130, b"")
+    assert not os.path.exists(f"/proc/{marker.read_text()}")
 
 
 TORCH = {

@@ -266,7 +266,7 @@ def test_a_circle_is_named_node_by_node() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["check", "model.py"], "one script"),
+        (["check", "model.py"], "SCHEDULE.piper is missing"),
         (["check", "model.py", "schedule.piper", "schedule.piper"], "not with 2"),
         (["check", "schedule.piper", "--numerics"], "needs a model"),
         (["check", "schedule.piper", "model.py"], "the model comes first"),

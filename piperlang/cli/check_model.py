@@ -17,6 +17,8 @@ from piperlang.ir.sort import topological
 
 def run(options: argparse.Namespace) -> int:
     model, *scripts = options.scripts
+    if not scripts:
+        raise error("P0902", "SCHEDULE.piper is missing", help="piperc check MODEL.py SCHEDULE.piper")
     if len(scripts) != 1:
         raise error("P0902", f"one model is checked with one script, not with {len(scripts)}", help="piperc check MODEL.py SCHEDULE.piper")
     options.script = scripts[0]

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -122,7 +123,7 @@ def _no_command(words: list[str]) -> PiperError:
             "a schedule alone does not say what to do",
             help=f"`piperc check {first}` checks it, `piperc MODEL.py {first}` trains a model under it",
         )
-    if is_file(Path(first), folder=True):
+    if first and is_file(Path(first), folder=True):
         return error("P0902", f"`{first}` is a folder", help=f"`piperc check {first}` checks all scripts in it")
     near = f"did you mean `--{first}`?" if f"--{first}" in top_parser().flags else did_you_mean(first, COMMANDS)
     return error("P0902", f"`{first}` is not a command", help=near or "`piperc --help` lists the commands")
@@ -137,7 +138,7 @@ def _option_first(flag: str, words: list[str]) -> PiperError:
     if have:
         where = f"piperc {meant} {flag} ..." if meant in have else f"piperc {have[0]} {flag} ..."
         return error("P0902", f"`{flag}` stands before the command", help=f"options come after it: {where}")
-    near = did_you_mean(flag, [*top_parser().flags, "--format"]) if flag.startswith("--") else None
+    near = did_you_mean(flag, [*top_parser().flags, "--format"]) if len(flag) > 3 else None
     return error("P0902", f"`{flag}` is not understood", help=near or "`piperc --help` lists what there is")
 
 
@@ -149,9 +150,12 @@ def elsewhere(flag: str) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a narrow terminal is no reason to fail
+        elif stream is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     format = _wanted_format(words)
     try:
         code = _run(words)
@@ -184,12 +188,21 @@ def _run(words: list[str]) -> int:
         top_parser().print_help()
         return USAGE  # a script that has lost its arguments must not look like one that worked
     parser, rest = read(words)
+    _refuse_models(parser, rest)
     options = parser.read(rest, elsewhere)
     model, script = getattr(options, "model", None), getattr(options, "script", None)
     if model and script and model.endswith(".piper") and script.endswith(".py"):
         raise model_first(options.command, script, model)
     needs.check(options)
     return int(options.run(options))
+
+
+def _refuse_models(parser: Parser, words: list[str]) -> None:
+    """A model given to a command that reads schedules or plans alone."""
+    kinds = set(re.findall(r"\.(py|piper|plan)\b", parser.operands()))
+    model = next((word for word in words if word.endswith(".py") and "=" not in word), None)
+    if model is not None and kinds and "py" not in kinds:
+        raise error("P0902", f"`{parser.prog}` takes no model", help=f"leave {model} out: {parser.usage}")
 
 
 def _bug() -> int:

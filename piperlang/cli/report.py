@@ -109,7 +109,7 @@ def _inside(folder: str) -> tuple[list[str], list[OSError]]:
     unread: list[OSError] = []
     found = []
     for where, folders, files in os.walk(folder, onerror=unread.append):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not _left_out(where, name))
         # By os.path, not Path: a folder called `-` keeps its `./`.
         found += [
             os.path.join(where, name).removeprefix("./")
@@ -117,6 +117,11 @@ def _inside(folder: str) -> tuple[list[str], list[OSError]]:
             if name.endswith(".piper") and not name.startswith(".")
         ]
     return found, unread
+
+
+def _left_out(where: str, name: str) -> bool:
+    """Folders that hold the files of others: hidden ones, virtual environments, packages of npm."""
+    return name.startswith(".") or name == "node_modules" or os.path.exists(os.path.join(where, name, "pyvenv.cfg"))
 
 
 def model_first(command: str, model: str, script: str) -> PiperError:
