@@ -8,11 +8,14 @@ if TYPE_CHECKING:
     from piperlang.capture.routed import routed_linear
     from piperlang.runtime.api import compile
 
+_HOME = {
+    "annotate": "piperlang.capture.annotate",
+    "routed_linear": "piperlang.capture.routed",
+    "compile": "piperlang.runtime.api",
+}
+
 __version__ = "0.1.0"
 __all__ = ["__version__", "annotate", "compile", "routed_linear"]
-
-
-_HOME = {"annotate": "piperlang.capture.annotate", "routed_linear": "piperlang.capture.routed", "compile": "piperlang.runtime.api"}
 
 
 def __getattr__(name: str) -> Any:

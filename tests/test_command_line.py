@@ -395,7 +395,7 @@ def test_what_to_install_for_models(
     monkeypatch.setattr(needs, "installed", lambda name: False)
     code, out, err = ran(capsys, *words.split())
     assert (code, out) == (2, "")
-    assert f"error[P0905]: this needs {missing}, and the install is without" in err
+    assert f"error[P0905]: {missing} are not installed\n" in err
     assert "help: pip install 'piperlang[run]'" in err
 
 

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     model, script = (shlex.quote(str(path)) for path in written)
     print(f"wrote {written[0]} and {written[1]}; next:\n")
     if not all(map(installed, ("torch", "ray", "numpy"))):
-        print(f"  {INSTALL}\n      what traces and trains models; this install is without")
+        print(f"  {INSTALL}\n      torch and Ray, which trace and train models, are not installed yet")
     print(f"  piperc orders {script}\n      the order of work on every device")
     print(f"  piperc check {model} {script} --numerics\n      compares two steps under the schedule with plain PyTorch")
     print(f"  piperc {model} {script} --steps 50\n      trains on two worker processes; no GPU is needed")

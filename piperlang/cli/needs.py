@@ -18,7 +18,7 @@ def check(options: argparse.Namespace) -> None:
     if missing:
         raise error(
             "P0905",
-            f"this needs {listed(missing, 'and')}, and the install is without",
+            f"{listed(missing, 'and')} {'is' if len(missing) == 1 else 'are'} not installed",
             help=f"{INSTALL} installs what traces and trains models; `piperc doctor` tells what this machine has",
         )
 
