@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     for finding in found(torch):
         findings.append(finding)
         if not options.json:  # one by one: torch and Ray take their time
-            print(f"  {_mark(finding.state)} {finding.name:<9} {finding.found}", flush=True)
+            _row(_mark(finding.state), f"{finding.name:<9} ", finding.found)
     ok = not any(finding.state == "missing" for finding in findings)
     uses = used(torch) if ok else {}
     if options.json:
@@ -86,16 +87,23 @@ def _mark(state: str) -> str:
     return {"fine": color.help("ok"), "note": color.bold("--")}.get(state) or color.error("!!")
 
 
+def _row(mark: str, name: str, text: str) -> None:
+    """`  ok torch     2.13.0`, wrapped in its column where there is a terminal."""
+    width = max(20, shutil.get_terminal_size().columns - 5 - len(name)) if sys.stdout.isatty() else len(text) + 1
+    first, *more = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    print(f"  {mark} {name}{first}", *(" " * (5 + len(name)) + line for line in more), sep="\n", flush=True)
+
+
 def _conclude(findings: list[Finding], uses: dict[str, str], ok: bool) -> None:
     if uses:
         print("\nused for training")
         for name, what in uses.items():
-            print(f"     {name:<9} {what}")
+            _row("  ", f"{name:<9} ", what)
     helps = dict.fromkeys((finding.help, finding.state) for finding in findings if finding.help)
     if helps:
         print("\nto do")
         for help, state in helps:
-            print(f"  {_mark(state)} {help}")
+            _row(_mark(state), "", help)
     print("\ntraining works here" if ok else "\ntraining cannot work here; `check`, `fmt`, `orders` and `explain` can")
 
 
