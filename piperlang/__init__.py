@@ -1,5 +1,6 @@
 """piperlang: a language for distributed training schedules."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -7,22 +8,23 @@ if TYPE_CHECKING:
     from piperlang.capture.routed import routed_linear
     from piperlang.runtime.api import compile
 
+_HOME = {
+    "annotate": "piperlang.capture.annotate",
+    "routed_linear": "piperlang.capture.routed",
+    "compile": "piperlang.runtime.api",
+}
+
 __version__ = "0.1.0"
 __all__ = ["__version__", "annotate", "compile", "routed_linear"]
 
 
 def __getattr__(name: str) -> Any:
     """These need torch, which the rest of the front end must not import."""
-    if name == "annotate":
-        from piperlang.capture.annotate import annotate
-
-        return annotate
-    if name == "routed_linear":
-        from piperlang.capture.routed import routed_linear
-
-        return routed_linear
-    if name == "compile":
-        from piperlang.runtime.api import compile
-
-        return compile
-    raise AttributeError(f"module 'piperlang' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'piperlang' has no attribute {name!r}")
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as problem:
+        if problem.name not in ("torch", "ray", "numpy"):
+            raise
+        raise ImportError(f"piperlang.{name} needs {problem.name}: pip install 'piperlang[run]'", name=problem.name) from None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from piperlang.runtime.cluster import Cluster
+if TYPE_CHECKING:  # tests of the front end run without torch and Ray
+    from piperlang.runtime.cluster import Cluster
 
 _shared: list[Cluster] = []
 
@@ -20,6 +23,8 @@ def cluster() -> Cluster:
     if _shared and _shared[0].dead(0):
         _end()
     if not _shared:
+        from piperlang.runtime.cluster import Cluster
+
         _shared.append(Cluster(8))
     return _shared[0]
 

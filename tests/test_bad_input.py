@@ -971,17 +971,18 @@ def test_parameters(tmp_path: Path, given: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    (), ("check",), ("chekc", "bad.piper"), ("--format", "json", "check", "bad.piper"), ("check", "--format", "bad.piper"),
+    ("check",), ("chekc", "bad.piper"), ("--format", "xml", "check", "bad.piper"), ("check", "--format", "bad.piper"),
     ("check", "--format", "xml", "bad.piper"), ("check", "--nothing", "bad.piper"), ("check", "bad.piper", "-p"),
-    ("check", "bad.piper", "-p", "n=1", "-p", "n=2"), ("check", "nothing.piper"), ("check", "."), ("check", ""), ("check", "/dev/null/x"),
+    ("check", "bad.piper", "-p", "n=1", "-p", "n=2"), ("check", "nothing.piper"), ("check", "empty"), ("check", ""), ("check", "/dev/null/x"),
     ("check", "x" * 5_000), ("check", "a.py"), ("check", "-x"), ("orders",), ("orders", "bad.piper", "bad.piper"),
     ("orders", "bad.piper", "--json", "--csv"), ("explain", "P9999"), ("explain", "302"), ("explain", ""), ("explain", "../../etc/passwd"),
-    ("explain", "P0101", "P0102"), ("fmt",), ("fmt", "nothing.piper"), ("fmt", "."), ("\x1b[31m",), ("check", "\x1b[31m.piper"),
+    ("explain", "P0101", "P0102"), ("fmt",), ("fmt", "nothing.piper"), ("fmt", "empty"), ("\x1b[31m",), ("check", "\x1b[31m.piper"),
     ("check", "\U0001f600.piper"), ("", "bad.piper"), ("check", "bad.piper", "--help=1"), ("check", "--", "-p", "n=1"),
     ("check", "@bad.piper"), ("check", "/proc/self/mem"), ("--version", "--nope"),
 ], ids=lambda words: "-".join(words)[:40] or "none")  # fmt: skip
 def test_command_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     save(tmp_path, "param n = 2\n")
+    (tmp_path / "empty").mkdir()
     outcome = bounded(piperc(*arguments, cwd=tmp_path))
     if outcome.code == 0:
         assert arguments[0] == "--version"

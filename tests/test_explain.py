@@ -19,8 +19,8 @@ PAGES = Path(explain.__file__).parent / "pages"
 NO_PLACE = {"P0901", "P0902", "P0904"}
 """Mistakes on the command line: there is no file to point into."""
 
-NO_SCRIPT = {"P0503", "P0504", "P0505", "P0506", "P0602", "P0603", "P0604", "P0605", "P0606", "P0607", "P0608"}
-"""What no script can cause: broken plans (test_plan.py) and workers that die (test_faults.py). Their pages say what to look at."""
+NO_SCRIPT = {"P0503", "P0504", "P0505", "P0506", "P0602", "P0603", "P0604", "P0605", "P0606", "P0607", "P0608", "P0905"}
+"""What no script can cause: broken plans (test_plan.py), workers that die (test_faults.py), packages that are missing (test_package.py). Their pages say what to look at."""
 
 every_code = pytest.mark.parametrize("code", sorted(code for code in CODES if not code.startswith("P08") and code not in NO_SCRIPT))
 """The pages about models are run by test_capture.py."""
@@ -32,6 +32,8 @@ def of_role(code: str, role: str) -> list[Example]:
 
 def run(example: Example, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """`piperc` on the example's files, in a folder that holds nothing else."""
+    if MODEL in example.files:
+        pytest.importorskip("torch")
     folder.mkdir()
     monkeypatch.chdir(folder)
     for name, data in example.files.items():

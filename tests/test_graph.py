@@ -16,7 +16,7 @@ from piperlang.capture.annotate import annotate
 from piperlang.capture.program import capture
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
-from piperlang.ir.text import text
+from piperlang.ir.text import brief, text
 from piperlang.runtime.inline import Inline
 from tests.equivalence import SAMPLES, assert_same, compiled, optimizer, program
 from tests.models import CASES, WIDTH, Case, Gpt, tokens, vectors
@@ -79,18 +79,43 @@ def graph_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str,
     return found
 
 
+def graph_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["graph", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
 def test_text_has_one_node_a_line_and_is_stable(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    outputs = []
-    for _ in range(2):
-        assert main(["graph", *files]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1]
-    nodes = graph_json(capsys, *files)["nodes"]
-    lines = outputs[0].splitlines()
-    assert len(lines) == len(nodes) == 22
+    lines = graph_text(capsys, *files, "-v")
+    assert lines == graph_text(capsys, *files, "--verbose")
+    assert len(lines) == len(graph_json(capsys, *files)["nodes"]) == 22
     assert "F[stage=0, mb=0] on gpu[pp=0] stream compute: w:layers.0.weight@0, w:layers.0.bias@0, flat_0@0#0 -> tanh#0: float32[4, 8]{dp: batch}, saved:0#0" in lines
     assert "send.F[stage=0, mb=1] on gpu[pp=0] stream pp: tanh#1 -> tanh#1@0~: float32[4, 8]{dp: batch}" in lines
     assert sum(line.startswith("reduce_scatter[stage=1] on gpu[pp=1] over dp") for line in lines) == 1
+
+
+def test_short_text_has_the_same_nodes_in_a_few_words(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = graph_text(capsys, *files)
+    for short, long in zip(lines, graph_text(capsys, *files, "-v"), strict=True):
+        name, where, *_ = short.split("  ")
+        assert long.startswith(f"{name} on {where}")
+    assert max(map(len, lines)) < 80
+    for line in (
+        "F[stage=0, mb=0]  gpu[pp=0]  2 weights -> [4, 8]",
+        "send.F[stage=0, mb=1]  gpu[pp=0]  [4, 8]  stream pp",
+        "B[stage=1, mb=0]  gpu[pp=1]  1 weight -> [4, 8], 2 gradients",
+        "B[stage=0, mb=0]  gpu[pp=0]  -> 2 gradients",
+        "reduce_scatter[stage=1]  gpu[pp=1] over dp  2 gradients",
+        "update[stage=0]  gpu[pp=0]  2 weights",
+    ):
+        assert line in lines
+
+
+def test_short_text_of_activations_and_of_values_kept_elsewhere() -> None:
+    graph, _ = compiled(program("mlp"), "mesh gpu = pp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nrecompute [stage=1]\noffload [stage=0]\n")
+    lines = brief(graph).splitlines()
+    assert len(lines) == len(graph.nodes)
+    assert "R[stage=1]  gpu[pp=0]  2 weights -> activations" in lines
+    assert "offload[stage=0]  gpu[pp=0]  activations  stream host" in lines
 
 
 def test_json_holds_together(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,17 +266,18 @@ def test_a_circle_is_named_node_by_node() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["check", "model.py"], "one script"),
+        (["check", "model.py"], "SCHEDULE.piper is missing"),
         (["check", "model.py", "schedule.piper", "schedule.piper"], "not with 2"),
         (["check", "schedule.piper", "--numerics"], "needs a model"),
-        (["check", "schedule.piper", "model.py"], "Python file"),
+        (["check", "schedule.piper", "model.py"], "the model comes first"),
         (["check", "model.py", "nothing.piper"], "nothing.piper"),
         (["check", "nothing.py", "schedule.piper"], "nothing.py"),
         (["check", "model.py", "schedule.piper", "-p", "ranks=2"], "`ranks`"),
         (["graph", "model.py", "schedule.piper", "-p", "ranks=2"], "`ranks`"),
         (["graph", "model.py", "schedule.piper", "--after", "-1"], "below 0"),
         (["graph", "model.py", "schedule.piper", "--svg", "nowhere/graph.svg"], "nowhere/graph.svg"),
-        (["graph", "schedule.piper", "model.py"], "no Python file"),
+        (["graph", "schedule.piper", "model.py"], "the model comes first"),
+        (["graph", "schedule.piper", "schedule.piper"], "no Python file"),
     ],
     ids=" ".join,
 )

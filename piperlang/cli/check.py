@@ -1,24 +1,26 @@
 """Check schedule scripts: syntax, names, values, and whether what they say fits together. No model is needed.
+Of a folder, all scripts in it are checked.
 
-With a model in front (piperc check MODEL.py SCHEDULE.piper) also what only a model can tell: does every selector match, is every chunk
-placed, does the batch come out even, does any order wait for itself. With --numerics, two training steps are run both ways, plainly and
-under the schedule, and compared.
+With a model in front (piperc check MODEL.py SCHEDULE.piper) also what only a model can tell: does every selector match,
+is every chunk placed, does the batch come out even, does any order wait for itself. With --numerics, two training steps
+are run both ways, plainly and under the schedule, and compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 
-from piperlang.cli.report import add_parameters, open_script, parameters, report, say
-from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
-from piperlang.diagnostics.render import as_json, printable
+from piperlang.cli.report import add_parameters, exit_code, model_first, open_script, parameters, result, say, scripts
+from piperlang.diagnostics import PiperError, error
+from piperlang.diagnostics.render import printable
 from piperlang.session import Outlined, outline
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scripts", nargs="+", metavar="[MODEL.py] FILE.piper", help="`-` reads standard input")
+    parser.add_argument(
+        "scripts", nargs="+", metavar="[MODEL.py] FILE.piper", help="files or folders; `-` reads standard input"
+    )
     parser.add_argument("--numerics", action="store_true", help="run two steps both ways and compare (needs a model)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and dropout, for --numerics")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
@@ -26,35 +28,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    options.format = "json" if options.json else options.format
+    models = [name for name in options.scripts if name.endswith(".py")]
     if options.scripts[0].endswith(".py"):
         from piperlang.cli.check_model import run as run_model
 
         return run_model(options)
+    if models:
+        raise model_first("check", models[0], options.scripts[0])
     if options.numerics:
         raise error("P0902", "--numerics needs a model", help="piperc check MODEL.py SCHEDULE.piper --numerics")
     return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    options.format = "json" if options.json else options.format
     overrides = parameters(options)
-    problems: list[Diagnostic] = []
-    for name in options.scripts:
+    names, problems = scripts(options.scripts)
+    for name in names:
         try:
             found = _check(name, overrides)
         except PiperError as problem:
             problems.extend(problem.diagnostics)
             continue
-        problems.extend(found.problems or found.outline.finish())
-        if not problems and options.format == "full":
+        wrong = found.problems or found.outline.finish()
+        problems.extend(wrong)
+        if not wrong and options.format == "full":
             print(f"{printable(name)}: fine ({_says(found)})")
-    if options.format == "json":
-        print(json.dumps({"diagnostics": [as_json(d.seen_by_user()) for d in problems[:LIMIT]]}, indent=2))
-    else:
-        report(problems, options.format)
-    if problems and all(d.code.startswith("P09") for d in problems):
-        return 2
-    return 1 if problems else 0
+    result(problems, options.format)
+    return exit_code(problems)
 
 
 def _check(name: str, overrides: dict[str, str]) -> Outlined:

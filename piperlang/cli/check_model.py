@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Any
 
+from piperlang.cli import report
 from piperlang.cli.model import captured, doing, load, scheduled
-from piperlang.cli.report import report
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
-from piperlang.diagnostics.render import as_json
+from piperlang.diagnostics.render import FOR_PROGRAMS, as_json
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import topological
@@ -17,6 +17,8 @@ from piperlang.ir.sort import topological
 
 def run(options: argparse.Namespace) -> int:
     model, *scripts = options.scripts
+    if not scripts:
+        raise error("P0902", "SCHEDULE.piper is missing", help="piperc check MODEL.py SCHEDULE.piper")
     if len(scripts) != 1:
         raise error("P0902", f"one model is checked with one script, not with {len(scripts)}", help="piperc check MODEL.py SCHEDULE.piper")
     options.script = scripts[0]
@@ -27,15 +29,13 @@ def run(options: argparse.Namespace) -> int:
     except PiperError as problem:
         problems = problem.diagnostics
         result["ok"] = False
-    if options.json or options.format == "json":
+    if options.format == "json":
         print(json.dumps({**result, "diagnostics": [as_json(d.seen_by_user()) for d in problems[:LIMIT]]}))
     else:
-        report(problems, options.format)
-        if not problems:
+        report.result(problems, options.format)
+        if not problems and options.format not in FOR_PROGRAMS:
             _tell(model, options, result)
-    if problems and all(d.code.startswith("P09") for d in problems):
-        return 2
-    return 0 if result["ok"] else 1
+    return report.exit_code(problems) or (0 if result["ok"] else 1)
 
 
 def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> tuple[Diagnostic, ...]:

@@ -20,6 +20,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     code = options.code.upper()
     if code not in CODES:
-        raise error("P0904", f"there is no code `{options.code}`", help=did_you_mean(code, CODES) or "`piperc explain` lists them all")
+        full = f"P{code.removeprefix('P').zfill(4)}"  # 302 for P0302
+        near = f"did you mean `{full}`?" if full in CODES else did_you_mean(code, CODES)
+        raise error("P0904", f"there is no code `{options.code}`", help=near or "`piperc explain` lists them all")
     print(page(code).text.rstrip())
     return 0

@@ -1,36 +1,43 @@
-"""Write scripts in the one canonical layout. Comments stay; the meaning never changes."""
+"""Write scripts in the one canonical layout. Comments stay; the meaning never changes.
+
+Of a folder, all scripts in it are formatted.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from piperlang.cli.report import open_script, report
-from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.cli.report import exit_code, open_script, report, scripts
+from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.render import printable
 from piperlang.syntax.format import format_source
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scripts", nargs="+", metavar="FILE.piper", help="`-` formats standard input to standard output")
+    parser.add_argument(
+        "scripts",
+        nargs="+",
+        metavar="FILE.piper",
+        help="files or folders; `-` formats standard input to standard output",
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
     parser.add_argument("--diff", action="store_true", help="write nothing; print what would change")
 
 
 def run(options: argparse.Namespace) -> int:
-    problems: list[Diagnostic] = []
+    names, problems = scripts(options.scripts)
     changed = 0
-    for name in options.scripts:
+    for name in names:
         try:
             changed += _format(name, options)
         except PiperError as problem:
             problems.extend(problem.diagnostics)
     report(problems, options.format)
-    if problems:
-        return 2 if all(d.code.startswith("P09") for d in problems) else 1
-    return 1 if changed and (options.check or options.diff) else 0
+    return exit_code(problems) or int(changed > 0 and (options.check or options.diff))
 
 
 def _format(name: str, options: argparse.Namespace) -> bool:
@@ -62,5 +69,13 @@ def _replace(path: Path, text: str) -> None:
         beside.write_bytes(text.encode())
         beside.chmod(path.stat().st_mode)
         beside.replace(path)
+    except PermissionError as problem:
+        raise error(
+            "P0901",
+            f"cannot write {path.name}",
+            notes=[(problem.strerror or "").lower()],
+            help="check the rights of its folder",
+        ) from None
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)

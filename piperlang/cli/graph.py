@@ -1,5 +1,7 @@
 """Print the training graph of a model under a schedule: one node a line, as JSON, or as a drawing.
 
+A line has a node, where it runs, and its weights and results. With -v it has all values by name with their types and placements, the stream, and what it waits for.
+
 --after N stops after the first N directives (0: the model as it is), to see what each of them does.
 """
 
@@ -12,7 +14,7 @@ from pathlib import Path
 from piperlang.cli.model import captured, doing, load, scheduled
 from piperlang.cli.report import add_parameters
 from piperlang.diagnostics import PiperError, error
-from piperlang.ir.text import as_json, text
+from piperlang.ir.text import as_json, brief, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCHEDULE.piper", help="`-` reads standard input")
     parser.add_argument("--after", type=int, metavar="N", help="the graph after the first N directives")
     how = parser.add_mutually_exclusive_group()
+    how.add_argument("-v", "--verbose", action="store_true", help="all values, streams and waits of each node")
     how.add_argument("--json", action="store_true", help="nodes, values and orders as JSON")
     how.add_argument("--svg", metavar="FILE", help="draw it to a file")
     add_parameters(parser)
@@ -41,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.json:
         print(json.dumps(as_json(graph)))
     else:
-        print(text(graph), end="")
+        print(text(graph) if options.verbose else brief(graph), end="")
     return 0
 
 

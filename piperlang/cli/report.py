@@ -5,18 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from piperlang.diagnostics import LIMIT, Diagnostic, error
-from piperlang.diagnostics.render import Paint, printable, render
+from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
+from piperlang.diagnostics.render import FOR_PROGRAMS, Paint, printable, render
 from piperlang.source import Source
-from piperlang.syntax.parse import MAX_BYTES, decode, read
+from piperlang.syntax.parse import MAX_BYTES, decode, is_file, read
 
 
 def paint(stream: TextIO) -> Paint:
-    return Paint(stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb")
+    return Paint(colored(stream))
+
+
+def colored(stream: TextIO) -> bool:
+    """Whether to write colours: NO_COLOR, then FORCE_COLOR, then whether it is a terminal that has any.
+
+    no-color.org and force-color.org: either counts if it is not empty, whatever its value. Neither says which of them wins;
+    here NO_COLOR does, as in Python."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def report(diagnostics: Iterable[Diagnostic], format: str, stream: TextIO | None = None) -> None:
@@ -27,8 +39,28 @@ def report(diagnostics: Iterable[Diagnostic], format: str, stream: TextIO | None
         return
     print(render(every, format, paint(stream)), file=stream)
     if format == "full":
-        count = "1 error" if len(every) == 1 else f"{len(every)} errors" if len(every) <= LIMIT else f"more than {LIMIT} errors"
+        count = (
+            "1 error"
+            if len(every) == 1
+            else f"{len(every)} errors"
+            if len(every) <= LIMIT
+            else f"more than {LIMIT} errors"
+        )
         print(f"\n{count}; `piperc explain {every[0].code}` tells more", file=stream)
+
+
+def result(diagnostics: Iterable[Diagnostic], format: str) -> None:
+    """Write diagnostics where they are the result of a command: for programs to stdout, even if there are none."""
+    every = list(diagnostics)
+    if format not in FOR_PROGRAMS:
+        report(every, format)
+    elif text := render(every, format):
+        print(text)
+
+
+def exit_code(diagnostics: Sequence[Diagnostic]) -> int:
+    """0 without diagnostics, 2 where all of them are about the command line, 1 otherwise."""
+    return 0 if not diagnostics else 2 if all(d.code.startswith("P09") for d in diagnostics) else 1
 
 
 def say(text: str) -> None:
@@ -46,8 +78,66 @@ def open_script(name: str) -> tuple[Source, Path | None]:
     return read(path, name), path
 
 
+def scripts(names: Iterable[str]) -> tuple[list[str], list[Diagnostic]]:
+    """The scripts that are meant: files as they are given, and every .piper file of folders; and what was wrong with folders."""
+    found: list[str] = []
+    problems: list[Diagnostic] = []
+    for name in names:
+        if not is_file(Path(name), folder=True):
+            found.append(name)
+            continue
+        inside, unread = _inside(name)
+        found += inside
+        problems += [
+            Diagnostic(
+                "P0901", f"cannot read {p.filename}", notes=((p.strerror or "").lower(),), helps=("check the path",)
+            )
+            for p in unread
+        ]
+        if not inside and not unread:
+            problems.append(
+                Diagnostic(
+                    "P0901",
+                    f"no .piper files in {name}",
+                    helps=("folders are searched for *.piper, hidden folders are not",),
+                )
+            )
+    return list(dict.fromkeys(found)), problems
+
+
+def _inside(folder: str) -> tuple[list[str], list[OSError]]:
+    unread: list[OSError] = []
+    found = []
+    for where, folders, files in os.walk(folder, onerror=unread.append):
+        folders[:] = sorted(name for name in folders if not _left_out(where, name))
+        # By os.path, not Path: a folder called `-` keeps its `./`.
+        found += [
+            os.path.join(where, name).removeprefix("./")
+            for name in sorted(files)
+            if name.endswith(".piper") and not name.startswith(".")
+        ]
+    return found, unread
+
+
+def _left_out(where: str, name: str) -> bool:
+    """Folders that hold the files of others: hidden ones, virtual environments, packages of npm."""
+    return name.startswith(".") or name == "node_modules" or os.path.exists(os.path.join(where, name, "pyvenv.cfg"))
+
+
+def model_first(command: str, model: str, script: str) -> PiperError:
+    short = f"piperc {model} {script}" if command == "train" else f"piperc {command} {model} {script}"
+    return error("P0902", "the model comes first, then the schedule", help=short)
+
+
 def add_parameters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-p", dest="parameters", metavar="NAME=VALUE", action="append", default=[], help="override a `param` of the script")
+    parser.add_argument(
+        "-p",
+        dest="parameters",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="override a `param` of the script",
+    )
 
 
 def parameters(options: argparse.Namespace) -> dict[str, str]:

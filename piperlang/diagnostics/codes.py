@@ -79,4 +79,5 @@ CODES = {
     "P0902": "command line not understood",
     "P0903": "parameter does not fit",
     "P0904": "nothing to show",
+    "P0905": "packages for models are not installed",
 }

@@ -1,9 +1,10 @@
-"""Diagnostics as text: `full` for people, `concise` for grep, `json` for programs."""
+"""Diagnostics as text: `full` for people, `concise` for grep, `json` for programs, `github` and `sarif` for what shows them beside the code."""
 
 from __future__ import annotations
 
 import json
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from piperlang.diagnostics.diagnostic import LIMIT, Diagnostic, Label
 from piperlang.source import Source, Span
 
-FORMATS = ("full", "concise", "json")
+FORMATS = ("full", "concise", "json", "github", "sarif")
+FOR_PROGRAMS = ("json", "github", "sarif")
 MOST = 2_000
 """Characters of one message."""
 WIDTH = 140
@@ -41,15 +43,38 @@ class Paint:
 
 
 def render(diagnostics: Iterable[Diagnostic], format: str = "full", paint: Paint | None = None) -> str:
-    every = [_printable(diagnostic.seen_by_user()) for diagnostic in diagnostics]
-    shown = every[:LIMIT]
-    if format == "json":
-        return json.dumps({"diagnostics": [as_json(d) for d in shown]}, indent=2)
+    every = [diagnostic.seen_by_user() for diagnostic in diagnostics]
+    if format in FOR_PROGRAMS:
+        return _for_programs(_first_of_each_file(every), format)
     one = concise if format == "concise" else full
-    parts = [one(d, paint or Paint()) for d in shown]
+    parts = [one(_printable(d), paint or Paint()) for d in every[:LIMIT]]
     if len(every) > LIMIT:
         parts.append("... and more")
     return ("\n" if format == "concise" else "\n\n").join(parts)
+
+
+def _for_programs(diagnostics: list[Diagnostic], format: str) -> str:
+    if format == "github":
+        from piperlang.diagnostics.render_github import github
+
+        return "\n".join(map(github, diagnostics))
+    if format == "sarif":
+        from piperlang.diagnostics.render_sarif import sarif
+
+        return json.dumps(sarif(diagnostics), indent=2)
+    return json.dumps({"diagnostics": [as_json(d) for d in diagnostics]}, indent=2)
+
+
+def _first_of_each_file(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    """One broken script of a folder must not hide the others."""
+    seen = Counter[str]()
+    found = []
+    for d in diagnostics:
+        name = d.span.source.name if d.span is not None else ""
+        seen[name] += 1
+        if seen[name] <= LIMIT or not name:
+            found.append(d)
+    return found
 
 
 def _printable(d: Diagnostic) -> Diagnostic:

@@ -114,11 +114,16 @@ class Node(NamedTuple):
             return "choose"
         return "route" if len(self.reads) == 2 and self.reads[1] and self.reads[1][0].endswith(WAY) else None
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """`send.F[stage=0, mb=1]`: what it is, of what."""
         family = self.family
         words = [f"{key}={value}" for key, value in sorted(family.tags.items())]
         words += [f"{name}={at}" for name, at in zip(family.dims, self.point, strict=False)]
-        return f"{family.op}{'.' + family.phase if family.phase and family.phase != family.op else ''}[{', '.join(words)}] on {family.where}"
+        return f"{family.op}{'.' + family.phase if family.phase and family.phase != family.op else ''}[{', '.join(words)}]"
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.family.where}"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
-"""The graph as text, one node a line: stable, so that two graphs can be compared with diff; and as JSON."""
+"""The graph as text, one node a line, short to read or with all it has; and as JSON.
+
+The text is stable, so that two graphs can be compared with diff.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from piperlang.ir.graph import Graph, Key, Node
+from piperlang.ir.graph import COMPUTE, Graph, Key, Node
 from piperlang.ir.layout import axes_of, devices_of
 from piperlang.ir.sort import topological
 
@@ -13,6 +17,50 @@ from piperlang.ir.sort import topological
 def text(graph: Graph) -> str:
     """In an order in which it can run."""
     return "\n".join(line(graph, graph.nodes[i]) for i in topological(graph)) + "\n"
+
+
+def brief(graph: Graph) -> str:
+    """The same order, each node in a few words: what it is, where it runs, what goes in and comes out."""
+    return "\n".join(brief_line(graph, graph.nodes[i]) for i in topological(graph)) + "\n"
+
+
+def brief_line(graph: Graph, node: Node) -> str:
+    """`F[stage=0, mb=0]  gpu[pp=0]  25 weights -> [2, 16, 64]`.
+
+    Weights and their gradients are counted, other values have their global shape. Of what a pass reads only the weights
+    are named: the rest is what the nodes before it have written. Communication and updates give what they take. A stream
+    of the script's own is named."""
+    family = node.family
+    where = " and ".join(map(str, (family.where, *family.beyond))) + (
+        f" over {', '.join(family.axes)}" if family.axes else ""
+    )
+    reads = _amounts(graph, (key for keys in node.reads for key in keys[:1] if key.startswith("w:")))
+    writes = _amounts(graph, node.writes)
+    what = f"{reads} -> {writes}".strip() if family.op in COMPUTE else writes
+    stream = f"stream {node.stream}" if node.stream not in ("compute", "comm") else ""
+    return "  ".join(part for part in (node.name, where, what, stream) if part)
+
+
+def _amounts(graph: Graph, keys: Iterable[Key]) -> str:
+    """Shapes, and how many weights and gradients: `[4, 32], 2 gradients`."""
+    shapes: list[str] = []
+    counts: Counter[str] = Counter()
+    for key in keys:
+        value = graph.values.get(key)
+        if key.startswith("w:"):
+            counts["weight"] += 1
+        elif key.startswith(("dw:", "g:")):
+            counts["gradient"] += 1
+        elif value is not None:
+            shapes.append(str(list(value.tensor.shape(value.samples))))
+        else:
+            counts["activations"] = 1  # as many tensors as the backward needs
+    if shapes or counts["weight"] or counts["gradient"]:
+        del counts["activations"]
+    return ", ".join(
+        shapes
+        + [what if what == "activations" else f"{n} {what}{'s' if n > 1 else ''}" for what, n in counts.items() if n]
+    )
 
 
 def line(graph: Graph, node: Node) -> str:
@@ -37,7 +85,9 @@ def described(graph: Graph, key: Key) -> str:
         places = zip(axes_of(held.where), held.places, strict=True)
     else:
         return key  # activations: as many tensors as the backward needs
-    lies = [f"{axis}: {place}" for (axis, _), place in places] + [f"{axis}: flat" for axis in (held.flat if held else ())]
+    lies = [f"{axis}: {place}" for (axis, _), place in places] + [
+        f"{axis}: flat" for axis in (held.flat if held else ())
+    ]
     return f"{key}: {dtype}{list(shape)}" + (f"{{{', '.join(lies)}}}" if lies else "")
 
 
@@ -45,10 +95,16 @@ def as_json(graph: Graph) -> dict[str, Any]:
     return {
         "version": 1,
         "samples": graph.model.samples,
-        "chunks": [{"number": c.number, "tags": dict(c.tags), "modules": list(c.modules), "weights": list(c.weights)} for c in graph.model.chunks],
+        "chunks": [
+            {"number": c.number, "tags": dict(c.tags), "modules": list(c.modules), "weights": list(c.weights)}
+            for c in graph.model.chunks
+        ],
         "nodes": [_node(graph, graph.nodes[i]) for i in topological(graph)],
         "values": dict(_values(graph)),
-        "orders": [{"devices": sorted(order.devices), "steps": [list(group) for group in order.groups]} for order in graph.orders],
+        "orders": [
+            {"devices": sorted(order.devices), "steps": [list(group) for group in order.groups]}
+            for order in graph.orders
+        ],
     }
 
 
@@ -72,8 +128,27 @@ def _values(graph: Graph) -> Iterator[tuple[Key, dict[str, Any]]]:
     for key, value in graph.values.items():
         layout = value.layout
         places = {axis: place for (axis, _), place in zip(axes_of(layout.where), layout.places, strict=True)}
-        yield key, {"dtype": value.tensor.dtype, "shape": list(value.tensor.shape(value.samples)), "on": str(layout.where), "lies": places, "first": value.first, "samples": value.samples}
+        yield (
+            key,
+            {
+                "dtype": value.tensor.dtype,
+                "shape": list(value.tensor.shape(value.samples)),
+                "on": str(layout.where),
+                "lies": places,
+                "first": value.first,
+                "samples": value.samples,
+            },
+        )
     for key, held in graph.held.items():
         weight = graph.model.weights[held.weight]
         places = {axis: place for (axis, _), place in zip(axes_of(held.where), held.places, strict=True)}
-        yield key, {"dtype": weight.dtype, "shape": list(weight.shape), "on": str(held.where), "lies": places, "flat": list(held.flat)}
+        yield (
+            key,
+            {
+                "dtype": weight.dtype,
+                "shape": list(weight.shape),
+                "on": str(held.where),
+                "lies": places,
+                "flat": list(held.flat),
+            },
+        )
