@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.random import module_of
 from piperlang.capture.trace import Traced, trace, written
-from piperlang.capture.untraceable import refuse_unknown_shapes
+from piperlang.capture.untraceable import refuse_cond, refuse_unknown_shapes
 from piperlang.capture.where import line_of_function, line_of_operator
 from piperlang.diagnostics import error
 
@@ -89,6 +89,7 @@ def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], 
 
     small = at(size)
     refuse_unknown_shapes(small.graph)
+    refuse_cond(small.graph)
     _refuse_loss(small, loss)
     large = at(2 * size)
     shapes, dtypes = tuple(tuple(t.shape) for t in flat), tuple(t.dtype for t in flat)

@@ -164,6 +164,18 @@ def refuse_sparse(graph: fx.Graph) -> None:
             )  # fmt: skip
 
 
+def refuse_cond(graph: fx.Graph) -> None:
+    """torch.cond in a graph that is sent to workers: older versions of torch cannot make the graph again there (tried: 2.11 cannot, 2.13 can)."""
+    if torch.__version__ >= (2, 13):
+        return
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.cond:
+            raise error(
+                "P0802", "torch.cond needs torch 2.13 or newer here", line_of_operator(node), notes=[f"this is torch {torch.__version__}", module_of(node)],
+                help="compute both branches and choose with torch.where",
+            )  # fmt: skip
+
+
 def refuse_loss(result: object, loss: Callable[..., Any]) -> None:
     """A loss that cannot be differentiated, by its type."""
     wrong = wrong_loss(result)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import time
+from pathlib import Path
+
+import torch
 
 from tests.habits import HABITS
-from tests.habits.habit import SAME, Habit
+from tests.habits.habit import Habit
 from tests.habits.isolated import Isolated
-from tests.habits.page import PAGE, listed, page, with_once
+from tests.habits.page import PAGE, page, with_other_run
 from tests.habits.run import CRASH, SCHEDULES, WRONG, Outcome, is_expected, schedules
 
 
@@ -21,15 +25,16 @@ def main() -> int:
         "--schedule", action="append", choices=list(SCHEDULES), help="this schedule only; may be given again"
     )
     parser.add_argument("--executor", default="threads", choices=["threads", "ray"])
-    parser.add_argument(
-        "--once", action="store_true", help="each habit under one schedule that docs/habits.md calls the same, in turn"
-    )
-    parser.add_argument("--write", action="store_true", help="write docs/habits.md; with --once, its line about workers")
+    parser.add_argument("--write", action="store_true", help="write docs/habits.md")
+    parser.add_argument("--beside", metavar="FILE", help="say in docs/habits.md how another run came out, by its --json")
     parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each habit and schedule")
     options = parser.parse_args()
     if options.write and (options.only or options.schedule):
         parser.error("the page lists all habits: --write goes without --only and --schedule")
-    recorded = listed(PAGE.read_text(encoding="utf-8")) if options.once else {}
+    if options.beside:
+        rows = [json.loads(line) for line in Path(options.beside).read_text().splitlines()]
+        PAGE.write_text(with_other_run(rows), encoding="utf-8")
+        return 0
     started = time.perf_counter()
     results: dict[str, dict[str, Outcome]] = {}
     runner = Isolated(options.executor)
@@ -38,11 +43,6 @@ def main() -> int:
             if options.only not in f"{habit.category}: {habit.name}":
                 continue
             chosen = [name for name in schedules(habit) if not options.schedule or name in options.schedule]
-            if options.once:
-                right = [name for name in chosen if recorded.get(habit.name, {}).get(name) == SAME]
-                chosen = [right[len(results) % len(right)]] if right else []
-            if not chosen:
-                continue
             found = results[habit.name] = {schedule: runner.run(habit, schedule) for schedule in chosen}
             show(habit, found)
             if options.json:
@@ -55,6 +55,8 @@ def main() -> int:
                                     "category": habit.category,
                                     "schedule": schedule,
                                     "executor": options.executor,
+                                    "torch": torch.__version__.partition("+")[0],
+                                    "python": platform.python_version(),
                                     **vars(outcome),
                                 }
                             )
@@ -63,8 +65,7 @@ def main() -> int:
     finally:
         runner.close()
     if options.write:
-        made = with_once(results, options.executor) if options.once else page(results, options.executor)
-        PAGE.write_text(made, encoding="utf-8")
+        PAGE.write_text(page(results, options.executor), encoding="utf-8")
     return summary(results, time.perf_counter() - started)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,18 +71,23 @@ def page(results: Mapping[str, Mapping[str, Outcome]], executor: str) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-_ONCE = re.compile(r"\n\nEach habit that is the same .*?\n(?=\n)", re.DOTALL)
+_OTHER = re.compile(r"\nThe same runs on .*?\n(?=\n## )", re.DOTALL)
 
 
-def with_once(results: Mapping[str, Mapping[str, Outcome]], executor: str) -> str:
-    """The page as it is, and how habits that are the same came out under one schedule each, on another executor."""
-    kinds = [outcome.kind for outcomes in results.values() for outcome in outcomes.values()]
-    counts = ", ".join(f"{kinds.count(kind)} are {_plain(kind)}" for kind in dict.fromkeys(sorted(kinds)))
-    line = f"\n\nEach habit that is the same under some schedule was also trained on {_WORKERS[executor]}, under one of\n"
-    line += f"these schedules in turn (`python -m tests.habits --executor {executor} --once --write`): of {len(kinds)} runs, {counts}.\n"
-    text = _ONCE.sub("\n", PAGE.read_text(encoding="utf-8"))
+def with_other_run(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page as it is, and how the same habits came out in another run: on workers, with another version of torch."""
+    text = _OTHER.sub("", PAGE.read_text(encoding="utf-8"))
+    recorded, first = listed(text), rows[0]
+    kinds = [row["kind"] for row in rows]
+    counts = ", ".join(f"{kinds.count(kind)} are {_plain(kind)}" for kind in (SAME, REFUSED, CAUGHT, WRONG, CRASH) if kind in kinds)
+    where = f"{_WORKERS[first['executor']]}, torch {first['torch']} and Python {first['python']}"
+    other = [row for row in rows if (row["kind"] == SAME) != (recorded[row["habit"]][row["schedule"]] == SAME)]
+    line = f"\nThe same runs on {where}: of {len(rows)}, {counts}."
+    if other:
+        line += " The same in one of the two runs only: "
+        line += "; ".join(f"{name} ({', '.join(r['schedule'] for r in other if r['habit'] == name)})" for name in dict.fromkeys(r["habit"] for r in other)) + "."
     head, section, rest = text.partition("\n\n## ")
-    return head.rstrip("\n") + line + section + rest
+    return head + "\n" + line + section + rest
 
 
 def _row(habit: Habit, outcomes: Mapping[str, Outcome], columns: list[str]) -> str:

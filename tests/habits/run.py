@@ -188,6 +188,8 @@ class Runner:
         return self.captured[1]
 
     def _workers(self) -> Cluster:
+        if self.cluster is not None and self.cluster.dead(0):  # a job that failed on workers takes them down with it
+            self._restart()
         if self.cluster is None:
             self.cluster = Cluster(2)
         return self.cluster
