@@ -166,7 +166,7 @@ def refuse_sparse(graph: fx.Graph) -> None:
 
 def refuse_cond(graph: fx.Graph) -> None:
     """torch.cond in a graph that is sent to workers: older versions of torch cannot make the graph again there (tried: 2.11 cannot, 2.13 can)."""
-    if torch.__version__ >= (2, 13):
+    if torch.__version__ >= "2.13":
         return
     for node in graph.nodes:
         if node.target is torch.ops.higher_order.cond:
