@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from piperlang.capture.keep import keep, signed
+from piperlang.capture.where import line_of_operator
 from piperlang.diagnostics import error
 
 PLACE = "rng"
 _NUMBER = "piper_dropout"
 DROPOUT = torch.ops.aten.dropout.default
-_REFUSED = ("rand", "bernoulli", "normal", "uniform", "multinomial", "native_dropout", "alpha_dropout", "exponential", "poisson")
 
 
 def counter_dropout(x: torch.Tensor, rng: torch.Tensor, operator: int, p: float, samples: int) -> torch.Tensor:
@@ -69,13 +69,28 @@ def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
 
 
 def _refuse(node: fx.Node) -> None:
-    if node.op != "call_function" or node.target is DROPOUT:
+    """Every operator that draws random numbers, but for the dropouts that count."""
+    if node.op != "call_function" or node.target is DROPOUT or not _draws(node):
         return
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
-    attention = "scaled_dot_product" in name and _attention_dropout(node) > 0.0
-    if attention or (name.removeprefix("aten::").startswith(_REFUSED) and not name.endswith("_loss")):
-        what = "attention with dropout inside" if attention else name.removeprefix("aten::")
-        raise error("P0804", f"the masks of {what} would depend on the schedule", notes=[module_of(node)], help="use nn.Dropout, whose masks we count, or set it to 0")
+    name = str(getattr(node.target, "_schema").name).removeprefix("aten::")  # noqa: B009
+    what = "attention with dropout inside" if "scaled_dot_product" in name else name
+    raise error(
+        "P0804", f"the masks of {what} would depend on the schedule", line_of_operator(node), notes=[module_of(node)],
+        help="use nn.Dropout, whose masks we count, or set it to 0",
+    )  # fmt: skip
+
+
+def _draws(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    name = schema.name.removeprefix("aten::")
+    if "scaled_dot_product" in name:
+        return _attention_dropout(node) > 0.0
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    if given.get("training", given.get("train", True)) is False or given.get("dropout") == 0.0:
+        return False
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _attention_dropout(node: fx.Node) -> float:
