@@ -29,6 +29,7 @@ COMMANDS = {
     "run": "train by a saved plan",
     "fuzz": "compare random schedules with the plain model",
     "orders": "show the order of work per device",
+    "repl": "apply directives one at a time, interactively",
     "explain": "explain a diagnostic code",
 }
 """Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
