@@ -166,7 +166,9 @@ def _communication(rows: Rows, before: State, after: State) -> None:
             continue
         sign, number = {"add": "+", "gone": "-", "": "="}[kind], abs(count - had) or count
         both = f" ({had} -> {count})" if had and count and had != count else ""
-        size = f"{bytes_text(carried_then)} -> {bytes_text(carried)}" if had and count else bytes_text(carried or carried_then)
+        size = bytes_text(carried or carried_then)
+        if had and count and _differs(carried_then, carried):
+            size = f"{bytes_text(carried_then)} -> {size}"
         over = f" over {what.over}" if what.over else ""
         lines[kind].append(f"{sign} {number} {what.kind}{over}{both}, {size}, stream {what.stream}")
     for kind, texts in lines.items():

@@ -15,26 +15,32 @@ from pathlib import Path
 from lark import Token
 from lark.exceptions import UnexpectedToken
 
+from piperlang.diagnostics import PiperError
 from piperlang.diagnostics.codes import CODES
 from piperlang.elaborate import directive as d
 from piperlang.elaborate.library import modules
 from piperlang.elaborate.modules import Module, load
-from piperlang.elaborate.selector import TagValue
+from piperlang.elaborate.selector import Selector, TagValue
 from piperlang.elaborate.values import Function, Mesh, Value, brief, kind
 from piperlang.repl.answer import signature
 from piperlang.repl.commands import COMMANDS, DIRECTIVE_HELP
 from piperlang.repl.reading import is_command, last_line
 from piperlang.repl.session import Session
+from piperlang.source import Source
 from piperlang.syntax import grammar
 from piperlang.syntax.tokens import retyped
 from piperlang.syntax.tree import Define
-from piperlang.syntax.words import BUILTINS, KEYWORDS, OPTION_WORDS, OPTIONS, RESERVED_KEYS, SELECTOR_WORDS
+from piperlang.syntax.words import BUILTINS, DECLARATIONS, DIRECTIVES, KEYWORDS, OPERATORS, OPTION_WORDS, OPTIONS, RESERVED_KEYS, SELECTOR_WORDS
 
 WORD = re.compile(r"[A-Za-z_]\w*$")
 PATH = re.compile(r"[\w.\[\]*:]+$")
 MODULE = re.compile(r"[\w.]+$")
 BINDING = ("LET", "PARAM", "DEF", "MESH", "AS", "FOR")
 """What follows these is a new name."""
+SELECTS = ("place", "replicate", "shard", "stream", "recompute", "offload", "split", "order")
+"""What follows these is a selector."""
+SCRATCH = Source("completion", "")
+"""The parser builds a tree as it goes, which is thrown away here."""
 SELECTING = (":show", ":count", ":why")
 
 
@@ -138,6 +144,8 @@ def _statement(session: Session, text: str) -> list[Candidate]:
     special = _paths(session, text)
     if special is not None:
         return special
+    if next((token.type for token in reversed(list(grammar.tokens(text)))), "") == "COMMENT":
+        return []
     typed = WORD.search(text)
     word = typed[0] if typed else ""
     line = last_line(text[: len(text) - len(word)])
@@ -145,8 +153,11 @@ def _statement(session: Session, text: str) -> list[Candidate]:
         return []
     tokens = tuple(_keyed(line.tokens))
     here = Here(tokens, word, _accepted(tokens))
-    found = [one for one in _offers(session, here, text) if one.text.startswith(word) and one.text != word]
-    return list({one.text: one for one in reversed(found)}.values())[::-1]
+    found: dict[str, Candidate] = {}
+    for one in _offers(session, here, text):
+        if one.text.startswith(word) and one.text != word:
+            found.setdefault(one.text, one)
+    return list(found.values())
 
 
 def _keyed(tokens: Iterable[Token]) -> Iterator[Token]:
@@ -169,11 +180,12 @@ def _keyed(tokens: Iterable[Token]) -> Iterator[Token]:
 
 def _accepted(tokens: Iterable[Token]) -> frozenset[str]:
     """The terminals that may come next; none where the line is broken already."""
+    grammar.BUILDER.source = SCRATCH
     parser = grammar.fresh()
     try:
         for token in tokens:
             parser.feed_token(token)
-    except UnexpectedToken:
+    except (UnexpectedToken, PiperError):
         return frozenset()
     return frozenset(grammar.accepted(parser))
 
@@ -184,23 +196,36 @@ def _offers(session: Session, here: Here, text: str) -> Iterator[Candidate]:
     if last is not None and last.type == "DOT":
         yield from _attributes(session, here)
         return
-    if at is not None and here.tokens[at].type in ("LSQB", "LBRACE"):
-        yield from _in_brackets(session, here, at)
     if last is not None and (last.type in BINDING or (here.first in ("let", "mesh", "param") and "EQUAL" in here.accepted)):
         return
-    yield from _after(session, here)
     if here.has("WITH"):
         yield from _options(here)
         return
-    keywords = grammar.keyword_types()
-    words = [keywords[t] for t in here.accepted if t in keywords]
-    if not here.tokens and text.lstrip() != text[len(text) - len(here.word) :]:
-        words += ["else:", "elif"]
+    expected = [*(_in_brackets(session, here, at) if at is not None else ()), *_after(session, here)]
+    yield from expected
+    if expected and not here.word:
+        return
+    if not here.tokens:
+        yield from _keywords(here, text)
     if "NAME" in here.accepted and here.first != "tag":
         yield from _names(session, here, text)
-    order = {word: i for i, word in enumerate(KEYWORDS)}
-    for word in sorted(words, key=lambda w: order.get(w, len(order))):
-        if at is None or word not in ("update", "next"):  # those are offered with their keys
+    if here.tokens:
+        yield from _keywords(here, text)
+
+
+def _keywords(here: Here, text: str) -> Iterator[Candidate]:
+    """Those that the grammar takes here, and that make sense in the block around."""
+    types = grammar.keyword_types()
+    words = {types[terminal] for terminal in here.accepted if terminal in types}
+    in_block = "\n" in text
+    if in_block and text.lstrip().startswith("order"):
+        words -= {*DIRECTIVES, *DECLARATIONS} - {"let"}
+    if here.bracket() is not None or here.first in SELECTS:
+        words -= {"update", "next", "True", "False", "not"}  # the first two are offered with their keys
+    if here.tokens and not here.word:
+        words -= {*OPERATORS, "if"}  # noise where nothing was begun
+    for word in (*KEYWORDS, *(("else:",) if in_block and not here.tokens else ())):
+        if word in words or word == "else:" or (word == "elif" and in_block and not here.tokens):
             yield Candidate(word, len(here.word), word, DIRECTIVE_HELP.get(word, "").partition("\n")[0])
 
 
@@ -210,6 +235,9 @@ def _offers(session: Session, here: Here, text: str) -> Iterator[Candidate]:
 def _in_brackets(session: Session, here: Here, at: int) -> Iterator[Candidate]:
     """Keys of a selector or axes of a mesh, and their values."""
     before = here.tokens[at - 1] if at else None
+    if here.tokens[at].type == "LPAR":
+        yield from _arguments(session, here, at)
+        return
     mesh = session.state.names.get(str(before)) if before is not None and before.type == "NAME" else None
     size = len(here.word)
     key = _key(here.tokens, at)
@@ -221,6 +249,15 @@ def _in_brackets(session: Session, here: Here, at: int) -> Iterator[Candidate]:
             yield from (Candidate(f"{axis}=", size, f"{axis}=", f"{length} devices") for axis, length in mesh.axes)
         elif before is None or before.type not in ("NAME", "RSQB", "RPAR"):
             yield from (Candidate(one, size, one, about) for one, about in _keys(session))
+
+
+def _arguments(session: Session, here: Here, at: int) -> Iterator[Candidate]:
+    """Parameters of the function that is being called, by name."""
+    function = session.state.names.get(str(here.tokens[at - 1])) if at else None
+    if isinstance(function, Function) and here.last is not None and here.last.type in ("LPAR", "COMMA"):
+        done = sum(token.type == "COMMA" for token in here.tokens[at:])
+        for parameter in function.define.parameters[done:]:
+            yield Candidate(f"{parameter.name.text}=", len(here.word), f"{parameter.name.text}=", signature(function))
 
 
 def _key(tokens: tuple[Token, ...], at: int) -> str | None:
@@ -298,6 +335,14 @@ def splits_of(session: Session) -> dict[str, int]:
 def _after(session: Session, here: Here) -> Iterator[Candidate]:
     """What a preceding word asks for: devices after `on`, axes after `over`."""
     last, size = here.last, len(here.word)
+    if last is not None and len(here.tokens) == 1 and str(last) in SELECTS:
+        if "BATCH" in here.accepted:
+            yield Candidate("batch", size, "batch")
+        if "ON" in here.accepted:
+            yield Candidate("on", size, "on", "the devices whose order it is")
+        yield from (Candidate(f"[{key}", size, f"[{key}", about) for key, about in _keys(session))
+        yield from (_named(name, value, here.word) for name, value in session.state.names.items() if isinstance(value, Selector))
+        return
     meshes = {name: mesh for name, mesh in session.state.names.items() if isinstance(mesh, Mesh)}
     if last is not None and (last.type == "OVER" or (last.type == "COMMA" and here.has("OVER") and not here.has("WITH"))):
         for name, mesh in meshes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,4 +78,6 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
     if torch.cuda.is_available():  # traced for the devices that will run
         batch = pytree.tree_map(lambda t: t.to("cuda"), batch)
     program = capture(file.model, file.loss, batch, seed)
+    gc.collect()
+    gc.freeze()  # torch and the trace stay for good: later collections need not look at them, and a directive does not wait for one that does
     return OpenModel(file, Cuts(program), seed, time.perf_counter() - started)

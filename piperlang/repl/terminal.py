@@ -12,7 +12,7 @@ from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, ThreadedCompleter
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import has_selection, is_searching
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -123,10 +123,11 @@ def bindings() -> KeyBindings:
 class Terminal:
     def __init__(self, session: Session, model: str | None, script: str | None, report: Callable[[Iterable[Diagnostic]], None]) -> None:
         self.session, self.model, self.script, self.report = session, model, script, report
+        complete(session, "x")  # reads the library, so that the first key does not wait for it
         session.screen.width = lambda: shutil.get_terminal_size((80, 24)).columns
         self.prompt: PromptSession[str] = PromptSession(
             message=self._message, multiline=True, history=history(), lexer=_Colours(), style=STYLE, key_bindings=bindings(),
-            completer=ThreadedCompleter(_Completing(session)), complete_while_typing=True, auto_suggest=AutoSuggestFromHistory(),
+            completer=_Completing(session), complete_while_typing=True, auto_suggest=AutoSuggestFromHistory(),
             prompt_continuation=lambda width, line, wrapped: " " * max(0, width - 4) + "... ", bottom_toolbar=self._toolbar, enable_history_search=False,
             reserve_space_for_menu=6, mouse_support=False,
         )  # fmt: skip
