@@ -30,7 +30,18 @@ from piperlang.source import Source
 from piperlang.syntax import grammar
 from piperlang.syntax.tokens import retyped
 from piperlang.syntax.tree import Define
-from piperlang.syntax.words import BUILTINS, DECLARATIONS, DIRECTIVES, KEYWORDS, OPERATORS, OPTION_WORDS, OPTIONS, RESERVED_KEYS, SELECTOR_WORDS
+from piperlang.syntax.words import (
+    BUILTINS,
+    CONSTANTS,
+    DECLARATIONS,
+    DIRECTIVES,
+    KEYWORDS,
+    OPERATORS,
+    OPTION_WORDS,
+    OPTIONS,
+    RESERVED_KEYS,
+    SELECTOR_WORDS,
+)
 
 WORD = re.compile(r"[A-Za-z_]\w*$")
 PATH = re.compile(r"[\w.\[\]*:]+$")
@@ -222,8 +233,8 @@ def _keywords(here: Here, text: str) -> Iterator[Candidate]:
         words -= {*DIRECTIVES, *DECLARATIONS} - {"let"}
     if here.bracket() is not None or here.first in SELECTS:
         words -= {"update", "next", "True", "False", "not"}  # the first two are offered with their keys
-    if here.tokens and not here.word:
-        words -= {*OPERATORS, "if"}  # noise where nothing was begun
+    if not here.word:  # noise where nothing was begun
+        words -= {*OPERATORS, *CONSTANTS, *(("if",) if here.tokens else ())}
     for word in (*KEYWORDS, *(("else:",) if in_block and not here.tokens else ())):
         if word in words or word == "else:" or (word == "elif" and in_block and not here.tokens):
             yield Candidate(word, len(here.word), word, DIRECTIVE_HELP.get(word, "").partition("\n")[0])

@@ -79,7 +79,7 @@ def statements(source: Source) -> list[str]:
         newline = text.find("\n", last)
         ends.append(len(text) if newline < 0 else newline)
     ends = [*ends[:-1], len(text)]
-    return [text[first:last].removeprefix("\n") for first, last in zip([0, *ends], ends, strict=False)]
+    return [text[first + (first > 0) : last] for first, last in zip([0, *ends], ends, strict=False)]
 
 
 class Grouped:

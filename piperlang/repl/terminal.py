@@ -51,6 +51,8 @@ class _Completing(Completer):
         self.session = session
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+        if event.text_inserted and not document.current_line_before_cursor.strip():
+            return  # a new line is no question; Tab is
         for one in complete(self.session, document.text_before_cursor):
             yield Completion(one.text, -one.replaces, display=one.display or one.text, display_meta=one.about)
 
