@@ -65,7 +65,7 @@ def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
     assert re.search(r"memory    device 0: [\d.]+ MiB -> [\d.]+ MiB peak", out)
     assert re.search(r"step      \d+ us -> \d+ us estimated, idle \d+% -> \d+%", out)
     assert "open      16 of 32 passes are in no order: the compiler chooses" in out
-    assert "device 1 | .    2F0* 3F0* 3B0*----- 2B0*----- 2F1*" in out
+    assert "device 1 | .    .    2F0* 3F0* 3B0*----- 2B0*----- 2F1*" in out
     assert "% idle (F=I=W=1, B=2, communication free, stages in a chain); * changed" in out
     assert "numerics  same mathematics" in out
     losses = [float(x) for x in re.findall(r"^step +\d+  loss ([\d.]+)", out, re.MULTILINE)]

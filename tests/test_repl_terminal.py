@@ -14,7 +14,9 @@ import pyte
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WIDTH, HEIGHT = 100, 36
+WIDTH, HEIGHT = 96, 100
+"""Of the screen in docs/repl.md, and high enough for all of it."""
+PROMPT = re.compile(r"(piper:\d+>|     \.\.\.) ?(.*)")
 
 
 class Screen:
@@ -167,3 +169,25 @@ def test_ctrl_c_stops_a_run_and_stays_in_the_session(terminal: Callable[..., Scr
     screen.shows(r"trained 1 step on 1 device")
     screen.type(":quit\r")
     assert screen.ended() == 0
+
+
+def block(kind: str) -> list[str]:
+    page = (ROOT / "docs" / "repl.md").read_text(encoding="utf-8")
+    return page.partition(f"```{kind}\n")[2].partition("\n```")[0].split("\n")
+
+
+def test_the_screen_of_the_documentation(terminal: Callable[..., Screen]) -> None:
+    """Its lines are typed, and the screen is what the page shows."""
+    screen = terminal("examples/02_gpt/model.py")
+    screen.shows(r"^piper:1>", 120)
+    expected, menu = block("screen"), block("menu")
+    for line in expected:
+        typed = PROMPT.match(line)
+        if typed:
+            screen.until(lambda screen: screen.lines[screen.screen.cursor.y].startswith(typed[1]))  # noqa: B023
+            screen.type(typed[2].strip() + "\r")
+    screen.until(lambda screen: expected[-1] in screen.lines)
+    first = screen.lines.index(expected[0])
+    assert screen.lines[first : first + len(expected)] == expected
+    screen.type(menu[0].partition("> ")[2])
+    screen.shows(re.escape(menu[1]))

@@ -139,18 +139,19 @@ class Terminal:
 
     def _toolbar(self) -> str:
         session = self.session
-        parts = [self.model or "no model", f"{len(session.statements)} statements" + ("" if not session.unsaved else ", not saved")]
+        parts = [self.model or "no model", f"{len(session.statements)} statement{'s' if len(session.statements) != 1 else ''}" + ("" if not session.unsaved else ", not saved")]
         unplaced = sum(x.code == UNPLACED for x in session.state.missing)
         if unplaced:
-            parts.append(f"{unplaced} chunks without a place")
+            parts.append(f"{unplaced} chunk{'s' if unplaced != 1 else ''} without a place")
         elif session.model is not None and session.state.estimate is not None:
-            parts.append(f"{len(session.state.estimate.memory)} devices")
+            devices = len(session.state.estimate.memory)
+            parts.append(f"{devices} device{'s' if devices != 1 else ''}")
         return " " + " · ".join(parts)
 
     def _greeting(self) -> str:
-        what = f"{self.model}" if self.model else "no model: orders and placements only"
         loaded = f", {len(self.session.statements)} statements of {self.script}" if self.script else ""
-        return f"piperlang {__version__}, {what}{loaded}. `:help` lists commands, Tab completes, Ctrl-D leaves."
+        what = self.model or "no model: orders and placements only"
+        return f"piperlang {__version__}, {what}{loaded}\n`:help` lists the commands, Tab completes, Ctrl-D leaves."
 
     def run(self) -> int:
         print(self._greeting())
