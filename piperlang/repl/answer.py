@@ -187,7 +187,7 @@ def _estimates(rows: Rows, old: Estimate | None, new: Estimate | None) -> None:
         return
     _memory(rows, old, new)
     parts = []
-    if _differs(old.seconds, new.seconds):
+    if time_text(old.seconds) != time_text(new.seconds):
         parts.append(f"{time_text(old.seconds)} -> {time_text(new.seconds)} estimated")
     if abs(old.mean_idle - new.mean_idle) >= CHANGE:
         parts.append(f"idle {old.mean_idle:.0%} -> {new.mean_idle:.0%}")
@@ -199,11 +199,12 @@ def _memory(rows: Rows, old: Estimate, new: Estimate) -> None:
     if old.memory.keys() != new.memory.keys():
         rows.add("memory", f"at most {_peak(old)} -> {_peak(new)}")
         return
-    alike: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[str, str], list[int]] = {}
     for device, size in new.memory.items():
-        if _differs(old.memory[device], size):
-            alike.setdefault((old.memory[device], size), []).append(device)
-    lines = [f"{_numbers(devices)}: {bytes_text(a)} -> {bytes_text(b)} peak" for (a, b), devices in alike.items()]
+        then, now = bytes_text(old.memory[device]), bytes_text(size)
+        if then != now:
+            alike.setdefault((then, now), []).append(device)
+    lines = [f"{_numbers(devices)}: {then} -> {now} peak" for (then, now), devices in alike.items()]
     rows.all("memory", lines, MOST, more="; `:memory` shows all")
 
 
@@ -238,8 +239,11 @@ def _missing(rows: Rows, state: State) -> None:
         what = ", ".join(f"[{one}]" for one in unplaced[:MOST]) + (f" and {len(unplaced) - MOST} more" if len(unplaced) > MOST else "")
         later = "; estimates follow" if state.scheduler is not None else ""
         rows.add("missing", f"{what} {'have' if len(unplaced) > 1 else 'has'} no place{later}", "todo")
-    others = [_short(x) for x in (*state.missing, *state.trouble) if not (x.code == UNPLACED and x.message.endswith(" is not placed"))]
+    others = [_short(x) for x in state.missing if not (x.code == UNPLACED and x.message.endswith(" is not placed"))]
     rows.all("missing", dict.fromkeys(others), 3, "todo")
+    for problem in state.trouble[:1]:  # a later directive may still change it, so it is no refusal
+        for text in (f"no graph: {_short(problem)}", *problem.notes, *problem.helps):
+            rows.add("trouble", text, "gone")
     left, passes = state.unordered
     if left:
         rows.add("open", f"{left} of {passes} passes are in no order: the compiler chooses", "todo")

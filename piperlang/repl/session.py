@@ -50,7 +50,7 @@ class Screen:
 class Session:
     def __init__(self, model: OpenModel | None = None, overrides: Mapping[str, str] | None = None, screen: Screen | None = None) -> None:
         self.model, self.screen = model, screen or Screen()
-        self.setting = Setting(model.program if model else None, Path(FILE), overrides or {})
+        self.setting = Setting(model.program if model else None, Path(FILE), overrides=overrides or {})
         self.statements: tuple[str, ...] = ()
         self.undone: tuple[str, ...] = ()
         """What `:redo` brings back, the next one first."""
@@ -182,9 +182,11 @@ class Session:
         try:
             found = self._take(new, source.text)
         except PiperError:
+            named = State(replace(self.setting, name=str(path)), new)  # its lines are those of the file
+            problems = refusals(self.state, named)
             self.setting = elsewhere
             self._states.clear()
-            raise
+            raise PiperError(*problems) from None
         self.saved = self.statements
         return found
 
@@ -228,18 +230,20 @@ class Session:
         source = Source(where, text)
         if not text:
             raise error("P0902", f"`{where}` needs a selector", help=f"{where} [stage=0, pass=F]")
-        script, problems = parse(source)
-        if problems:
+        _, problems = parse(source)
+        expression = expression_of(text, where)
+        if expression is None and problems:
             raise PiperError(*problems)
-        expression = _expression(script)
         if expression is None:
             raise error("P0902", f"`{where}` takes one selector", source.span(0, len(text)), help=f"{where} [stage=0, pass=F]")
         return self.state.selector(expression)
 
 
-def expression_of(text: str) -> tree.Expr | None:
+def expression_of(text: str, name: str = NAME) -> tree.Expr | None:
     """What was typed, if it is one expression and no statement of the language."""
-    script, problems = parse(Source(NAME, text))
+    script, problems = parse(Source(name, text))
+    if problems and "|" in text:  # a statement may not begin with `A | B`; in parentheses it is an expression
+        script, problems = parse(Source(name, f"({text.strip()})"))
     return None if problems else _expression(script)
 
 

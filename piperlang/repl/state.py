@@ -65,6 +65,8 @@ class Setting:
     """None where the session has no model."""
     path: Path | None = None
     """The file that the statements are taken to stand in: imports are relative to it."""
+    name: str = NAME
+    """What diagnostics call the script."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     costs: UnitCosts = field(default_factory=UnitCosts)
 
@@ -119,7 +121,7 @@ class State:
     def __init__(self, setting: Setting, statements: tuple[str, ...] = (), before: State | None = None) -> None:
         """`before`: the state of the first few of these statements; their directives have been verified there."""
         self.setting, self.statements = setting, statements
-        self.source = Source(NAME, "".join(f"{text}\n" for text in statements))
+        self.source = Source(setting.name, "".join(f"{text}\n" for text in statements))
         self.said: list[str] = []
         """What `print` wrote."""
         program = setting.program
@@ -180,7 +182,7 @@ class State:
     @cached_property
     def trouble(self) -> tuple[Diagnostic, ...]:
         """Why there is no graph as things are now."""
-        if self.scheduler is None or not self.settled:
+        if self.scheduler is None or not self.settled or any(x.code in FINAL for x in self.missing):
             return ()
         try:
             _ = self.graph

@@ -45,6 +45,8 @@ class Waiting:
         return found
 
     def _kept_back(self, node: Node) -> str:
+        if node.op == "update":
+            return "updates weights that it reads"
         by = node.family.by
         return f"kept back by {self.state.line_of(by)}" if by is not None else "kept back by the compiler, to bound memory"
 
