@@ -103,7 +103,7 @@ def _matched(rows: Rows, after: State, new: Sequence[d.Directive]) -> None:
     tags = [x for x in new if isinstance(x, d.Tag)]
     if tags:
         paths = ", ".join(str(path) for tag in tags for path in tag.paths)
-        rows.add("matched", f"modules {paths}: the model is cut when a directive uses the chunks")
+        rows.add("matched", f"modules {paths}" + ("" if after.settled else ": the model is cut when a directive uses the chunks"))
     if after.scheduler is not None and after.settled and not after.trouble and selectors:
         nodes = {node.id: node.op for selector in selectors for node in after.graph.select(selector)}
         if nodes:

@@ -474,7 +474,7 @@ def _module_paths(paths: Iterable[tuple[str, ...]], begun: str) -> Iterator[Cand
 
 def _written(parts: tuple[str, ...], star: bool) -> Iterator[str]:
     """A module path as scripts write it; numbers also as `[*]`."""
-    for every in {star, "[*]" if any(part.isdecimal() for part in parts) else ""}:
+    for every in {star, star or any(part.isdecimal() for part in parts)}:
         text = ""
         for part in parts:
             text += ("[*]" if every else f"[{part}]") if part.isdecimal() else (f".{part}" if text else part)

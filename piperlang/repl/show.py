@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
+from textwrap import wrap
 
 from piperlang.diagnostics.render import Paint
 
@@ -37,13 +38,16 @@ class Shown:
     drawing: str = ""
     """HTML that takes the place of the block in a notebook."""
 
-    def text(self, paint: Paint | None = None) -> str:
+    def text(self, paint: Paint | None = None, width: int | None = None) -> str:
+        """`width`: of the screen; rows that are longer go on under their own text."""
         paint = paint or Paint()
         lines = []
         for i, row in enumerate(self.rows):
             label = row.label if not i or self.rows[i - 1].label != row.label else ""
             colour = {"add": "32", "gone": "31", "todo": "33"}.get(row.kind)
-            lines.append(f"  {paint.bold(f'{label:<{LABEL}}')} {paint(row.text, colour) if colour else row.text}".rstrip())
+            for part in wrap(row.text, max(20, width - LABEL - 3), break_on_hyphens=False) if width else [row.text]:
+                lines.append(f"  {paint.bold(f'{label:<{LABEL}}')} {paint(part, colour) if colour else part}".rstrip())
+                label = ""
         return "\n".join([*lines, *([self.block.rstrip("\n")] if self.block else [])])
 
     def __str__(self) -> str:

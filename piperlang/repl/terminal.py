@@ -172,7 +172,7 @@ class Terminal:
 
     def _execute(self, text: str) -> None:
         try:
-            answer = self.session.execute(text.rstrip()).text(self.session.screen.paint)
+            answer = self.session.execute(text.rstrip()).text(self.session.screen.paint, self.session.screen.width())
             if answer:
                 print(answer)
         except PiperError as problem:
