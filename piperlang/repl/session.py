@@ -183,10 +183,10 @@ class Session:
             found = self._take(new, source.text)
         except PiperError:
             named = State(replace(self.setting, name=str(path)), new)  # its lines are those of the file
-            problems = refusals(self.state, named)
+            refused = refusals(self.state, named)
             self.setting = elsewhere
             self._states.clear()
-            raise PiperError(*problems) from None
+            raise PiperError(*refused) from None
         self.saved = self.statements
         return found
 
