@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from piperlang.cli.main import main
+from piperlang.diagnostics import PiperError
+from piperlang.repl.model import open_model
+from piperlang.repl.session import Screen, Session
 
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples" / "02_gpt" / "model.py"
@@ -109,6 +114,31 @@ def test_training_goes_on_where_it_ended() -> None:
     assert apart[4] == ("0", whole[0][1])
 
 
+def test_a_worker_that_dies_ends_the_run_and_not_the_session(alone: None) -> None:
+    said: list[str] = []
+    session = Session(open_model(GPT), screen=Screen(say=said.append))
+    try:
+        for text in ("mesh gpu = pp: 2", "place [stage=0:2] on gpu[pp=0]", "place [stage=2:4] on gpu[pp=1]", ":run 2"):
+            session.execute(text)
+        assert session.workers is not None
+        first, pids = session.workers, list(session.workers.pids)
+        session.execute("split batch into 2 as mb")
+        session.execute(":run 1")
+        assert session.workers is first  # another script, the same workers
+        os.kill(int(pids[1] or 0), signal.SIGKILL)
+        with pytest.raises(PiperError) as raised:
+            session.execute(":run 1")
+        assert [x.code for x in raised.value.diagnostics] == ["P0602"]
+        assert len(session.statements) == 4
+        assert "trained 1 step on 2 devices" in session.execute(":run 1").text()
+        assert session.workers is not first
+    finally:
+        session.close()
+    losses = [line.split()[3] for line in said if line.startswith("step")]
+    assert losses[0] == losses[2] == losses[-1]
+    assert [line for line in said if line.startswith("starting")] == ["starting 2 workers"] * 2
+
+
 def test_why_explains_the_path_with_lines() -> None:
     text = """\
 mesh gpu = pp: 2
@@ -187,6 +217,9 @@ import io, sys
 sys.modules['torch'] = sys.modules['ray'] = None
 sys.stdin = io.StringIO({(ORDERS + commands)!r})
 from piperlang.cli.main import main
+from piperlang.diagnostics import PiperError
+from piperlang.repl.model import open_model
+from piperlang.repl.session import Screen, Session
 sys.exit(main(['repl']))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -304,3 +337,9 @@ def test_help_and_explain() -> None:
 
 def test_printing_once_and_quitting() -> None:
     assert repl('print "hello"\nlet x = 1\n:quit\nlet y = 2\n').stdout == "  print     hello\n  name      x = 1\n"
+
+
+def test_nothing_that_is_printed_steers_the_terminal() -> None:
+    done = repl('print "a\x1b[31mb"\nlet x = "\x07"\nx\n:list\n')
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "\x07" not in done.stdout + done.stderr

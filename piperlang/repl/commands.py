@@ -13,6 +13,7 @@ from pathlib import Path
 from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.explain import page
+from piperlang.diagnostics.render import printable
 from piperlang.elaborate.library import exporting, modules
 from piperlang.elaborate.modules import load
 from piperlang.elaborate.selector import TagValue
@@ -103,7 +104,7 @@ def listing(session: Session, argument: str) -> Shown:
         sign = "-" if number > len(session.statements) else " "
         first, *rest = one.strip("\n").split("\n")
         lines += [f"{number:>4}{sign} {first}", *(f"      {line}" for line in rest)]
-    return Shown(block="\n".join(lines) or "no statements yet")
+    return Shown(block=printable("\n".join(lines), keep="\n\t") or "no statements yet")
 
 
 def at(session: Session, argument: str) -> Shown:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piperlang.diagnostics import PiperError, error
-from piperlang.diagnostics.render import Paint
+from piperlang.diagnostics.render import Paint, printable
 from piperlang.elaborate.resolved import resolved
 from piperlang.elaborate.selector import Selector
 from piperlang.elaborate.values import Value, brief
@@ -27,6 +27,7 @@ from piperlang.syntax.parse import is_file, parse, read
 if TYPE_CHECKING:
     from piperlang.repl.model import OpenModel
     from piperlang.repl.training import Training
+    from piperlang.runtime.cluster import Cluster
 
 KEPT = 40
 """States that are remembered: of a large model each has a graph of its own."""
@@ -58,6 +59,8 @@ class Session:
         self.last_code: str | None = None
         """Of the latest diagnostic, for `:explain`."""
         self.training: Training | None = None
+        self.workers: Cluster | None = None
+        """Started by the first `:run`, for it and those after it."""
         self._states: dict[tuple[str, ...], State] = {}
         _ = self.state.estimate  # the model is cut once here, not by the first directive
 
@@ -132,7 +135,7 @@ class Session:
         self.statements, self.undone = after.statements, ()
         self._remember(after)
         found = answer(before, after, known, self.screen.width(), self.screen.paint)
-        said = tuple(Row("print", line) for line in after.said[len(before.said) :])
+        said = tuple(Row("print", line) for text in after.said[len(before.said) :] for line in text.split("\n"))
         return replace(found, rows=said + found.rows)
 
     def _asked(self, text: str) -> Shown | None:
@@ -147,7 +150,7 @@ class Session:
     def _shown(self, value: Value) -> Shown:
         if isinstance(value, Selector) and self.model is not None and self.state.settled and not self.state.trouble and not value.next_keys():
             return Shown(block=f"{value}: {sum(1 for _ in self.graph.select(value)):,} nodes")
-        return Shown(block=brief(value))
+        return Shown(block=printable(brief(value), keep="\n\t"))
 
     def undo(self, count: int = 1) -> tuple[str, ...]:
         """What was undone, the last one first."""
@@ -218,10 +221,15 @@ class Session:
         return self.statements != self.saved
 
     def close(self) -> None:
-        """Ends the workers of a training, if there are any."""
-        if self.training is not None:
-            self.training.close()
-            self.training = None
+        """Ends a training and its workers, if there are any."""
+        training, workers = self.training, self.workers
+        self.training = self.workers = None
+        try:
+            if training is not None:
+                training.close()
+        finally:
+            if workers is not None:
+                workers.close()
 
     # ------------------------------------------------------------------------------------------------------ commands
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
 
-from piperlang.diagnostics.render import Paint
+from piperlang.diagnostics.render import Paint, printable
 
 LABEL = 9
 """Columns of the labels at the left."""
@@ -45,7 +45,8 @@ class Shown:
         for i, row in enumerate(self.rows):
             label = row.label if not i or self.rows[i - 1].label != row.label else ""
             colour = {"add": "32", "gone": "31", "todo": "33"}.get(row.kind)
-            for part in wrap(row.text, max(20, width - LABEL - 3), break_on_hyphens=False) if width else [row.text]:
+            text = printable(row.text, keep="\t")  # rows quote what scripts say
+            for part in wrap(text, max(20, width - LABEL - 3), break_on_hyphens=False) if width else [text]:
                 lines.append(f"  {paint.bold(f'{label:<{LABEL}}')} {paint(part, colour) if colour else part}".rstrip())
                 label = ""
         return "\n".join([*lines, *([self.block.rstrip("\n")] if self.block else [])])

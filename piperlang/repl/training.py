@@ -30,6 +30,7 @@ from piperlang.repl.show import Row, Shown, html
 from piperlang.repl.state import State
 from piperlang.runtime import job as jobs
 from piperlang.runtime.api import Evaluated, Trainer, evaluation_plan
+from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.guard import verify
 from piperlang.runtime.job import Job, Step
 from piperlang.runtime.numerics import compare
@@ -138,7 +139,9 @@ def _trainer(session: Session, executor: str) -> Trainer:
     first = next(model.batches())
 
     def start() -> Job | ThreadJob:
-        return ThreadJob(plan, captured, training, 300.0, dtype) if executor == "inline" else Job(plan, captured, training, digest(plan), loss_dtype=dtype)
+        if executor == "inline":
+            return ThreadJob(plan, captured, training, 300.0, dtype)
+        return Job(plan, captured, training, digest(plan), loss_dtype=dtype, cluster=_workers(session, len(plan.devices)))
 
     def evaluation() -> tuple[Plan, Captured]:
         found = schedule(capture(Evaluated(model.file.model), model.file.loss, first, model.seed), state.source, state.setting.path, state.setting.overrides)
@@ -149,14 +152,26 @@ def _trainer(session: Session, executor: str) -> Trainer:
     return Trainer(graph, plan, start, evaluation, lambda: verify(captured, plan, first, training))
 
 
+def _workers(session: Session, count: int) -> Cluster:
+    """Those of the training before, if they are enough: starting others takes longer than most of what is tried in a session."""
+    there = session.workers
+    if there is None or len(there.workers) < count or there.dead(0):
+        if there is not None:
+            there.close()
+        session.screen.say(f"starting {count} worker{'s' if count != 1 else ''}")
+        session.workers = Cluster(count, None, torch.cuda.is_available())
+    assert session.workers is not None
+    return session.workers
+
+
 def trained(session: Session, steps: int, executor: str) -> Shown:
     """`:run`: so many steps more."""
     say = session.screen.say
     training = session.training
     if training is not None and not training.continues(session, executor):
         say("the script has changed: training starts anew" if training.executor == executor else "another executor: training starts anew")
-        session.close()
-        training = None
+        training.close()
+        session.training = training = None
     if training is None:
         training = _started(session, executor)
     else:
@@ -181,12 +196,10 @@ def trained(session: Session, steps: int, executor: str) -> Shown:
 def _started(session: Session, executor: str) -> Training:
     training = Training(session, executor)
     session.screen.say(str(training.trainer.verified))
-    if executor == "ray":
-        session.screen.say(f"starting {len(training.trainer.plan.devices)} workers")
     try:
         _ = training.trainer.job
     except BaseException:
-        training.close()
+        session.close()
         raise
     session.training = training
     return training
