@@ -1,7 +1,9 @@
 """How long the session takes to answer, after the model is traced: a directive, a command, a completion.
 
-Directives are those of an example's script, one statement at a time, as a user would type them: evaluating, building the graph, estimates, the
-comparison with the state before and the text of the answer are all in it. Completions are asked for after every key of the same statements.
+Directives are those of an example's script, one statement at a time, as a user would type them: evaluating,
+building the graph, estimates, the
+comparison with the state before and the text of the answer are all in it. Completions are asked for after every key
+of the same statements.
 
     python -m benchmarks.repl [--json] [--rounds 5] [MODEL.py SCHEDULE.piper ...]
 """
@@ -25,9 +27,23 @@ from piperlang.repl.session import Session
 from piperlang.syntax.parse import read
 
 ROOT = Path(__file__).parent.parent / "examples"
-CASES = [(ROOT / "02_gpt" / "model.py", ROOT / "02_gpt" / f"{name}.piper") for name in ("one_f_one_b", "interleaved", "tensor")]
+CASES = [
+    (ROOT / "02_gpt" / "model.py", ROOT / "02_gpt" / f"{name}.piper")
+    for name in ("one_f_one_b", "interleaved", "tensor")
+]
 DIRECTIVE_LIMIT, COMPLETION_LIMIT = 0.3, 0.05
-COMMANDS = (":list", ":orders", ":plan", ":memory", ":graph", ":show [pass=F]", ":why [pass=F] before [pass=B]", ":diff 0 3", ":undo", ":redo")
+COMMANDS = (
+    ":list",
+    ":orders",
+    ":plan",
+    ":memory",
+    ":graph",
+    ":show [pass=F]",
+    ":why [pass=F] before [pass=B]",
+    ":diff 0 3",
+    ":undo",
+    ":redo",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,15 @@ class Clock:
     def measured(self, script: str, what: str) -> Measured:
         seconds, _, slowest = max(self.times)
         cpu = max(busy for _, busy, _ in self.times)
-        return Measured(script, what, len(self.times), 1e3 * median(t for t, _, _ in self.times), 1e3 * seconds, 1e3 * cpu, " ".join(slowest.split())[:60])
+        return Measured(
+            script,
+            what,
+            len(self.times),
+            1e3 * median(t for t, _, _ in self.times),
+            1e3 * seconds,
+            1e3 * cpu,
+            " ".join(slowest.split())[:60],
+        )
 
 
 def case(model: OpenModel, script: Path, rounds: int) -> list[Measured]:
@@ -92,11 +116,19 @@ def main() -> int:
     else:
         print("| script | input | number | median ms | max ms | max CPU ms | slowest |\n|---|---|---|---|---|---|---|")
         for row in rows:
-            print(f"| {row.script} | {row.what} | {row.count} | {row.median_ms:.1f} | {row.max_ms:.1f} | {row.max_cpu_ms:.1f} | `{row.slowest}` |")
-    # The first directive after a `tag` traces the chunks that the tag cuts: that is part of the trace, and has no limit.
-    tagging = {f"{script.parent.name}/{script.stem}" for _, script in cases if any(text.lstrip().startswith("tag ") for text in statements(read(script)))}
+            times = " | ".join(f"{ms:.1f}" for ms in (row.median_ms, row.max_ms, row.max_cpu_ms))
+            print(f"| {row.script} | {row.what} | {row.count} | {times} | `{row.slowest}` |")
+    # The first directive after a `tag` traces the chunks that the tag cuts: that is part of the trace, and has no
+    # limit.
+    tagging = {
+        f"{script.parent.name}/{script.stem}"
+        for _, script in cases
+        if any(text.lstrip().startswith("tag ") for text in statements(read(script)))
+    }
     limits = {"statement": DIRECTIVE_LIMIT, "command": DIRECTIVE_LIMIT, "completion": COMPLETION_LIMIT}
-    return int(any(row.max_ms > 1e3 * limits[row.what] for row in rows if row.what != "statement" or row.script not in tagging))
+    return int(
+        any(row.max_ms > 1e3 * limits[row.what] for row in rows if row.what != "statement" or row.script not in tagging)
+    )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ order on gpu[pp=0]:
         [stage=0, pass=F, mb=m], [stage=1, pass=F, mb=m]
     repeat 4: [stage=1, pass=B, mb=next], [stage=0, pass=B, mb=next]
 order on gpu[pp=1]:
-    repeat 4: [stage=2, pass=F, mb=next], [stage=3, pass=F, mb=next], [stage=3, pass=B, mb=next], [stage=2, pass=B, mb=next]
+    repeat 4: [stage=2, pass=F, mb=next], [stage=3, pass=F, mb=next], [stage=3, pass=B, mb=next], [stage=2, pass=B,
+    mb=next]
 :numerics
 :run 3
 :graph {graph}
@@ -55,7 +56,8 @@ order on gpu[pp=1]:
 
 
 def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
-    """Place, split, a mistake, undo, order, numerics, three steps on workers, save; what is saved gives the same graph."""
+    """Place, split, a mistake, undo, order, numerics, three steps on workers, save; what is saved gives the same
+    graph."""
     script, graph = tmp_path / "saved.piper", tmp_path / "graph.txt"
     done = repl(SCRIPTED.format(graph=graph, script=script), str(GPT))
     assert done.returncode == 1  # there was a mistake
@@ -79,13 +81,20 @@ def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
     # The saved script is canonical, compiles, gives the graph of the session and trains the same.
     assert piperc("fmt", "--check", str(script)) is not None
     assert piperc("graph", str(GPT), str(script), *_verbose()) == graph.read_text()
-    rows = [json.loads(line) for line in piperc(str(GPT), str(script), "--steps", "3", "--executor", "inline", "--json", "--out", str(tmp_path / "run")).splitlines()]
+    rows = [
+        json.loads(line)
+        for line in piperc(
+            str(GPT), str(script), "--steps", "3", "--executor", "inline", "--json", "--out", str(tmp_path / "run")
+        ).splitlines()
+    ]
     assert [round(row["loss"], 4) for row in rows] == [round(loss, 4) for loss in losses]
 
 
 def _verbose() -> list[str]:
     """`piperc graph` prints everything: with -v where it has that flag."""
-    help = subprocess.run([sys.executable, "-m", "piperlang", "graph", "--help"], capture_output=True, text=True, timeout=60).stdout
+    help = subprocess.run(
+        [sys.executable, "-m", "piperlang", "graph", "--help"], capture_output=True, text=True, timeout=60
+    ).stdout
     return ["-v"] if " -v" in help else []
 
 
@@ -155,7 +164,9 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
     assert "  -> F[stage=0, mb=0] on gpu[pp=0]  ordered by session:5" in done.stdout
     assert "  -> recv.F[stage=2, mb=0] on gpu[pp=1]  reads " in done.stdout
-    assert "no, the other way round: F[stage=2, mb=0] on gpu[pp=1] waits for F[stage=0, mb=0] on gpu[pp=0]" in done.stdout
+    assert (
+        "no, the other way round: F[stage=2, mb=0] on gpu[pp=1] waits for F[stage=0, mb=0] on gpu[pp=0]" in done.stdout
+    )
     assert "nothing orders them: F[stage=2, mb=0] on gpu[pp=1] and F[stage=2, mb=1] on gpu[pp=1]" in done.stdout
 
 
@@ -236,7 +247,9 @@ sys.exit(main(['repl']))
 
 def test_a_model_without_torch_says_what_installs_it() -> None:
     code = f"import sys; sys.modules['torch'] = None; from piperlang.cli.main import main; sys.exit(main(['repl', {str(GPT)!r}]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 2
     assert "needs torch" in done.stderr
     assert "pip install 'piperlang[run]'" in done.stderr
@@ -286,7 +299,9 @@ def test_no_error_is_exit_code_zero() -> None:
         ("return 3\n", "error[P0111]"),
     ],
 )
-def test_every_mistake_is_a_diagnostic(lines: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_mistake_is_a_diagnostic(
+    lines: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     code, said = main(["repl"]), capsys.readouterr().err
     assert (code, says in said, "Traceback" in said) == (1, True, False), said
@@ -305,13 +320,22 @@ def test_usage_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_loading_keeps_comments_and_may_import_neighbours(tmp_path: Path) -> None:
-    (tmp_path / "common.piper").write_text("def both(gpu):\n    place [stage=0] on gpu[pp=0]\n    place [stage=1] on gpu[pp=1]\n")
+    (tmp_path / "common.piper").write_text(
+        "def both(gpu):\n    place [stage=0] on gpu[pp=0]\n    place [stage=1] on gpu[pp=1]\n"
+    )
     script = '"""What it is for."""\nfrom "./common.piper" import both\n\nparam ranks = 3\n\n# the devices\nmesh gpu = pp: ranks\nboth(gpu)  # all of them\n'
     (tmp_path / "s.piper").write_text(script)
-    done = repl(":undo\n:redo\n:save copy.piper\nplace [stage=9] on gpu[pp=0]\n:load s.piper\n:save sub/copy.piper\n:save copy.piper\n:save! copy.piper\n", "s.piper", "-p", "ranks=2", cwd=tmp_path)
+    done = repl(
+        ":undo\n:redo\n:save copy.piper\nplace [stage=9] on gpu[pp=0]\n:load s.piper\n:save sub/copy.piper\n:save copy.piper\n:save! copy.piper\n",
+        "s.piper",
+        "-p",
+        "ranks=2",
+        cwd=tmp_path,
+    )
     assert "saved copy.piper: 8 lines; compile it with -p ranks=2" in done.stdout
     assert "saved copy.piper: 9 lines" in done.stdout
-    # Loaded twice: every name is bound already. Saved elsewhere: its import would not be found there. Saved again: the file exists.
+    # Loaded twice: every name is bound already. Saved elsewhere: its import would not be found there. Saved again:
+    # the file exists.
     assert re.findall(r"error\[(.*)\]", done.stderr) == ["P0202", "P0202", "P0202", "P0209", "P0902"]
     assert "`:save! copy.piper` overwrites it" in done.stderr
     assert (tmp_path / "copy.piper").read_text() == script + "place [stage=9] on gpu[pp=0]\n"
@@ -326,7 +350,28 @@ def test_costs_change_the_grid() -> None:
 
 def test_help_and_explain() -> None:
     done = repl(":help\n:help :run\n:help one_f_one_b\n:help place\nlet x = y\n:explain\n:explain P0302\n")
-    names = (":undo", ":redo", ":list", ":at", ":diff", ":show", ":count", ":why", ":graph", ":orders", ":plan", ":memory", ":numerics", ":run", ":cost", ":load", ":save", ":explain", ":help", ":quit")
+    names = (
+        ":undo",
+        ":redo",
+        ":list",
+        ":at",
+        ":diff",
+        ":show",
+        ":count",
+        ":why",
+        ":graph",
+        ":orders",
+        ":plan",
+        ":memory",
+        ":numerics",
+        ":run",
+        ":cost",
+        ":load",
+        ":save",
+        ":explain",
+        ":help",
+        ":quit",
+    )
     assert all(re.search(rf"^  {name}\b.*\S", done.stdout, re.MULTILINE) for name in names)
     assert max(map(len, done.stdout.partition("\n\n`:help")[0].splitlines())) <= 100
     assert "Ctrl-C stops after the step" in done.stdout

@@ -20,7 +20,13 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def session() -> Session:
     found = Session(open_model(ROOT / "examples" / "02_gpt" / "model.py"))
-    for text in ("mesh gpu = pp: 2, dp: 2", "from std.pipeline import loop", "split batch into 4 as mb", 'stream [pass=F] on "early"', "let both = [stage=0:2]"):
+    for text in (
+        "mesh gpu = pp: 2, dp: 2",
+        "from std.pipeline import loop",
+        "split batch into 4 as mb",
+        'stream [pass=F] on "early"',
+        "let both = [stage=0:2]",
+    ):
         found.execute(text)
     return found
 
@@ -75,7 +81,10 @@ def test_candidates(session: Session, text: str, first: list[str]) -> None:
 
 def test_functions_come_with_signature_and_documentation(session: Session) -> None:
     (one,) = complete(session, "from std.pipeline import one")
-    assert (one.display, one.about) == ("one_f_one_b(gpu, ranks, microbatches)", "One forward, one backward: at most ranks - r microbatches alive on rank r.")
+    assert (one.display, one.about) == (
+        "one_f_one_b(gpu, ranks, microbatches)",
+        "One forward, one backward: at most ranks - r microbatches alive on rank r.",
+    )
     (loop,) = (one for one in complete(session, "loo") if one.text == "loop")
     assert loop.display == "loop(gpu, ranks, chunks=1)"
 
@@ -118,15 +127,38 @@ def test_when_input_is_complete(text: str, complete: bool, indent: int) -> None:
 def test_statements_of_a_text_keep_their_comments() -> None:
     text = '"""doc"""\n\n# first\nlet a = 1  # one\nif a > 0:\n    let b = 2\n\nelse:\n    let b = 3\n# last\n'
     found = statements(Source("s", text))
-    assert found == ['"""doc"""', "\n# first\nlet a = 1  # one", "if a > 0:\n    let b = 2\n\nelse:\n    let b = 3\n# last"]
+    assert found == [
+        '"""doc"""',
+        "\n# first\nlet a = 1  # one",
+        "if a > 0:\n    let b = 2\n\nelse:\n    let b = 3\n# last",
+    ]
     assert "\n".join(found) + "\n" == text
 
 
 def test_lines_of_a_pipe_are_grouped() -> None:
     grouped = Grouped()
-    lines = ["let a = [", "  1,", "]", "if a[0] == 1:", "    print 1", "else:", "    print 2", "", ":list", "for i in a: print i", "repeat 2:", "    print 3"]
+    lines = [
+        "let a = [",
+        "  1,",
+        "]",
+        "if a[0] == 1:",
+        "    print 1",
+        "else:",
+        "    print 2",
+        "",
+        ":list",
+        "for i in a: print i",
+        "repeat 2:",
+        "    print 3",
+    ]
     found = [text for line in lines for text in grouped.take(line)] + grouped.rest()
-    assert found == ["let a = [\n  1,\n]", "if a[0] == 1:\n    print 1\nelse:\n    print 2\n", ":list", "for i in a: print i", "repeat 2:\n    print 3"]
+    assert found == [
+        "let a = [\n  1,\n]",
+        "if a[0] == 1:\n    print 1\nelse:\n    print 2\n",
+        ":list",
+        "for i in a: print i",
+        "repeat 2:\n    print 3",
+    ]
 
 
 def test_long_rows_go_on_under_their_text() -> None:

@@ -25,9 +25,21 @@ class Screen:
     def __init__(self, state: Path, *arguments: str) -> None:
         self.screen = pyte.Screen(WIDTH, HEIGHT)
         self.stream = pyte.ByteStream(self.screen)
-        environment = {**os.environ, "TERM": "xterm-256color", "XDG_STATE_HOME": str(state), "COLUMNS": str(WIDTH), "LINES": str(HEIGHT)}
+        environment = {
+            **os.environ,
+            "TERM": "xterm-256color",
+            "XDG_STATE_HOME": str(state),
+            "COLUMNS": str(WIDTH),
+            "LINES": str(HEIGHT),
+        }
         environment.pop("NO_COLOR", None)
-        self.process = pexpect.spawn(sys.executable, ["-m", "piperlang", "repl", *arguments], env=environment, dimensions=(HEIGHT, WIDTH), cwd=str(ROOT))
+        self.process = pexpect.spawn(
+            sys.executable,
+            ["-m", "piperlang", "repl", *arguments],
+            env=environment,
+            dimensions=(HEIGHT, WIDTH),
+            cwd=str(ROOT),
+        )
 
     @property
     def lines(self) -> list[str]:

@@ -1,8 +1,11 @@
 """Apply directives one at a time: piperc repl [MODEL.py [SCHEDULE.piper]].
 
-Each statement is applied at once and answered: what it matched, what communication it added, what is missing, what the estimates
-are now. `:help` lists the commands. Without a model the session knows orders and placements only. Without a terminal it reads
-standard input: answers go to standard output, diagnostics to standard error, and the exit code is 1 if a statement was refused.
+Each statement is applied at once and answered: what it matched, what communication it added, what is missing, what
+the estimates
+are now. `:help` lists the commands. Without a model the session knows orders and placements only. Without a
+terminal it reads
+standard input: answers go to standard output, diagnostics to standard error, and the exit code is 1 if a statement
+was refused.
 """
 
 from __future__ import annotations
@@ -19,7 +22,12 @@ from piperlang.repl.session import Screen, Session
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE", help="MODEL.py, traced once and kept; SCHEDULE.piper, whose statements come first")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="MODEL.py, traced once and kept; SCHEDULE.piper, whose statements come first",
+    )
     parser.add_argument("--strict", action="store_true", help="without a terminal: end at the first error")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout")
     add_parameters(parser)
@@ -36,9 +44,16 @@ def run(options: argparse.Namespace) -> int:
     try:
         if script is not None:
             session.load(Path(script))
-        unknown = sorted(session.setting.overrides.keys() - (session.state.interpreter.params.keys() if session.state.interpreter else set()))
+        unknown = sorted(
+            session.setting.overrides.keys()
+            - (session.state.interpreter.params.keys() if session.state.interpreter else set())
+        )
         if unknown and script is not None:
-            raise error("P0903", f"the script has no parameter `{unknown[0]}`", help="leave it out, or declare it: `param name = value`")
+            raise error(
+                "P0903",
+                f"the script has no parameter `{unknown[0]}`",
+                help="leave it out, or declare it: `param name = value`",
+            )
         if not interactive:
             from piperlang.repl.piped import piped
 
@@ -56,7 +71,11 @@ def _files(files: list[str]) -> tuple[str | None, str | None]:
     if other is not None:
         raise error("P0902", f"{other} is neither a model nor a script", help="piperc repl [MODEL.py [SCHEDULE.piper]]")
     if len(models) > 1 or len(scripts) > 1:
-        raise error("P0902", f"a session has one model and one script, not {len(models)} and {len(scripts)}", help="`:load FILE` adds a script")
+        raise error(
+            "P0902",
+            f"a session has one model and one script, not {len(models)} and {len(scripts)}",
+            help="`:load FILE` adds a script",
+        )
     if models and files[0] != models[0]:
         raise error("P0902", "the model comes first", help=f"piperc repl {models[0]} {scripts[0]}")
     return models[0] if models else None, scripts[0] if scripts else None

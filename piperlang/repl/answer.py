@@ -91,7 +91,9 @@ def described(name: str, value: Value) -> str:
 
 
 def signature(function: Function, name: str | None = None) -> str:
-    parameters = [p.name.text + (f"={p.default.span.text}" if p.default is not None else "") for p in function.define.parameters]
+    parameters = [
+        p.name.text + (f"={p.default.span.text}" if p.default is not None else "") for p in function.define.parameters
+    ]
     return f"{name or function.name}({', '.join(parameters)})"
 
 
@@ -103,7 +105,10 @@ def _matched(rows: Rows, after: State, new: Sequence[d.Directive]) -> None:
     tags = [x for x in new if isinstance(x, d.Tag)]
     if tags:
         paths = ", ".join(str(path) for tag in tags for path in tag.paths)
-        rows.add("matched", f"modules {paths}" + ("" if after.settled else ": the model is cut when a directive uses the chunks"))
+        rows.add(
+            "matched",
+            f"modules {paths}" + ("" if after.settled else ": the model is cut when a directive uses the chunks"),
+        )
     if after.scheduler is not None and after.settled and not after.trouble and selectors:
         nodes = {node.id: node.op for selector in selectors for node in after.graph.select(selector)}
         if nodes:
@@ -117,7 +122,11 @@ def _matched(rows: Rows, after: State, new: Sequence[d.Directive]) -> None:
 
 def _samples(after: State, split: d.Split) -> str:
     what = "the batch" if split.selector is None else str(split.selector)
-    return f"{after.scheduler.schedule.model.samples} samples of {what}" if after.scheduler is not None and after.settled else what
+    return (
+        f"{after.scheduler.schedule.model.samples} samples of {what}"
+        if after.scheduler is not None and after.settled
+        else what
+    )
 
 
 def _selectors(directive: d.Directive) -> Iterable[Selector]:
@@ -140,7 +149,8 @@ class Traffic(NamedTuple):
 
 
 def traffic(graph: Graph) -> dict[Traffic, tuple[int, float]]:
-    """How many operations there are of each kind, and what they carry in all, in bytes. A send and its receive are one."""
+    """How many operations there are of each kind, and what they carry in all, in bytes. A send and its receive are
+    one."""
     costs = Costs(graph)
     found: dict[Traffic, tuple[int, float]] = {}
     for node in graph.nodes:
@@ -234,9 +244,15 @@ def _numbers(devices: Sequence[int]) -> str:
 
 
 def _missing(rows: Rows, state: State) -> None:
-    unplaced = [x.message.removesuffix(" is not placed") for x in state.missing if x.code == UNPLACED and x.message.endswith(" is not placed")]
+    unplaced = [
+        x.message.removesuffix(" is not placed")
+        for x in state.missing
+        if x.code == UNPLACED and x.message.endswith(" is not placed")
+    ]
     if unplaced:
-        what = ", ".join(f"[{one}]" for one in unplaced[:MOST]) + (f" and {len(unplaced) - MOST} more" if len(unplaced) > MOST else "")
+        what = ", ".join(f"[{one}]" for one in unplaced[:MOST]) + (
+            f" and {len(unplaced) - MOST} more" if len(unplaced) > MOST else ""
+        )
         later = "; estimates follow" if state.scheduler is not None else ""
         rows.add("missing", f"{what} {'have' if len(unplaced) > 1 else 'has'} no place{later}", "todo")
     others = [_short(x) for x in state.missing if not (x.code == UNPLACED and x.message.endswith(" is not placed"))]
@@ -265,8 +281,10 @@ def orders(state: State, width: int, paint: Paint, before: State | None = None) 
         return f"no grid with unit costs: {timeline.message} [{timeline.code}]"
     lanes = state.lanes
     earlier = before.timeline if before is not None else None
-    marked = changed((before.lanes, earlier), (lanes, timeline)) if before is not None and isinstance(earlier, Timeline) else set()
+    marked = (
+        changed((before.lanes, earlier), (lanes, timeline))
+        if before is not None and isinstance(earlier, Timeline)
+        else set()
+    )
     legend = "; * changed" if marked else ""
     return f"{grid(lanes, timeline, width, paint, marked)}\n{summary(lanes, timeline, state.setting.costs)}{legend}"
-
-

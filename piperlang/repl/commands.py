@@ -61,7 +61,12 @@ def run(session: Session, typed: str) -> Shown:
     command = COMMANDS.get(name)
     if command is None:
         span = Source("command", typed).span(0, len(name))
-        raise error("P0902", f"unknown command `{name}`", span, help=did_you_mean(name, COMMANDS) or "`:help` lists the commands")
+        raise error(
+            "P0902",
+            f"unknown command `{name}`",
+            span,
+            help=did_you_mean(name, COMMANDS) or "`:help` lists the commands",
+        )
     return command.run(session, argument.strip())
 
 
@@ -79,7 +84,11 @@ def undo(session: Session, argument: str) -> Shown:
     """take back the last statement, or the last N"""
     count = _count(":undo", argument)
     if count > len(session.statements):
-        raise usage(":undo", "nothing to undo" if not session.statements else f"only {len(session.statements)} statements can be undone", argument)
+        raise usage(
+            ":undo",
+            "nothing to undo" if not session.statements else f"only {len(session.statements)} statements can be undone",
+            argument,
+        )
     before = session.state
     gone = session.undo(count)
     rows = tuple(Row("undone", first_line(one)) for one in gone)
@@ -90,7 +99,11 @@ def redo(session: Session, argument: str) -> Shown:
     """apply again what was undone last, or the last N"""
     count = _count(":redo", argument)
     if count > len(session.undone):
-        raise usage(":redo", "nothing to redo" if not session.undone else f"only {len(session.undone)} statements can be redone", argument)
+        raise usage(
+            ":redo",
+            "nothing to redo" if not session.undone else f"only {len(session.undone)} statements can be redone",
+            argument,
+        )
     before = session.state
     back = session.redo(count)
     rows = tuple(Row("redone", first_line(one)) for one in back)
@@ -157,7 +170,9 @@ def show(session: Session, argument: str) -> Shown:
     nodes = _selected(session, ":show", argument)
     names = [str(node) for node in nodes[:LINES]]
     width = max(map(len, names), default=0)
-    lines = [f"{name:<{width}}  {_about(session.state, node)}".rstrip() for name, node in zip(names, nodes, strict=False)]
+    lines = [
+        f"{name:<{width}}  {_about(session.state, node)}".rstrip() for name, node in zip(names, nodes, strict=False)
+    ]
     return Shown(block="\n".join([*lines, *_more(len(nodes) - LINES, "nodes")]))
 
 
@@ -174,13 +189,18 @@ def count(session: Session, argument: str) -> Shown:
 def why(session: Session, argument: str) -> Shown:
     """what makes some nodes run before others
 
-    `:why [stage=0, pass=F, mb=1] before [stage=1, pass=F, mb=0]` shows the shortest chain of data, orders and fences between them, each
+    `:why [stage=0, pass=F, mb=1] before [stage=1, pass=F, mb=0]` shows the shortest chain of data, orders and
+    fences between them, each
     with the line of the script behind it; or that it is the other way round; or that nothing orders them."""
     first, sign, second = argument.partition(" before ")
     if not sign:
         raise usage(":why", "two selectors are needed, with `before` between them", argument)
     _graph(session.state, ":why")
-    return Shown(block="\n".join(explain_order(session.state, *(_selected(session, ":why", one.strip()) for one in (first, second)))))
+    return Shown(
+        block="\n".join(
+            explain_order(session.state, *(_selected(session, ":why", one.strip()) for one in (first, second)))
+        )
+    )
 
 
 def graph(session: Session, argument: str) -> Shown:
@@ -190,7 +210,12 @@ def graph(session: Session, argument: str) -> Shown:
     found = _graph(session.state, ":graph")
     drawn = drawing(found)
     if not argument:
-        return Shown(block=_some([_head(line) for line in text(found).splitlines()], LINES, "nodes; `:graph FILE` writes them all"), drawing=drawn)
+        return Shown(
+            block=_some(
+                [_head(line) for line in text(found).splitlines()], LINES, "nodes; `:graph FILE` writes them all"
+            ),
+            drawing=drawn,
+        )
     path = Path(argument)
     if path.suffix == ".svg":
         from piperlang.view.graph_svg import draw
@@ -246,8 +271,10 @@ def numerics(session: Session, argument: str) -> Shown:
 def train(session: Session, argument: str) -> Shown:
     """train N steps on workers, and stay in the session
 
-    `:run 3 inline` uses threads of this process instead of Ray workers. Training goes on where the last `:run` ended, unless the script has changed.
-    Ctrl-C stops after the step that runs, a second one at once. The workers stay until the script changes or the session ends."""
+    `:run 3 inline` uses threads of this process instead of Ray workers. Training goes on where the last `:run`
+    ended, unless the script has changed.
+    Ctrl-C stops after the step that runs, a second one at once. The workers stay until the script changes or the
+    session ends."""
     if session.model is None:
         raise needs_model("`:run`")
     words = argument.split()
@@ -264,7 +291,8 @@ def train(session: Session, argument: str) -> Shown:
 def cost(session: Session, argument: str) -> Shown:
     """units of time that passes take in grids
 
-    `:cost F=1 I=1 W=1 stage=3:2` makes stage 3 twice as slow; B is I and W together unless it is given. Alone, the costs as they are."""
+    `:cost F=1 I=1 W=1 stage=3:2` makes stage 3 twice as slow; B is I and W together unless it is given. Alone, the
+    costs as they are."""
     if argument:
         session.set_costs(_costs(argument, session.setting.costs))
     if session.state.timeline is None:
@@ -281,7 +309,9 @@ def load_script(session: Session, argument: str) -> Shown:
         raise usage(":load", "a file is needed")
     before = len(session.statements)
     found = session.load(Path(argument).expanduser())
-    return Shown((Row("loaded", f"{len(session.statements) - before} statements of {argument}"), *found.rows), found.block)
+    return Shown(
+        (Row("loaded", f"{len(session.statements) - before} statements of {argument}"), *found.rows), found.block
+    )
 
 
 def save(session: Session, argument: str) -> Shown:
@@ -305,7 +335,9 @@ def explain(session: Session, argument: str) -> Shown:
     if not code:
         raise usage(":explain", "there was no error yet: name a code")
     if code not in CODES:
-        raise error("P0904", f"there is no code `{argument}`", help=did_you_mean(code, CODES) or "codes look like P0302")
+        raise error(
+            "P0904", f"there is no code `{argument}`", help=did_you_mean(code, CODES) or "codes look like P0302"
+        )
     return Shown(block=page(code).text.rstrip())
 
 
@@ -315,7 +347,17 @@ def help_about(session: Session, argument: str) -> Shown:
         width = max(len(one.usage) for one in COMMANDS.values())
         lines = [f"  {one.usage:<{width}}  {one.summary}" for one in COMMANDS.values()]
         head = "Type a statement of the language: it is applied at once. An expression shows its value. Commands:"
-        return Shown(block="\n".join([head, "", *lines, "", "`:help :run` says more of a command, `:help loop` of a function, `:help place` of a directive."]))
+        return Shown(
+            block="\n".join(
+                [
+                    head,
+                    "",
+                    *lines,
+                    "",
+                    "`:help :run` says more of a command, `:help loop` of a function, `:help place` of a directive.",
+                ]
+            )
+        )
     command = COMMANDS.get(argument) or COMMANDS.get(f":{argument}")
     if command is not None:
         return Shown(block=f"{command.usage}\n{command.details}")
@@ -360,15 +402,21 @@ LOOKING = (":list", ":show", ":count", ":why", ":graph", ":orders", ":plan", ":m
 """Commands that look at a state and change nothing."""
 
 DIRECTIVE_HELP = {
-    "tag": "tag NAME=VALUE at PATH, ...\nName parts of the model by module path: `tag stage=0 at embed, blocks[0:2]`. Comes before what uses the chunks.",
-    "place": "place SELECTOR on MESH[AXIS=AT]\nWhere chunks run. Sends and receives appear where producer and consumer differ.",
-    "replicate": "replicate SELECTOR over MESH.AXIS [with states=sharded, grads=sharded, params=sharded, bucket=25MB, prefetch=1]\nDivide the batch along the axis, with a copy of the weights on each device; sharded states, grads and params are ZeRO-1, 2 and 3.",
+    "tag": "tag NAME=VALUE at PATH, ...\n"
+    "Name parts of the model by module path: `tag stage=0 at embed, blocks[0:2]`. Comes before what uses the chunks.",
+    "place": "place SELECTOR on MESH[AXIS=AT]\n"
+    "Where chunks run. Sends and receives appear where producer and consumer differ.",
+    "replicate": "replicate SELECTOR over MESH.AXIS [with states=sharded, grads=sharded, params=sharded, bucket=25MB]\n"
+    "Divide the batch along the axis, with a copy of the weights on each device;\n"
+    "sharded states, grads and params are ZeRO-1, 2 and 3.",
     "shard": "shard SELECTOR over MESH.AXIS [with style=experts|columns|rows|sequence]\nDivide weights along the axis.",
     "split": "split batch into N as NAME\nDivide the batch in microbatches; gradients add up to those of the whole.",
     "stream": 'stream SELECTOR on "NAME"\nThe logical stream of compute or communication.',
     "recompute": "recompute SELECTOR\nRun the forward again before the backward instead of keeping activations.",
     "offload": "offload SELECTOR [with prefetch=N]\nActivations to host memory until they are needed.",
-    "order": "order on MESH[AXIS=AT]: STEPS, or order A -> B\nThe order of work on some devices: `,` and a new line mean then, `&` may overlap. `order A -> B` relates nodes anywhere.",
+    "order": "order on MESH[AXIS=AT]: STEPS, or order A -> B\n"
+    "The order of work on some devices: `,` and a new line mean then, `&` may overlap.\n"
+    "`order A -> B` relates nodes anywhere.",
     "mesh": "mesh NAME = AXIS: SIZE, ...\nName devices as a grid: `mesh gpu = pp: 2, dp: 4`.",
 }
 
@@ -461,7 +509,9 @@ def _costs(argument: str, now: UnitCosts) -> UnitCosts:
             passes[key] = units
             named.add(key)
         else:
-            raise usage(":cost", f"`{key}` is not a pass: {', '.join(PASSES)}; a tag has a value, `{key}=0:{units}`", argument)
+            raise usage(
+                ":cost", f"`{key}` is not a pass: {', '.join(PASSES)}; a tag has a value, `{key}=0:{units}`", argument
+            )
     if named & {"I", "W"} and "B" not in named:
         passes["B"] = passes["I"] + passes["W"]
     return UnitCosts(passes, factors)
@@ -482,7 +532,12 @@ def _write(path: Path, written: str) -> None:
     try:
         path.write_text(written, encoding="utf-8")
     except OSError as problem:
-        raise error("P0902", f"cannot write {path}", notes=[(problem.strerror or str(problem)).lower()], help="choose another file") from None
+        raise error(
+            "P0902",
+            f"cannot write {path}",
+            notes=[(problem.strerror or str(problem)).lower()],
+            help="choose another file",
+        ) from None
 
 
 def _head(line: str) -> str:
@@ -502,4 +557,8 @@ def drawing(graph: Graph) -> str:
     """For a notebook: an SVG on white, whatever the theme."""
     from piperlang.view.graph_svg import MAX_NODES, draw
 
-    return f'<div style="overflow:auto;max-height:32em;background:#fff">{draw(graph)}</div>' if len(graph.nodes) <= MAX_NODES else ""
+    return (
+        f'<div style="overflow:auto;max-height:32em;background:#fff">{draw(graph)}</div>'
+        if len(graph.nodes) <= MAX_NODES
+        else ""
+    )

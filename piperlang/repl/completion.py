@@ -1,7 +1,9 @@
 """What can come next: the words that the grammar takes here, and the names that the session knows for them.
 
-The parser is fed the line as far as it is written and asked which terminals it would take. That decides which kinds of words are
-offered; the session says which there are: tags and their values, splits, mesh axes, module paths, functions with their signatures.
+The parser is fed the line as far as it is written and asked which terminals it would take. That decides which kinds
+of words are
+offered; the session says which there are: tags and their values, splits, mesh axes, module paths, functions with
+their signatures.
 """
 
 from __future__ import annotations
@@ -77,17 +79,27 @@ def complete(session: Session, text: str) -> list[Candidate]:
 def _command(session: Session, text: str) -> Iterator[Candidate]:
     name, space, argument = text.partition(" ")
     if not space:
-        yield from (Candidate(one, len(name), command.usage, command.summary) for one, command in COMMANDS.items() if one.startswith(name))
+        yield from (
+            Candidate(one, len(name), command.usage, command.summary)
+            for one, command in COMMANDS.items()
+            if one.startswith(name)
+        )
     elif name in SELECTING:
         if name == ":why" and argument.rstrip().endswith("]") and " before " not in argument and argument.endswith(" "):
             yield Candidate("before ", 0, "before")
         yield from _statement(session, argument.rpartition(" before ")[2])
     elif name == ":explain":
-        yield from (Candidate(code, len(argument), code, title) for code, title in CODES.items() if code.startswith(argument.upper()))
+        yield from (
+            Candidate(code, len(argument), code, title)
+            for code, title in CODES.items()
+            if code.startswith(argument.upper())
+        )
     elif name == ":help":
         words = {one: command.summary for one, command in COMMANDS.items()}
         words |= {word: about.partition("\n")[0] for word, about in DIRECTIVE_HELP.items()} | _library()
-        yield from (Candidate(word, len(argument), word, about) for word, about in words.items() if word.startswith(argument))
+        yield from (
+            Candidate(word, len(argument), word, about) for word, about in words.items() if word.startswith(argument)
+        )
     elif name == ":at":
         _, space, command = argument.partition(" ")
         if space:
@@ -160,7 +172,9 @@ def _statement(session: Session, text: str) -> list[Candidate]:
     typed = WORD.search(text)
     word = typed[0] if typed else ""
     line = last_line(text[: len(text) - len(word)])
-    if any(token.type in ("BAD_TEXT", "BAD_STRING", "BAD_NUMBER") for token in (*line.unclosed[-1:], *line.tokens[-1:])):
+    if any(
+        token.type in ("BAD_TEXT", "BAD_STRING", "BAD_NUMBER") for token in (*line.unclosed[-1:], *line.tokens[-1:])
+    ):
         return []
     tokens = tuple(_keyed(line.tokens))
     here = Here(tokens, word, _accepted(tokens))
@@ -181,7 +195,13 @@ def _keyed(tokens: Iterable[Token]) -> Iterator[Token]:
         elif token.type in ("RSQB", "RPAR", "RBRACE") and depth:
             depth.pop()
         following = found[i + 1] if i + 1 < len(found) else None
-        if depth[-1:] == ["LSQB"] and token.isidentifier() and following is not None and following in ("=", "!=") and found[i - 1].type in ("LSQB", "COMMA"):
+        if (
+            depth[-1:] == ["LSQB"]
+            and token.isidentifier()
+            and following is not None
+            and following in ("=", "!=")
+            and found[i - 1].type in ("LSQB", "COMMA")
+        ):
             yield retyped(token, "KEY")
         elif token in KEYWORDS and token.type != "NAME" and i and found[i - 1].type == "DOT":
             yield retyped(token, "NAME")
@@ -207,7 +227,9 @@ def _offers(session: Session, here: Here, text: str) -> Iterator[Candidate]:
     if last is not None and last.type == "DOT":
         yield from _attributes(session, here)
         return
-    if last is not None and (last.type in BINDING or (here.first in ("let", "mesh", "param") and "EQUAL" in here.accepted)):
+    if last is not None and (
+        last.type in BINDING or (here.first in ("let", "mesh", "param") and "EQUAL" in here.accepted)
+    ):
         return
     if here.has("WITH"):
         yield from _options(here)
@@ -352,21 +374,32 @@ def _after(session: Session, here: Here) -> Iterator[Candidate]:
         if "ON" in here.accepted:
             yield Candidate("on", size, "on", "the devices whose order it is")
         yield from (Candidate(f"[{key}", size, f"[{key}", about) for key, about in _keys(session))
-        yield from (_named(name, value, here.word) for name, value in session.state.names.items() if isinstance(value, Selector))
+        yield from (
+            _named(name, value, here.word) for name, value in session.state.names.items() if isinstance(value, Selector)
+        )
         return
     meshes = {name: mesh for name, mesh in session.state.names.items() if isinstance(mesh, Mesh)}
-    if last is not None and (last.type == "OVER" or (last.type == "COMMA" and here.has("OVER") and not here.has("WITH"))):
+    if last is not None and (
+        last.type == "OVER" or (last.type == "COMMA" and here.has("OVER") and not here.has("WITH"))
+    ):
         for name, mesh in meshes.items():
-            yield from (Candidate(f"{name}.{axis}", size, f"{name}.{axis}", f"{length} devices") for axis, length in mesh.axes)
+            yield from (
+                Candidate(f"{name}.{axis}", size, f"{name}.{axis}", f"{length} devices") for axis, length in mesh.axes
+            )
     elif last is not None and last.type == "ON" and here.first == "stream":
         streams = dict.fromkeys(x.stream for x in session.state.directives if isinstance(x, d.Stream))
         yield from (Candidate(f'"{stream}"', size, f'"{stream}"', "a stream") for stream in streams)
     elif last is not None and last.type == "ON":
         for name, mesh in meshes.items():
             yield Candidate(name, size, name, f"{mesh.size} devices")
-            yield from (Candidate(f"{name}[{axis}=", size, f"{name}[{axis}=", f"{length} devices") for axis, length in mesh.axes)
+            yield from (
+                Candidate(f"{name}[{axis}=", size, f"{name}[{axis}=", f"{length} devices") for axis, length in mesh.axes
+            )
     elif here.first == "tag" and not here.has("AT") and (last is None or last.type in ("TAG", "COMMA")):
-        yield from (Candidate(f"{name}=", size, f"{name}=", f"a tag: {_few(values)}") for name, values in tags_of(session).items())
+        yield from (
+            Candidate(f"{name}=", size, f"{name}=", f"a tag: {_few(values)}")
+            for name, values in tags_of(session).items()
+        )
 
 
 def _attributes(session: Session, here: Here) -> Iterator[Candidate]:
@@ -406,7 +439,9 @@ def _names(session: Session, here: Here, text: str) -> Iterator[Candidate]:
 def _named(name: str, value: Value, word: str) -> Candidate:
     if isinstance(value, Function):
         return Candidate(name, len(word), signature(value, name), (value.define.doc or "").strip().partition("\n")[0])
-    return Candidate(name, len(word), name, brief(value) if isinstance(value, int | float | str | tuple) else kind(value))
+    return Candidate(
+        name, len(word), name, brief(value) if isinstance(value, int | float | str | tuple) else kind(value)
+    )
 
 
 def _local(text: str) -> Iterator[str]:
@@ -425,13 +460,20 @@ def _exported() -> dict[str, dict[str, tuple[str, str]]]:
     for module, path in modules().items():
         loaded = load(path, f"std/{path.name}", library=True)
         defines = [x for x in loaded.script.statements if isinstance(x, Define) and not x.name.text.startswith("_")]
-        found[module] = {x.name.text: (signature(Function(x, loaded)), (x.doc or "").strip().partition("\n")[0]) for x in defines}
+        found[module] = {
+            x.name.text: (signature(Function(x, loaded)), (x.doc or "").strip().partition("\n")[0]) for x in defines
+        }
     return found
 
 
 def _library() -> dict[str, str]:
     """Functions that are there to be imported."""
-    return {name: f"{shown} from {module}" for module, functions in _exported().items() for name, (shown, _) in functions.items() if len(name) > 1}
+    return {
+        name: f"{shown} from {module}"
+        for module, functions in _exported().items()
+        for name, (shown, _) in functions.items()
+        if len(name) > 1
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------- paths
@@ -443,10 +485,18 @@ def _paths(session: Session, text: str) -> list[Candidate] | None:
     imported = re.match(r"from\s+([\w.]+)\s+import\s+(?:[\w, ]*,\s*)?(\w*)$", line)
     if imported:
         functions = _exported().get(imported[1], {})
-        return [Candidate(name, len(imported[2]), shown, about) for name, (shown, about) in functions.items() if name.startswith(imported[2])]
+        return [
+            Candidate(name, len(imported[2]), shown, about)
+            for name, (shown, about) in functions.items()
+            if name.startswith(imported[2])
+        ]
     if re.match(r"(from|import)\s+[\w.]*$", line):
         begun = (MODULE.search(line.partition(" ")[2]) or [""])[0]
-        return [Candidate(name, len(begun), name, f"{len(_exported()[name])} functions") for name in modules() if name.startswith(begun)]
+        return [
+            Candidate(name, len(begun), name, f"{len(_exported()[name])} functions")
+            for name in modules()
+            if name.startswith(begun)
+        ]
     if session.model is not None and re.match(r"tag\b.*\bat\b\s*(?:.*,)?\s*[\w.\[\]*:]*$", line):
         found = PATH.search(line)
         begun = found[0] if found and line[found.start() - 1] in " ," and line[found.start() :] != "at" else ""

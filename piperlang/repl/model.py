@@ -1,4 +1,5 @@
-"""The model of a session: read and traced once, kept for as long as the session lasts. The only files of this folder that need torch are this one and training.py."""
+"""The model of a session: read and traced once, kept for as long as the session lasts. The only files of this folder
+that need torch are this one and training.py."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class OpenModel:
         return tuple(sorted(found))
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """As `piperc MODEL.py SCHEDULE.piper` would train on them: from the seed on, and from the start again when they end."""
+        """As `piperc MODEL.py SCHEDULE.piper` would train on them: from the seed on, and from the start again when
+        they end."""
         from piperlang.capture.seeding import seed_all
 
         seed_all(self.seed)
@@ -78,6 +80,7 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
     if torch.cuda.is_available():  # traced for the devices that will run
         batch = pytree.tree_map(lambda t: t.to("cuda"), batch)
     program = capture(file.model, file.loss, batch, seed)
+    # Torch and the trace stay for good: later collections need not look at them, and no directive waits for that.
     gc.collect()
-    gc.freeze()  # torch and the trace stay for good: later collections need not look at them, and a directive does not wait for one that does
+    gc.freeze()
     return OpenModel(file, Cuts(program), seed, time.perf_counter() - started)

@@ -1,5 +1,6 @@
-"""A session in a notebook: `%load_ext piperlang`, `%piper MODEL.py` opens one, `%%piper` cells apply statements and commands.
+"""A session in a notebook.
 
+`%load_ext piperlang`, then `%piper MODEL.py` opens one and `%%piper` cells apply statements and commands.
 The session is the variable `piper`, and once `:run` has trained, the training is `trainer`.
 """
 
@@ -40,7 +41,8 @@ class Magics:
         self.session: Session | None = None
 
     def piper(self, line: str, cell: str | None = None) -> None:
-        """%piper [MODEL.py [SCHEDULE.piper]] opens a session, %piper :COMMAND runs a command; a %%piper cell applies statements and commands."""
+        """%piper [MODEL.py [SCHEDULE.piper]] opens a session, %piper :COMMAND runs a command; a %%piper cell applies
+        statements and commands."""
         try:
             if line.strip() and not is_command(line):
                 self._open(line)
@@ -125,4 +127,4 @@ def drawn(graph: Any) -> str:
 
 def described(trainer: Any) -> str:
     """What `piperlang.compile` gives."""
-    return html(f"<p>a trainer for {len(trainer.plan.devices)} devices, {len(trainer.graph.nodes):,} nodes</p>{drawn(trainer.graph)}")
+    return html(f"<p>a trainer for {len(trainer.plan.devices)} devices</p>{drawn(trainer.graph)}")

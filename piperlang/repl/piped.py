@@ -1,4 +1,5 @@
-"""A session without a terminal: statements and commands from standard input, answers on standard output, diagnostics on standard error."""
+"""A session without a terminal: statements and commands from standard input, answers on standard output, diagnostics
+on standard error."""
 
 from __future__ import annotations
 

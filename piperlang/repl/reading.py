@@ -1,4 +1,5 @@
-"""What was typed, as statements: whether it is complete, how the next line is indented, where one statement ends and the next begins."""
+"""What was typed, as statements: whether it is complete, how the next line is indented, where one statement ends and
+the next begins."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def statements(source: Source) -> list[str]:
 
 
 class Grouped:
-    """Statements of a text that comes line by line, without empty lines that end blocks: a line in the first column ends what is before it."""
+    """Statements of a text that comes line by line, without empty lines that end blocks: a line in the first column
+    ends what is before it."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -108,5 +110,3 @@ class Grouped:
     def rest(self) -> list[str]:
         text, self.lines = "\n".join(self.lines), []
         return [text] if text.strip() else []
-
-

@@ -49,7 +49,9 @@ class Screen:
 
 
 class Session:
-    def __init__(self, model: OpenModel | None = None, overrides: Mapping[str, str] | None = None, screen: Screen | None = None) -> None:
+    def __init__(
+        self, model: OpenModel | None = None, overrides: Mapping[str, str] | None = None, screen: Screen | None = None
+    ) -> None:
         self.model, self.screen = model, screen or Screen()
         self.setting = Setting(model.program if model else None, Path(FILE), overrides=overrides or {})
         self.statements: tuple[str, ...] = ()
@@ -141,14 +143,24 @@ class Session:
     def _asked(self, text: str) -> Shown | None:
         """An expression that is no call is not a statement: its value is what is asked for."""
         expression = expression_of(text)
-        return self._shown(self.state.value(expression)) if expression is not None and not isinstance(expression, tree.CallOf) else None
+        return (
+            self._shown(self.state.value(expression))
+            if expression is not None and not isinstance(expression, tree.CallOf)
+            else None
+        )
 
     def _called(self, text: str) -> tree.CallOf | None:
         expression = expression_of(text)
         return expression if isinstance(expression, tree.CallOf) else None
 
     def _shown(self, value: Value) -> Shown:
-        if isinstance(value, Selector) and self.model is not None and self.state.settled and not self.state.trouble and not value.next_keys():
+        if (
+            isinstance(value, Selector)
+            and self.model is not None
+            and self.state.settled
+            and not self.state.trouble
+            and not value.next_keys()
+        ):
             return Shown(block=f"{value}: {sum(1 for _ in self.graph.select(value)):,} nodes")
         return Shown(block=printable(brief(value), keep="\n\t"))
 
@@ -205,7 +217,12 @@ class Session:
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as problem:
-            raise error("P0902", f"cannot write {path}", notes=[(problem.strerror or str(problem)).lower()], help="choose another file") from None
+            raise error(
+                "P0902",
+                f"cannot write {path}",
+                notes=[(problem.strerror or str(problem)).lower()],
+                help="choose another file",
+            ) from None
         self.saved = self.statements
         return text
 
@@ -243,7 +260,9 @@ class Session:
         if expression is None and problems:
             raise PiperError(*problems)
         if expression is None:
-            raise error("P0902", f"`{where}` takes one selector", source.span(0, len(text)), help=f"{where} [stage=0, pass=F]")
+            raise error(
+                "P0902", f"`{where}` takes one selector", source.span(0, len(text)), help=f"{where} [stage=0, pass=F]"
+            )
         return self.state.selector(expression)
 
 
@@ -275,4 +294,6 @@ def _undocumented(new: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def needs_model(what: str) -> PiperError:
-    return error("P0902", f"{what} needs a model, and this session has none", help="start it with one: `piperc repl MODEL.py`")
+    return error(
+        "P0902", f"{what} needs a model, and this session has none", help="start it with one: `piperc repl MODEL.py`"
+    )

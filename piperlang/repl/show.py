@@ -13,11 +13,24 @@ LABEL = 9
 """Columns of the labels at the left."""
 
 STYLE = """<style>
-.piper{font:13px/1.45 system-ui,sans-serif;color:#1f2328;max-width:100%;overflow-x:auto}
-.piper pre{font:12px/1.35 ui-monospace,Menlo,Consolas,monospace;margin:.3em 0;color:inherit;background:none;white-space:pre;overflow-x:auto}
-.piper table{border-collapse:collapse;margin:.2em 0}.piper td,.piper th{text-align:left;padding:.05em .9em .05em 0;border:0;background:none;vertical-align:top;color:inherit}
-.piper th{font-weight:600;color:#57606a}.piper .add{color:#116329}.piper .gone{color:#a40e26}.piper .todo{color:#7d4e00}.piper svg{max-width:none}
-@media (prefers-color-scheme:dark){.piper{color:#e6edf3}.piper th{color:#9da7b3}.piper .add{color:#7ee787}.piper .gone{color:#ff938a}.piper .todo{color:#f0c674}}
+.piper{font:13px/1.45 system-ui,sans-serif;color:var(--jp-content-font-color1,#1f2328);max-width:100%;overflow-x:auto}
+.piper pre{font:12px/1.35 ui-monospace,Menlo,Consolas,monospace;margin:.3em 0;color:inherit;background:none;
+  white-space:pre;overflow-x:auto}
+.piper table{border-collapse:collapse;margin:.2em 0}
+.piper td,.piper th{text-align:left;padding:.05em .9em .05em 0;border:0;background:none;vertical-align:top;
+  color:inherit}
+.piper th{font-weight:600;color:#57606a}
+.piper .add{color:#116329}
+.piper .gone{color:#a40e26}
+.piper .todo{color:#7d4e00}
+.piper svg{max-width:none}
+@media (prefers-color-scheme:dark){
+.piper{color:var(--jp-content-font-color1,#e6edf3)}
+.piper th{color:#9da7b3}
+.piper .add{color:#7ee787}
+.piper .gone{color:#ff938a}
+.piper .todo{color:#f0c674}
+}
 </style>"""
 
 
@@ -57,7 +70,8 @@ class Shown:
     def _repr_html_(self) -> str:
         labels = [row.label if not i or self.rows[i - 1].label != row.label else "" for i, row in enumerate(self.rows)]
         cells = "".join(
-            f'<tr><th>{escape(label)}</th><td class="{row.kind}">{escape(row.text)}</td></tr>' for label, row in zip(labels, self.rows, strict=True)
+            f'<tr><th>{escape(label)}</th><td class="{row.kind}">{escape(row.text)}</td></tr>'
+            for label, row in zip(labels, self.rows, strict=True)
         )
         table = f"<table>{cells}</table>" if cells else ""
         return html(table + (self.drawing or (f"<pre>{escape(self.block)}</pre>" if self.block else "")))

@@ -1,4 +1,5 @@
-"""A session after some statements, as a value: what they say, the graph they make, what is missing and what is estimated. Each is worked out when asked for."""
+"""A session after some statements, as a value: what they say, the graph they make, what is missing and what is
+estimated. Each is worked out when asked for."""
 
 from __future__ import annotations
 
@@ -127,7 +128,9 @@ class State:
         program = setting.program
         self.scheduler = None if program is None else _Scheduler(program, len(before.directives) if before else 0)
         self._outline = _Outline()
-        found = evaluate(self.scheduler or self._outline, self.source, setting.path, self._overrides(), self.said.append)
+        found = evaluate(
+            self.scheduler or self._outline, self.source, setting.path, self._overrides(), self.said.append
+        )
         self.problems, self.interpreter = found.problems, found.interpreter
 
     def _overrides(self) -> dict[str, str]:
@@ -152,7 +155,11 @@ class State:
     @property
     def settled(self) -> bool:
         """Whether the chunks are known: after a `tag` the model is cut anew only when something uses the chunks."""
-        return self.scheduler is None or self.scheduler.schedule.settled or not any(isinstance(x, d.Tag) for x in self.directives)
+        return (
+            self.scheduler is None
+            or self.scheduler.schedule.settled
+            or not any(isinstance(x, d.Tag) for x in self.directives)
+        )
 
     def settle(self) -> None:
         """Cut the model now, if a `tag` has left that for later."""
@@ -215,7 +222,12 @@ class State:
     @cached_property
     def estimate(self) -> Estimate | None:
         """None while chunks have no place."""
-        if self.scheduler is None or not self.settled or self.trouble or any(x.code in (UNPLACED, *FINAL) for x in self.missing):
+        if (
+            self.scheduler is None
+            or not self.settled
+            or self.trouble
+            or any(x.code in (UNPLACED, *FINAL) for x in self.missing)
+        ):
             return None
         plan = lower(self.graph)
         return Estimate(plan, peaks(plan, self.graph), idle(plan, self.graph, Costs(self.graph)))
@@ -238,7 +250,8 @@ class State:
     # ------------------------------------------------------------------------------------------------------ values
 
     def value(self, node: tree.Expr) -> Value:
-        """The value of an expression. Worked out beside this state: a function that is called may contain directives."""
+        """The value of an expression. Worked out beside this state: a function that is called may contain directives.
+        The value of an expression. Worked out beside this state: a function that is called may contain directives."""
         return self._beside(node).evaluate(node)
 
     def selector(self, node: tree.Expr) -> Selector:
@@ -248,18 +261,28 @@ class State:
         other = State(self.setting, self.statements, self).interpreter
         assert other is not None
         bound = tree.Let((tree.Ident("_", span=node.span),), (node,), span=node.span)
-        problems = [x for x in Names().check([*other.module.script.statements, bound]) if x.span and x.span.source is node.span.source]
+        problems = [
+            x
+            for x in Names().check([*other.module.script.statements, bound])
+            if x.span and x.span.source is node.span.source
+        ]
         if problems:
             raise PiperError(*problems)
         return other
 
 
 def refusals(before: State, after: State) -> tuple[Diagnostic, ...]:
-    """What is wrong with the statements that `after` has and `before` has not, and cannot be repaired by any that follow."""
+    """What is wrong with the statements that `after` has and `before` has not, and cannot be repaired by any that
+    follow."""
     if after.problems:
         return after.problems
     known = {(x.code, x.message) for x in (*before.missing, *before.trouble)}
     final = [x for x in (*after.missing, *after.trouble) if x.code in FINAL and (x.code, x.message) not in known]
-    if not final and after.scheduler is None and isinstance(after.timeline, Diagnostic) and not isinstance(before.timeline, Diagnostic):
+    if (
+        not final
+        and after.scheduler is None
+        and isinstance(after.timeline, Diagnostic)
+        and not isinstance(before.timeline, Diagnostic)
+    ):
         final = [after.timeline]
     return tuple(final)

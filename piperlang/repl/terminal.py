@@ -1,4 +1,5 @@
-"""A session in a terminal: colours, completion, blocks of several lines, history that can be searched, suggestions from it."""
+"""A session in a terminal: colours, completion, blocks of several lines, history that can be searched, suggestions
+from it."""
 
 from __future__ import annotations
 
@@ -123,15 +124,18 @@ def bindings() -> KeyBindings:
 
 
 class Terminal:
-    def __init__(self, session: Session, model: str | None, script: str | None, report: Callable[[Iterable[Diagnostic]], None]) -> None:
+    def __init__(
+        self, session: Session, model: str | None, script: str | None, report: Callable[[Iterable[Diagnostic]], None]
+    ) -> None:
         self.session, self.model, self.script, self.report = session, model, script, report
         complete(session, "x")  # reads the library, so that the first key does not wait for it
         session.screen.width = lambda: shutil.get_terminal_size((80, 24)).columns
         self.prompt: PromptSession[str] = PromptSession(
-            message=self._message, multiline=True, history=history(), lexer=_Colours(), style=STYLE, key_bindings=bindings(),
+            message=self._message, multiline=True, history=history(), lexer=_Colours(), style=STYLE,
+            key_bindings=bindings(),
             completer=_Completing(session), complete_while_typing=True, auto_suggest=AutoSuggestFromHistory(),
-            prompt_continuation=lambda width, line, wrapped: " " * max(0, width - 4) + "... ", bottom_toolbar=self._toolbar, enable_history_search=False,
-            reserve_space_for_menu=6, mouse_support=False,
+            prompt_continuation=lambda width, line, wrapped: " " * max(0, width - 4) + "... ",
+            bottom_toolbar=self._toolbar, reserve_space_for_menu=6,
         )  # fmt: skip
 
     def _message(self) -> Any:
@@ -139,7 +143,11 @@ class Terminal:
 
     def _toolbar(self) -> str:
         session = self.session
-        parts = [self.model or "no model", f"{len(session.statements)} statement{'s' if len(session.statements) != 1 else ''}" + ("" if not session.unsaved else ", not saved")]
+        parts = [
+            self.model or "no model",
+            f"{len(session.statements)} statement{'s' if len(session.statements) != 1 else ''}"
+            + ("" if not session.unsaved else ", not saved"),
+        ]
         unplaced = sum(x.code == UNPLACED for x in session.state.missing)
         if unplaced:
             parts.append(f"{unplaced} chunk{'s' if unplaced != 1 else ''} without a place")
@@ -184,4 +192,6 @@ class Terminal:
             raise
         except Exception:  # a bug of ours must not cost the user the session
             traceback.print_exc()
-            print("\nThis is a bug in piperc, not in your script. Please report it with the lines above. The session goes on.", file=sys.stderr)
+            print(
+                "\nThis is a bug in piperc, not in your script. Please report it with the lines above.", file=sys.stderr
+            )

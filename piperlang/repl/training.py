@@ -41,7 +41,8 @@ from piperlang.session import schedule
 
 @dataclass
 class Generators:
-    """Where the generators that data may draw from are: a training goes on with its own, whatever happens between two runs."""
+    """Where the generators that data may draw from are: a training goes on with its own, whatever happens between two
+    runs."""
 
     torch: torch.Tensor = field(default_factory=torch.get_rng_state)
     python: Any = field(default_factory=random.getstate)
@@ -99,14 +100,18 @@ class Training:
     def line(self, number: int) -> str:
         step = self.steps[number]
         rate = self.trainer.plan.samples / step.seconds
-        return f"step {number:4}  loss {step.loss:.6f}  {rate:,.0f} samples/s  {1e3 * step.seconds:.1f} ms  {step.memory / 2**20:,.0f} MiB"
+        cost = f"{1e3 * step.seconds:.1f} ms  {step.memory / 2**20:,.0f} MiB"
+        return f"step {number:4}  loss {step.loss:.6f}  {rate:,.0f} samples/s  {cost}"
 
     def __repr__(self) -> str:
         last = f", loss {self.losses[-1]:.6f}" if self.steps else ""
         return f"<training: {len(self.steps)} steps on {len(self.trainer.plan.devices)} devices{last}>"
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td>{n}</td><td>{step.loss:.6f}</td><td>{1e3 * step.seconds:.1f}</td></tr>" for n, step in list(enumerate(self.steps))[-10:])
+        rows = "".join(
+            f"<tr><td>{n}</td><td>{step.loss:.6f}</td><td>{1e3 * step.seconds:.1f}</td></tr>"
+            for n, step in list(enumerate(self.steps))[-10:]
+        )
         head = f"<p>{escape(repr(self).strip('<>'))}</p>"
         return html(f"{head}{_curve(self.losses)}<table><tr><th>step</th><th>loss</th><th>ms</th></tr>{rows}</table>")
 
@@ -116,7 +121,10 @@ def _curve(losses: list[float]) -> str:
     if len(losses) < 2:
         return ""
     low, high = min(losses), max(losses)
-    points = " ".join(f"{4 + 292 * i / (len(losses) - 1):.1f},{4 + 52 * (high - loss) / ((high - low) or 1):.1f}" for i, loss in enumerate(losses))
+    points = " ".join(
+        f"{4 + 292 * i / (len(losses) - 1):.1f},{4 + 52 * (high - loss) / ((high - low) or 1):.1f}"
+        for i, loss in enumerate(losses)
+    )
     return (
         f'<svg width="300" height="60" role="img" aria-label="loss from {losses[0]:.4f} to {losses[-1]:.4f}">'
         f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
@@ -134,17 +142,26 @@ def _trainer(session: Session, executor: str) -> Trainer:
     check(plan)
     make = shipped(model.file, "model")
     assert make is not None
-    training = jobs.Training(make, shipped(model.file, "optimizer") or default_optimizer, shipped(model.file, "lr_schedule"), model.seed)
+    training = jobs.Training(
+        make, shipped(model.file, "optimizer") or default_optimizer, shipped(model.file, "lr_schedule"), model.seed
+    )
     dtype = graph.model.tensors[graph.model.loss].dtype
     first = next(model.batches())
 
     def start() -> Job | ThreadJob:
         if executor == "inline":
             return ThreadJob(plan, captured, training, 300.0, dtype)
-        return Job(plan, captured, training, digest(plan), loss_dtype=dtype, cluster=_workers(session, len(plan.devices)))
+        return Job(
+            plan, captured, training, digest(plan), loss_dtype=dtype, cluster=_workers(session, len(plan.devices))
+        )
 
     def evaluation() -> tuple[Plan, Captured]:
-        found = schedule(capture(Evaluated(model.file.model), model.file.loss, first, model.seed), state.source, state.setting.path, state.setting.overrides)
+        found = schedule(
+            capture(Evaluated(model.file.model), model.file.loss, first, model.seed),
+            state.source,
+            state.setting.path,
+            state.setting.overrides,
+        )
         cut = found.scheduler.schedule.captured
         assert isinstance(cut, Captured)
         return evaluation_plan(found.graph(), plan), cut
@@ -153,7 +170,8 @@ def _trainer(session: Session, executor: str) -> Trainer:
 
 
 def _workers(session: Session, count: int) -> Cluster:
-    """Those of the training before, if they are enough: starting others takes longer than most of what is tried in a session."""
+    """Those of the training before, if they are enough: starting others takes longer than most of what is tried in a
+    session."""
     there = session.workers
     if there is None or len(there.workers) < count or there.dead(0):
         if there is not None:
@@ -169,7 +187,11 @@ def trained(session: Session, steps: int, executor: str) -> Shown:
     say = session.screen.say
     training = session.training
     if training is not None and not training.continues(session, executor):
-        say("the script has changed: training starts anew" if training.executor == executor else "another executor: training starts anew")
+        say(
+            "the script has changed: training starts anew"
+            if training.executor == executor
+            else "another executor: training starts anew"
+        )
         training.close()
         session.training = training = None
     if training is None:
@@ -189,8 +211,9 @@ def trained(session: Session, steps: int, executor: str) -> Shown:
         raise
     done = len(training.steps) - first
     stopped = f", stopped before step {len(training.steps)}; `:run` goes on" if done < steps else ""
-    devices = len(training.trainer.plan.devices)
-    return Shown(block=f"trained {done} step{'s' if done != 1 else ''} on {devices} device{'s' if devices != 1 else ''} in {time.perf_counter() - started:.1f} s{stopped}")
+    devices, seconds = len(training.trainer.plan.devices), time.perf_counter() - started
+    what = f"trained {done} step{'s' if done != 1 else ''} on {devices} device{'s' if devices != 1 else ''}"
+    return Shown(block=f"{what} in {seconds:.1f} s{stopped}")
 
 
 def _started(session: Session, executor: str) -> Training:
@@ -238,7 +261,10 @@ def compared(session: Session) -> Shown:
     rows = [
         Row("numerics", "same mathematics" if found.ok else "DIFFERENT", "add" if found.ok else "gone"),
         Row("loss", f"{found.loss:.9g} after two steps, plain {found.loss_reference:.9g}"),
-        Row("largest", f"gradients {found.max_grad_rel_err:.1e}, weights {found.max_weight_rel_err:.1e} (relative, {found.worst})"),
+        Row(
+            "largest",
+            f"gradients {found.max_grad_rel_err:.1e}, weights {found.max_weight_rel_err:.1e} (relative, {found.worst})",
+        ),
         *([Row("noise", f"{', '.join(noisy[:3])}{more}: judged by gradient")] if noisy else []),
     ]
     return Shown(tuple(rows))

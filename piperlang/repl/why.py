@@ -1,4 +1,5 @@
-"""Why one node runs before another: the shortest way along what makes nodes wait, with the line of the script behind every part of it."""
+"""Why one node runs before another: the shortest way along what makes nodes wait, with the line of the script behind
+every part of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from piperlang.repl.state import State
 
 
 class Link(NamedTuple):
-    """A node that waits, and for what reason. Numbers past the graph's nodes are gates between two steps of an order."""
+    """A node that waits, and for what reason. Numbers past the graph's nodes are gates between two steps of an order.
+    A node that waits, and for what reason. Numbers past the graph's nodes are gates between two steps of an order."""
 
     node: int
     reason: str
@@ -48,7 +50,9 @@ class Waiting:
         if node.op == "update":
             return "updates weights that it reads"
         by = node.family.by
-        return f"kept back by {self.state.line_of(by)}" if by is not None else "kept back by the compiler, to bound memory"
+        return (
+            f"kept back by {self.state.line_of(by)}" if by is not None else "kept back by the compiler, to bound memory"
+        )
 
     def _fences(self) -> None:
         gate = len(self.graph.nodes)
@@ -117,5 +121,3 @@ def _lines(graph: Graph, path: list[Link]) -> Iterator[str]:
 def _others(first: list[Node], second: list[Node]) -> Iterator[str]:
     if len(first) > 1 or len(second) > 1:
         yield f"  the shortest way among {len(first)} x {len(second)} pairs; name microbatches to ask about one"
-
-
