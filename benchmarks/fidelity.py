@@ -32,7 +32,7 @@ from torch.nn.functional import mse_loss
 from benchmarks.sleeping import TIMELINE, Network, Timed, batch, make_model, optimizer, options, plain_loss, show, timed
 from piperlang.runtime.cluster import Cluster
 from piperlang.session import outline
-from piperlang.simulate.unit import UNIT, simulate
+from piperlang.simulate.unit import UNIT, UnitCosts, simulate
 from piperlang.source import Source
 
 MS, RANKS, MICRO = 40.0, 4, 8
@@ -58,7 +58,7 @@ class Case:
     def ideal(self) -> float:
         layers = LAYERS // self.stages
         found = outline(Source("benchmark.piper", self.script))
-        return MS * simulate(found.outline.orders(), {phase: layers * cost for phase, cost in UNIT.items()}).length
+        return MS * simulate(found.outline.orders(), UnitCosts({phase: layers * cost for phase, cost in UNIT.passes.items()})).length
 
     def mine(self, rank: int) -> list[int]:
         """The stages of a rank, for torch."""

@@ -18,6 +18,13 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "annotate", "compile", "routed_linear"]
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext piperlang`: the magics %piper and %%piper."""
+    from piperlang.repl.notebook import load
+
+    load(shell)
+
+
 def __getattr__(name: str) -> Any:
     """These need torch, which the rest of the front end must not import."""
     if name not in _HOME:

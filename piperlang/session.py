@@ -39,11 +39,24 @@ class Scheduled:
         return self.scheduler.graph()
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """A script that has spoken to a graph: what is wrong with it, and the interpreter that knows its names."""
+
+    problems: tuple[Diagnostic, ...]
+    interpreter: Interpreter | None = None
+    """None where the script does not parse."""
+
+    @property
+    def params(self) -> Mapping[str, Value]:
+        return self.interpreter.params if self.interpreter else {}
+
+
 def outline(source: Source, path: Path | None = None, overrides: Mapping[str, str] | None = None, say: Callable[[str], None] = print) -> Outlined:
     """Parse, check and evaluate `source`; every mistake comes back as a diagnostic."""
     graph = Outline()
-    problems, params = _evaluate(graph, source, path, overrides, say)
-    return Outlined(graph, problems, params)
+    found = evaluate(graph, source, path, overrides, say)
+    return Outlined(graph, found.problems, found.params)
 
 
 def schedule(
@@ -51,20 +64,18 @@ def schedule(
 ) -> Scheduled:
     """Apply a script to a captured model, or only its first directives; what is missing at the end is a problem too."""
     scheduler = Scheduler(program, after)
-    problems, params = _evaluate(scheduler, source, path, overrides, say)
-    return Scheduled(scheduler, problems or (tuple(scheduler.finish()) if after is None else ()), params)
+    found = evaluate(scheduler, source, path, overrides, say)
+    return Scheduled(scheduler, found.problems or (tuple(scheduler.finish()) if after is None else ()), found.params)
 
 
-def _evaluate(
-    graph: d.Graph, source: Source, path: Path | None, overrides: Mapping[str, str] | None, say: Callable[[str], None]
-) -> tuple[tuple[Diagnostic, ...], Mapping[str, Value]]:
+def evaluate(graph: d.Graph, source: Source, path: Path | None, overrides: Mapping[str, str] | None, say: Callable[[str], None]) -> Evaluated:
+    """Hand every directive of a script to a graph."""
     try:
         module = from_source(source, path.resolve() if path else None)
     except PiperError as problem:
-        return problem.diagnostics, {}
+        return Evaluated(problem.diagnostics)
     importer = Importer()
     if module.path is not None:
         importer.open.append((module.path, source.span(0, 0)))
     interpreter = Interpreter(graph, module, overrides, say, importer)
-    problems = interpreter.run()
-    return tuple(problems), interpreter.params
+    return Evaluated(tuple(interpreter.run()), interpreter)

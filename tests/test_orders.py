@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from piperlang.diagnostics import PiperError
-from piperlang.simulate.unit import UNIT, simulate
+from piperlang.simulate.unit import UNIT, UnitCosts, simulate
 from tests.published import NAMES, deepseek_dualpipe, torch_order
 from tests.schedules import SCHEDULES, Schedule
 
@@ -87,7 +87,7 @@ def test_any_number_of_chunks(name: str, chunks: int) -> None:
 def test_makespan_over_the_same_chunks(name: str, at_most: int) -> None:
     """pp=4, eight microbatches, two chunks a rank: a stage of a one-stage schedule holds two chunks, so it costs double."""
     scale = 2 if SCHEDULES[name].stages == 1 else 1
-    timeline = simulate(SCHEDULES[name].lanes(4, 8), {phase: scale * cost for phase, cost in UNIT.items()})
+    timeline = simulate(SCHEDULES[name].lanes(4, 8), UnitCosts({phase: scale * cost for phase, cost in UNIT.passes.items()}))
     assert timeline.length <= at_most
 
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "run": "train by a saved plan",
     "fuzz": "compare random schedules with the plain model",
     "orders": "show the order of work per device",
+    "repl": "apply directives one at a time, interactively",
     "explain": "explain a diagnostic code",
     "init": "write a model and a schedule to begin with",
     "doctor": "tell what this machine has and what is missing",

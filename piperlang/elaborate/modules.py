@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from piperlang.diagnostics import Label, PiperError, did_you_mean, error, listed
@@ -31,10 +32,27 @@ class Module:
 
 def load(path: Path, shown: str, *, library: bool = False) -> Module:
     """Read, parse and check one file; every problem in it is raised at once."""
-    return from_source(parse.read(path, shown, library=library), path.resolve())
+    if library:
+        return _module(_library(path, shown), path.resolve())
+    return from_source(parse.read(path, shown), path.resolve())
+
+
+@cache
+def _library(path: Path, shown: str) -> tree.Script:
+    """Parsed once: a session evaluates its imports with every statement."""
+    return _checked(parse.read(path, shown, library=True))
 
 
 def from_source(source: Source, path: Path | None = None) -> Module:
+    return _module(_checked(source), path)
+
+
+def _module(script: tree.Script, path: Path | None) -> Module:
+    stem = Path(script.source.name).stem
+    return Module(f"std.{stem}" if script.source.library else stem, script, path)
+
+
+def _checked(source: Source) -> tree.Script:
     script, problems = parse.parse(source)
     try:
         problems = problems + Names(script.broken).check(script.statements)
@@ -42,8 +60,7 @@ def from_source(source: Source, path: Path | None = None) -> Module:
         raise error("P0107", "this script is nested too deeply", source.span(0, 0), help="name inner parts with `let`, and move inner blocks to functions") from None
     if problems:
         raise PiperError(*sorted(problems, key=lambda d: d.span.start if d.span else 0))
-    stem = Path(source.name).stem
-    return Module(f"std.{stem}" if source.library else stem, script, path)
+    return script
 
 
 @dataclass

@@ -24,13 +24,13 @@ def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
     rows: list[tuple[str, str]] = [
         ("devices", f"{devices['count']:,}, {_range(devices['instructions'], str)} instructions each, {len(plan.kinds)} kinds of compute"),
         ("nodes", f"{nodes['count']:,}: " + ", ".join(f"{count} {name}" for name, count in nodes["by_kind"].items())),
-        ("step", f"{_time(found['step']['seconds'])} foreseen; compute is idle {_range(found['step']['bubble'], lambda x: f'{100 * x:.0f}%')} of it"),
-        ("memory", f"{_range(memory['bytes'], _bytes)} at most; on device {memory['device']}:"),
-        *(("", f"  {_bytes(size):>10}  {name}") for name, size in memory["by"].items()),
+        ("step", f"{time_text(found['step']['seconds'])} foreseen; compute is idle {_range(found['step']['bubble'], lambda x: f'{100 * x:.0f}%')} of it"),
+        ("memory", f"{_range(memory['bytes'], bytes_text)} at most; on device {memory['device']}:"),
+        *(("", f"  {bytes_text(size):>10}  {name}") for name, size in memory["by"].items()),
         *([("", f"  at {memory['at']}")] if memory["at"] else []),
     ]  # fmt: skip
     for k, (stream, moved) in enumerate(found["communication"].items()):
-        rows.append(("sent" if not k else "", f"{stream:<12} {_bytes(moved['bytes']):>10} in all, {_range(moved['of_a_device'], _bytes)} from a device in {moved['messages']:,} operations"))
+        rows.append(("sent" if not k else "", f"{stream:<12} {bytes_text(moved['bytes']):>10} in all, {_range(moved['of_a_device'], bytes_text)} from a device in {moved['messages']:,} operations"))
     for k, line in enumerate(found["added"][:LINES]):
         rows.append(("added" if not k else "", f"{line['line']:<16} {', '.join(f'{count} {name}' for name, count in line['nodes'].items())}"))
     if found["added"][LINES:]:
@@ -45,7 +45,7 @@ def as_json(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
     return {
         "devices": {"count": len(plan.devices), "instructions": _ends(len(device.instructions) for device in plan.devices)},
         "nodes": {"count": len(graph.nodes), "by_kind": _counted(node.op for node in graph.nodes)},
-        "step": {"seconds": plan.seconds, "bubble": _ends(_idle(plan, graph, Costs(graph, machine)))},
+        "step": {"seconds": plan.seconds, "bubble": _ends(idle(plan, graph, Costs(graph, machine)))},
         "memory": {
             "bytes": _ends(one.bytes for one in found), "device": plan.devices[worst].device, "by": dict(found[worst].by),
             "at": f"{at.do} of {plan.names[at.node]}" if at else "",
@@ -64,7 +64,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
-def _idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
+def idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
     """By device, the part of the foreseen step in which it computes nothing."""
     if not plan.seconds:
         return [0.0]
@@ -133,11 +133,11 @@ def _range(ends: Mapping[str, Any], show: Any) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
     return _scaled(count, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     return _scaled(seconds * 1e6, ("us", "ms", "s"), 1000)
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import TypeAlias
 
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate.lanes import Item, Lane
+from piperlang.elaborate.selector import TagValue
 
 Event: TypeAlias = tuple[str, object, object]
 """What others wait for: a forward, a gradient (of B or I) or a weight gradient, of (stage, microbatch)."""
@@ -22,11 +24,32 @@ Event: TypeAlias = tuple[str, object, object]
 MAX_WIDE = 2_000
 """Pieces of work in one step: each is looked at whenever one of them ends."""
 
-UNIT: Mapping[str, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 _GIVES = {"F": "forward", "B": "gradient", "I": "gradient", "W": "weights"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class UnitCosts:
+    """Units of time that a pass takes, and tags that multiply them: `{("stage", 3): 2}`."""
+
+    passes: Mapping[str, int] = field(default_factory=lambda: {"F": 1, "B": 2, "I": 1, "W": 1})
+    factors: Mapping[tuple[str, TagValue], int] = field(default_factory=dict)
+
+    def of(self, item: Item) -> int:
+        return self.passes[str(item["pass"])] * prod(self.factors.get(tag, 1) for tag in item.items())
+
+    def __str__(self) -> str:
+        """`F=I=W=1, B=2, stage=3 takes 2 times that`"""
+        by_cost: dict[int, list[str]] = {}
+        for name in ("F", "I", "W", "B"):
+            by_cost.setdefault(self.passes[name], []).append(name)
+        words = [f"{'='.join(names)}={cost}" for cost, names in by_cost.items()]
+        return ", ".join([*words, *(f"{key}={value} takes {factor} times that" for (key, value), factor in self.factors.items())])
+
+
+UNIT = UnitCosts()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ran:
     """One item as it ran: which lane, which of its steps, and when."""
 
@@ -46,13 +69,13 @@ class Timeline:
         return sum(run.end - run.start for run in self.ran)
 
 
-def simulate(lanes: Sequence[Lane], cost: Mapping[str, int] = UNIT) -> Timeline:
+def simulate(lanes: Sequence[Lane], cost: UnitCosts = UNIT) -> Timeline:
     """Run every lane to its end, or raise P0501 with the circle of lanes that wait for each other."""
     return _Simulation(lanes, cost).run()
 
 
 class _Simulation:
-    def __init__(self, lanes: Sequence[Lane], cost: Mapping[str, int]) -> None:
+    def __init__(self, lanes: Sequence[Lane], cost: UnitCosts) -> None:
         self.lanes = lanes
         self.cost = cost
         self.at = [0] * len(lanes)
@@ -78,7 +101,7 @@ class _Simulation:
                 item = self._take(lane)
                 if item is not None:
                     running[lane] = item
-                    end = now + self.cost[str(item["pass"])]
+                    end = now + self.cost.of(item)
                     self.ran.append(Ran(lane, self.at[lane], item, now, end))
                     heapq.heappush(ending, (end, lane))
             awake = set()

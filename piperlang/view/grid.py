@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from piperlang.diagnostics.render import Paint
 from piperlang.elaborate.lanes import Item, Lane
-from piperlang.simulate.unit import Ran, Timeline, computes
+from piperlang.simulate.unit import UNIT, Ran, Timeline, UnitCosts, computes
 
 COLOURS = {"F": "34", "B": "32", "I": "36", "W": "33"}
 IDLE = "."
+MARK = "*"
 MOST_ROWS = 64
 
 
-def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint) -> str:
-    """The timeline as text no wider than `width`, in as many panels as that takes."""
+def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint, marked: Collection[Ran] = ()) -> str:
+    """The timeline as text no wider than `width`, in as many panels as that takes. Cells in `marked` have a `*`."""
     several = _several_stages(lanes)
-    cell = max((len(_label(run.item, several)) for run in timeline.ran), default=1)
+    labels = {run: _label(run.item, several) + (MARK if run in marked else "") for run in timeline.ran}
+    cell = max(map(len, labels.values()), default=1)
     names = [_devices(lane) for lane in lanes[:MOST_ROWS]]
     margin = max(len(name) for name in names) + 1
     per_panel = max(4, (width - margin - 1) // (cell + 1))
-    rows = _rows(len(names), timeline, several)
+    rows = _rows(len(names), timeline, labels)
     panels = range(0, timeline.length, per_panel)
     lines: list[str] = []
     for start in panels:
@@ -33,11 +35,23 @@ def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint) ->
     return "\n".join(lines[:-1] if len(lanes) <= MOST_ROWS else lines)
 
 
-def summary(lanes: Sequence[Lane], timeline: Timeline) -> str:
-    """One line of figures; idle time is counted over one device of each lane."""
+def idle_share(lanes: Sequence[Lane], timeline: Timeline) -> float:
+    """Counted over one device of each lane."""
     total = timeline.length * sum(1 for lane in lanes if lane.steps) or 1
-    idle = 100 * (total - timeline.busy()) / total
-    return f"{timeline.length} units, {idle:.0f}% idle (F=I=W=1, B=2, communication free, stages in a chain)"
+    return (total - timeline.busy()) / total
+
+
+def summary(lanes: Sequence[Lane], timeline: Timeline, cost: UnitCosts = UNIT) -> str:
+    """One line of figures."""
+    idle = 100 * idle_share(lanes, timeline)
+    return f"{timeline.length} units, {idle:.0f}% idle ({cost}, communication free, stages in a chain)"
+
+
+def changed(before: tuple[Sequence[Lane], Timeline], after: tuple[Sequence[Lane], Timeline]) -> set[Ran]:
+    """What runs at another time, or on other devices, than it did."""
+    known = {(lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end) for lanes, timeline in (before,) for run in timeline.ran}
+    lanes, timeline = after
+    return {run for run in timeline.ran if (lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end) not in known}
 
 
 def _several_stages(lanes: Sequence[Lane]) -> bool:
@@ -60,12 +74,12 @@ def _devices(lane: Lane) -> str:
     return f"devices {','.join(map(str, numbers[:4]))}{more}"
 
 
-def _rows(count: int, timeline: Timeline, several: bool) -> list[list[tuple[Ran | None, str]]]:
+def _rows(count: int, timeline: Timeline, labels: Mapping[Ran, str]) -> list[list[tuple[Ran | None, str]]]:
     """For each lane, per unit of time: what runs, and the text that starts there."""
     rows: list[list[tuple[Ran | None, str]]] = [[(None, IDLE)] * timeline.length for _ in range(count)]
     for run in timeline.ran:
         if run.lane < count:
-            rows[run.lane][run.start] = (run, _label(run.item, several))
+            rows[run.lane][run.start] = (run, labels[run])
             for at in range(run.start + 1, run.end):
                 rows[run.lane][at] = (run, "")
     return rows

@@ -1,0 +1,564 @@
+"""The commands of a session: a colon and a word. Each is one function; its first line is what `:help` prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import unified_diff
+from pathlib import Path
+
+from piperlang.diagnostics import PiperError, did_you_mean, error
+from piperlang.diagnostics.codes import CODES
+from piperlang.diagnostics.explain import page
+from piperlang.diagnostics.render import printable
+from piperlang.elaborate.library import exporting, modules
+from piperlang.elaborate.modules import load
+from piperlang.elaborate.selector import TagValue
+from piperlang.elaborate.values import Function
+from piperlang.ir.graph import Graph, Node
+from piperlang.ir.text import as_json, text
+from piperlang.plan.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
+from piperlang.plan.summary import bytes_text, summary
+from piperlang.repl.answer import difference, orders, signature, status
+from piperlang.repl.session import Session, needs_model
+from piperlang.repl.show import Row, Shown
+from piperlang.repl.state import Estimate, State
+from piperlang.repl.why import explain as explain_order
+from piperlang.simulate.unit import UnitCosts
+from piperlang.source import Source
+from piperlang.syntax.words import PASSES
+
+LINES = 60
+"""Of a listing: a screen or two; files take all of it."""
+LONGEST_COST = 100
+
+
+class Quit(Exception):
+    """The session is over."""
+
+
+@dataclass(frozen=True)
+class Command:
+    usage: str
+    run: Callable[[Session, str], Shown]
+
+    @property
+    def summary(self) -> str:
+        return (self.run.__doc__ or "").strip().partition("\n")[0]
+
+    @property
+    def details(self) -> str:
+        lines = (self.run.__doc__ or "").strip().splitlines()
+        return "\n".join(line.strip() for line in lines)
+
+
+def run(session: Session, typed: str) -> Shown:
+    """One command as typed."""
+    name, _, argument = typed.partition(" ")
+    command = COMMANDS.get(name)
+    if command is None:
+        span = Source("command", typed).span(0, len(name))
+        raise error(
+            "P0902",
+            f"unknown command `{name}`",
+            span,
+            help=did_you_mean(name, COMMANDS) or "`:help` lists the commands",
+        )
+    return command.run(session, argument.strip())
+
+
+def usage(name: str, wrong: str, argument: str = "") -> PiperError:
+    """The argument cannot be used."""
+    typed = Source("command", f"{name} {argument}".rstrip())
+    span = typed.span(len(name) + 1 if argument else 0, len(typed.text))
+    return error("P0902", wrong, span, help=f"usage: {COMMANDS[name].usage}")
+
+
+# ---------------------------------------------------------------------------------------------------------- statements
+
+
+def undo(session: Session, argument: str) -> Shown:
+    """take back the last statement, or the last N"""
+    count = _count(":undo", argument)
+    if count > len(session.statements):
+        raise usage(
+            ":undo",
+            "nothing to undo" if not session.statements else f"only {len(session.statements)} statements can be undone",
+            argument,
+        )
+    before = session.state
+    gone = session.undo(count)
+    rows = tuple(Row("undone", first_line(one)) for one in gone)
+    return Shown(rows + difference(before, session.state).rows)
+
+
+def redo(session: Session, argument: str) -> Shown:
+    """apply again what was undone last, or the last N"""
+    count = _count(":redo", argument)
+    if count > len(session.undone):
+        raise usage(
+            ":redo",
+            "nothing to redo" if not session.undone else f"only {len(session.undone)} statements can be redone",
+            argument,
+        )
+    before = session.state
+    back = session.redo(count)
+    rows = tuple(Row("redone", first_line(one)) for one in back)
+    return Shown(rows + difference(before, session.state).rows)
+
+
+def listing(session: Session, argument: str) -> Shown:
+    """the statements so far; a `-` marks undone ones"""
+    lines = []
+    for number, one in enumerate((*session.statements, *session.undone), 1):
+        sign = "-" if number > len(session.statements) else " "
+        first, *rest = one.strip("\n").split("\n")
+        lines += [f"{number:>4}{sign} {first}", *(f"      {line}" for line in rest)]
+    return Shown(block=printable("\n".join(lines), keep="\n\t") or "no statements yet")
+
+
+def at(session: Session, argument: str) -> Shown:
+    """look at the session after its first N statements
+
+    With a command, what that command shows there: `:at 3 :orders`. The session itself stays where it is."""
+    number, _, command = argument.partition(" ")
+    count = _number(session, ":at", number, argument)
+    if not command:
+        return status(session.at(count))
+    if command.partition(" ")[0] not in LOOKING:
+        raise usage(":at", f"`{command.partition(' ')[0]}` cannot look at an earlier state", argument)
+    everything = session.statements
+    session.statements = everything[:count]
+    try:
+        return run(session, command.strip())
+    finally:
+        session.statements = everything
+
+
+def diff(session: Session, argument: str) -> Shown:
+    """what changed between statement N and statement M
+
+    Communication, estimates, and lines of the graph. `:diff 0 5` is all that five statements did."""
+    words = argument.split()
+    if len(words) != 2:
+        raise usage(":diff", "two numbers are needed", argument)
+    first, second = (session.at(_number(session, ":diff", word, argument)) for word in words)
+    found = difference(first, second)
+    if session.model is None:
+        raise needs_model("`:diff`")
+    old, new = (text(_graph(state, ":diff")).splitlines() for state in (first, second))
+    signs: dict[str, str] = {}
+    for line in unified_diff(old, new, lineterm="", n=0):
+        if not line.startswith(("---", "+++", "@@")):
+            name = _head(line[1:])
+            signs[name] = line[0] if signs.get(name, line[0]) == line[0] else "~"
+    counts = Counter(signs.values())
+    rows = (*found.rows, Row("nodes", f"{counts['+']:,} new, {counts['-']:,} gone, {counts['~']:,} changed"))
+    return Shown(rows, _some([f"{sign} {name}" for name, sign in signs.items()], 20, "nodes"))
+
+
+# ---------------------------------------------------------------------------------------------------------- the graph
+
+
+def show(session: Session, argument: str) -> Shown:
+    """the nodes that a selector matches
+
+    Where each runs, on which stream, and the line that asked for it: `:show [comm=p2p, stage=0]`"""
+    nodes = _selected(session, ":show", argument)
+    names = [str(node) for node in nodes[:LINES]]
+    width = max(map(len, names), default=0)
+    lines = [
+        f"{name:<{width}}  {_about(session.state, node)}".rstrip() for name, node in zip(names, nodes, strict=False)
+    ]
+    return Shown(block="\n".join([*lines, *_more(len(nodes) - LINES, "nodes")]))
+
+
+def count(session: Session, argument: str) -> Shown:
+    """how many nodes a selector matches"""
+    if session.model is None:
+        selector = session.selector(argument, ":count")
+        return Shown(block=f"{session.state.outline.count(selector):,} passes that the script names")
+    nodes = _selected(session, ":count", argument)
+    by = Counter(node.op for node in nodes)
+    return Shown(block=f"{len(nodes):,} nodes: " + ", ".join(f"{n} {op}" for op, n in by.most_common()))
+
+
+def why(session: Session, argument: str) -> Shown:
+    """what makes some nodes run before others
+
+    `:why [stage=0, pass=F, mb=1] before [stage=1, pass=F, mb=0]` shows the shortest chain of data, orders and
+    fences between them, each
+    with the line of the script behind it; or that it is the other way round; or that nothing orders them."""
+    first, sign, second = argument.partition(" before ")
+    if not sign:
+        raise usage(":why", "two selectors are needed, with `before` between them", argument)
+    _graph(session.state, ":why")
+    return Shown(
+        block="\n".join(
+            explain_order(session.state, *(_selected(session, ":why", one.strip()) for one in (first, second)))
+        )
+    )
+
+
+def graph(session: Session, argument: str) -> Shown:
+    """the training graph, a node a line
+
+    `:graph FILE` writes it: a drawing to .svg, everything to .json, text to any other file."""
+    found = _graph(session.state, ":graph")
+    drawn = drawing(found)
+    if not argument:
+        return Shown(
+            block=_some(
+                [_head(line) for line in text(found).splitlines()], LINES, "nodes; `:graph FILE` writes them all"
+            ),
+            drawing=drawn,
+        )
+    path = Path(argument)
+    if path.suffix == ".svg":
+        from piperlang.view.graph_svg import draw
+
+        written = draw(found)
+    else:
+        written = json.dumps(as_json(found)) + "\n" if path.suffix == ".json" else text(found)
+    _write(path, written)
+    return Shown(block=f"{path}: {len(found.nodes):,} nodes")
+
+
+def show_orders(session: Session, argument: str) -> Shown:
+    """the order of work on every device as a grid
+
+    With the unit costs of `:cost`; `.` is idle time, `&` joins what may overlap."""
+    found = orders(session.state, session.screen.width(), session.screen.paint)
+    return Shown(block=found or "nothing is ordered yet: the compiler chooses")
+
+
+def plan(session: Session, argument: str) -> Shown:
+    """estimates of a step: time, memory, bytes sent, nodes by line"""
+    found = _estimated(session, ":plan")
+    return Shown(block=summary(found.plan, session.state.graph))
+
+
+def memory(session: Session, argument: str) -> Shown:
+    """estimated peak memory of every device"""
+    found = _estimated(session, ":memory")
+    kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION)
+    heads = ["device", "peak", *kinds]
+    table = [heads] + [
+        [str(device.device), bytes_text(peak.bytes), *(bytes_text(peak.by.get(kind, 0)) for kind in kinds)]
+        for device, peak in zip(found.plan.devices, found.peaks, strict=True)
+    ]
+    widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+    return Shown(block=_some(lines, LINES, "devices"))
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def numerics(session: Session, argument: str) -> Shown:
+    """compare two training steps with the plain model, in float64"""
+    if session.model is None:
+        raise needs_model("`:numerics`")
+    _estimated(session, ":numerics")
+    from piperlang.repl.training import compared
+
+    return compared(session)
+
+
+def train(session: Session, argument: str) -> Shown:
+    """train N steps on workers, and stay in the session
+
+    `:run 3 inline` uses threads of this process instead of Ray workers. Training goes on where the last `:run`
+    ended, unless the script has changed.
+    Ctrl-C stops after the step that runs, a second one at once. The workers stay until the script changes or the
+    session ends."""
+    if session.model is None:
+        raise needs_model("`:run`")
+    words = argument.split()
+    steps = next((word for word in words if word.isdecimal()), "1")
+    unknown = [word for word in words if word not in (steps, "inline", "ray")]
+    if unknown or len(words) > 2 or int(steps) < 1:
+        raise usage(":run", f"`{unknown[0] if unknown else argument}` is not a number of steps", argument)
+    _estimated(session, ":run")
+    from piperlang.repl.training import trained
+
+    return trained(session, int(steps), "inline" if "inline" in words else "ray")
+
+
+def cost(session: Session, argument: str) -> Shown:
+    """units of time that passes take in grids
+
+    `:cost F=1 I=1 W=1 stage=3:2` makes stage 3 twice as slow; B is I and W together unless it is given. Alone, the
+    costs as they are."""
+    if argument:
+        session.set_costs(_costs(argument, session.setting.costs))
+    if session.state.timeline is None:
+        return Shown(block=str(session.setting.costs))
+    return show_orders(session, "") if argument else Shown(block=str(session.setting.costs))
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def load_script(session: Session, argument: str) -> Shown:
+    """apply the statements of a script, all or none"""
+    if not argument:
+        raise usage(":load", "a file is needed")
+    before = len(session.statements)
+    found = session.load(Path(argument).expanduser())
+    return Shown(
+        (Row("loaded", f"{len(session.statements) - before} statements of {argument}"), *found.rows), found.block
+    )
+
+
+def save(session: Session, argument: str) -> Shown:
+    """write the statements as a script
+
+    In the canonical layout. It gives the same graph as the session. `:save!` overwrites a file."""
+    return _saved(session, ":save", argument, overwrite=False)
+
+
+def save_over(session: Session, argument: str) -> Shown:
+    """as `:save`, and overwrite the file if it exists"""
+    return _saved(session, ":save!", argument, overwrite=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- help
+
+
+def explain(session: Session, argument: str) -> Shown:
+    """what a diagnostic means; alone, the last one"""
+    code = (argument or session.last_code or "").upper()
+    if not code:
+        raise usage(":explain", "there was no error yet: name a code")
+    if code not in CODES:
+        raise error(
+            "P0904", f"there is no code `{argument}`", help=did_you_mean(code, CODES) or "codes look like P0302"
+        )
+    return Shown(block=page(code).text.rstrip())
+
+
+def help_about(session: Session, argument: str) -> Shown:
+    """this list; or about a command, a directive, a function"""
+    if not argument:
+        width = max(len(one.usage) for one in COMMANDS.values())
+        lines = [f"  {one.usage:<{width}}  {one.summary}" for one in COMMANDS.values()]
+        head = "Type a statement of the language: it is applied at once. An expression shows its value. Commands:"
+        return Shown(
+            block="\n".join(
+                [
+                    head,
+                    "",
+                    *lines,
+                    "",
+                    "`:help :run` says more of a command, `:help loop` of a function, `:help place` of a directive.",
+                ]
+            )
+        )
+    command = COMMANDS.get(argument) or COMMANDS.get(f":{argument}")
+    if command is not None:
+        return Shown(block=f"{command.usage}\n{command.details}")
+    if argument in DIRECTIVE_HELP:
+        return Shown(block=DIRECTIVE_HELP[argument])
+    function = session.state.names.get(argument) or library_function(argument)
+    if isinstance(function, Function):
+        where = f"from {function.module.name} import {argument}\n" if argument not in session.state.names else ""
+        return Shown(block=f"{where}{signature(function)}\n{(function.define.doc or '').strip()}")
+    raise usage(":help", f"there is no help about `{argument}`", argument)
+
+
+def leave(session: Session, argument: str) -> Shown:
+    """end the session"""
+    raise Quit
+
+
+COMMANDS: dict[str, Command] = {
+    ":undo": Command(":undo [N]", undo),
+    ":redo": Command(":redo [N]", redo),
+    ":list": Command(":list", listing),
+    ":at": Command(":at N [COMMAND]", at),
+    ":diff": Command(":diff N M", diff),
+    ":show": Command(":show SELECTOR", show),
+    ":count": Command(":count SELECTOR", count),
+    ":why": Command(":why SELECTOR before SELECTOR", why),
+    ":graph": Command(":graph [FILE]", graph),
+    ":orders": Command(":orders", show_orders),
+    ":plan": Command(":plan", plan),
+    ":memory": Command(":memory", memory),
+    ":numerics": Command(":numerics", numerics),
+    ":run": Command(":run N [inline]", train),
+    ":cost": Command(":cost [F=1 stage=3:2 ...]", cost),
+    ":load": Command(":load FILE", load_script),
+    ":save": Command(":save FILE", save),
+    ":save!": Command(":save! FILE", save_over),
+    ":explain": Command(":explain [CODE]", explain),
+    ":help": Command(":help [WORD]", help_about),
+    ":quit": Command(":quit", leave),
+}
+LOOKING = (":list", ":show", ":count", ":why", ":graph", ":orders", ":plan", ":memory")
+"""Commands that look at a state and change nothing."""
+
+DIRECTIVE_HELP = {
+    "tag": "tag NAME=VALUE at PATH, ...\n"
+    "Name parts of the model by module path: `tag stage=0 at embed, blocks[0:2]`. Comes before what uses the chunks.",
+    "place": "place SELECTOR on MESH[AXIS=AT]\n"
+    "Where chunks run. Sends and receives appear where producer and consumer differ.",
+    "replicate": "replicate SELECTOR over MESH.AXIS [with states=sharded, grads=sharded, params=sharded, bucket=25MB]\n"
+    "Divide the batch along the axis, with a copy of the weights on each device;\n"
+    "sharded states, grads and params are ZeRO-1, 2 and 3.",
+    "shard": "shard SELECTOR over MESH.AXIS [with style=experts|columns|rows|sequence]\nDivide weights along the axis.",
+    "split": "split batch into N as NAME\nDivide the batch in microbatches; gradients add up to those of the whole.",
+    "stream": 'stream SELECTOR on "NAME"\nThe logical stream of compute or communication.',
+    "recompute": "recompute SELECTOR\nRun the forward again before the backward instead of keeping activations.",
+    "offload": "offload SELECTOR [with prefetch=N]\nActivations to host memory until they are needed.",
+    "order": "order on MESH[AXIS=AT]: STEPS, or order A -> B\n"
+    "The order of work on some devices: `,` and a new line mean then, `&` may overlap.\n"
+    "`order A -> B` relates nodes anywhere.",
+    "mesh": "mesh NAME = AXIS: SIZE, ...\nName devices as a grid: `mesh gpu = pp: 2, dp: 4`.",
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def first_line(statement: str) -> str:
+    lines = [line for line in statement.strip().splitlines() if not line.startswith("#")] or [statement.strip()]
+    return lines[0] + (" ..." if len(lines) > 1 else "")
+
+
+def library_function(name: str) -> Function | None:
+    module = exporting(name)
+    if module is None:
+        return None
+    path = modules()[module]
+    found = load(path, f"std/{path.name}", library=True)
+    define = next((x for x in found.script.statements if getattr(getattr(x, "name", None), "text", None) == name), None)
+    return Function(define, found) if define is not None else None  # type: ignore[arg-type]
+
+
+def _count(name: str, argument: str) -> int:
+    if argument and (not argument.isdecimal() or int(argument) < 1):
+        raise usage(name, f"`{argument}` is not a number of statements", argument)
+    return int(argument or 1)
+
+
+def _number(session: Session, name: str, word: str, argument: str) -> int:
+    if not word.isdecimal() or int(word) > len(session.statements):
+        raise usage(name, f"`{word}` is not one of 0 to {len(session.statements)}", argument)
+    return int(word)
+
+
+def _graph(state: State, name: str) -> Graph:
+    if state.scheduler is None:
+        raise needs_model(f"`{name}`")
+    state.settle()
+    return state.graph
+
+
+def _selected(session: Session, name: str, argument: str) -> list[Node]:
+    found = _graph(session.state, name)
+    selector = session.selector(argument, name)
+    nodes = list(found.select(selector))
+    if not nodes:
+        raise error("P0302", "selector matches no nodes", selector.span, help=_there(found))
+    return nodes
+
+
+def _there(graph: Graph) -> str:
+    """What tags there are."""
+    values: dict[str, set[TagValue]] = {}
+    for chunk in graph.model.chunks:
+        for key, value in chunk.tags.items():
+            values.setdefault(key, set()).add(value)
+    tags = "; ".join(f"{key} is one of {', '.join(map(str, sorted(found, key=str)))}" for key, found in values.items())
+    return tags or "the model has no tags: name some with `tag stage=0 at PATH`"
+
+
+def _about(state: State, node: Node) -> str:
+    by = f"  {state.line_of(node.family.by)}" if node.family.by is not None else ""
+    return f"stream {node.stream}{by}"
+
+
+def _estimated(session: Session, name: str) -> Estimate:
+    """The estimate, or everything that stands in its way."""
+    if session.model is None:
+        raise needs_model(f"`{name}`")
+    state = session.state
+    state.settle()
+    problems = (*state.missing, *state.trouble)
+    if problems:
+        raise PiperError(*problems)
+    assert state.estimate is not None
+    return state.estimate
+
+
+def _costs(argument: str, now: UnitCosts) -> UnitCosts:
+    passes, factors = dict(now.passes), dict(now.factors)
+    named: set[str] = set()
+    for word in argument.split():
+        whole = re.fullmatch(r"(\w+)=(?:([\w.]+):)?(\d+)", word)
+        if whole is None or not 1 <= int(whole[3]) <= LONGEST_COST:
+            raise usage(":cost", f"`{word}` is not a cost from 1 to {LONGEST_COST}", argument)
+        key, value, units = whole[1], whole[2], int(whole[3])
+        if value is not None:
+            factors[key, int(value) if value.isdecimal() else value] = units
+        elif key in PASSES:
+            passes[key] = units
+            named.add(key)
+        else:
+            raise usage(
+                ":cost", f"`{key}` is not a pass: {', '.join(PASSES)}; a tag has a value, `{key}=0:{units}`", argument
+            )
+    if named & {"I", "W"} and "B" not in named:
+        passes["B"] = passes["I"] + passes["W"]
+    return UnitCosts(passes, factors)
+
+
+def _saved(session: Session, name: str, argument: str, overwrite: bool) -> Shown:
+    if not argument:
+        raise usage(name, "a file is needed")
+    path = Path(argument).expanduser()
+    if path.suffix != ".piper":
+        raise usage(name, "a script ends in .piper", argument)
+    lines = session.save(path, overwrite).count("\n")
+    given = "".join(f" -p {key}={value}" for key, value in session.setting.overrides.items())
+    return Shown(block=f"saved {argument}: {lines} lines" + (f"; compile it with{given}" if given else ""))
+
+
+def _write(path: Path, written: str) -> None:
+    try:
+        path.write_text(written, encoding="utf-8")
+    except OSError as problem:
+        raise error(
+            "P0902",
+            f"cannot write {path}",
+            notes=[(problem.strerror or str(problem)).lower()],
+            help="choose another file",
+        ) from None
+
+
+def _head(line: str) -> str:
+    """Of a line of the graph's text: the node, where it runs, and its stream, without what it reads and writes."""
+    return line.partition(": ")[0]
+
+
+def _some(lines: list[str], most: int, what: str) -> str:
+    return "\n".join([*lines[:most], *_more(len(lines) - most, what)])
+
+
+def _more(count: int, what: str) -> list[str]:
+    return [f"... and {count:,} more {what}"] if count > 0 else []
+
+
+def drawing(graph: Graph) -> str:
+    """For a notebook: an SVG on white, whatever the theme."""
+    from piperlang.view.graph_svg import MAX_NODES, draw
+
+    return (
+        f'<div style="overflow:auto;max-height:32em;background:#fff">{draw(graph)}</div>'
+        if len(graph.nodes) <= MAX_NODES
+        else ""
+    )

@@ -1,0 +1,86 @@
+"""The model of a session: read and traced once, kept for as long as the session lasts. The only files of this folder
+that need torch are this one and training.py."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piperlang.diagnostics import error
+from piperlang.repl.state import Cuts
+
+if TYPE_CHECKING:
+    from piperlang.capture.model_file import ModelFile
+
+NEEDED = ("torch", "ray", "numpy")
+"""What `piperlang[run]` installs."""
+
+
+@dataclass
+class OpenModel:
+    file: ModelFile
+    program: Cuts
+    seed: int
+    seconds: float
+    """That tracing took."""
+
+    @cached_property
+    def doubled(self) -> Cuts:
+        """The same model in float64, for comparing numbers."""
+        from piperlang.runtime.numerics import capture_doubled
+
+        return Cuts(capture_doubled(self.file, self.seed))
+
+    @property
+    def operators(self) -> int:
+        return len(self.program.program.sizes.small.graph.nodes)  # type: ignore[attr-defined]
+
+    @cached_property
+    def modules(self) -> tuple[tuple[str, ...], ...]:
+        """Paths of all modules that compute something."""
+        found: set[tuple[str, ...]] = self.program.program.modules()  # type: ignore[attr-defined]
+        return tuple(sorted(found))
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """As `piperc MODEL.py SCHEDULE.piper` would train on them: from the seed on, and from the start again when
+        they end."""
+        from piperlang.capture.seeding import seed_all
+
+        seed_all(self.seed)
+        while True:
+            yield from self.file.data()
+
+
+def open_model(path: Path, seed: int = 0) -> OpenModel:
+    """Read and trace a model file; whatever is wrong with it is a located diagnostic."""
+    try:
+        import time
+
+        import torch
+        from torch.utils import _pytree as pytree
+
+        from piperlang.capture.model_file import load_model
+        from piperlang.capture.program import capture
+        from piperlang.capture.seeding import seeded
+    except ModuleNotFoundError as problem:
+        if problem.name not in NEEDED:
+            raise
+        raise error(
+            "P0902", f"a session with a model needs {problem.name}, which is not installed",
+            help="`pip install 'piperlang[run]'` installs it; `piperc repl` alone works without a model",
+        ) from None  # fmt: skip
+    file = load_model(path)
+    started = time.perf_counter()
+    with seeded(seed):
+        batch = next(iter(file.data()))
+    if torch.cuda.is_available():  # traced for the devices that will run
+        batch = pytree.tree_map(lambda t: t.to("cuda"), batch)
+    program = capture(file.model, file.loss, batch, seed)
+    # Torch and the trace stay for good: later collections need not look at them, and no directive waits for that.
+    gc.collect()
+    gc.freeze()
+    return OpenModel(file, Cuts(program), seed, time.perf_counter() - started)

@@ -1,0 +1,112 @@
+"""What was typed, as statements: whether it is complete, how the next line is indented, where one statement ends and
+the next begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lark import Token
+
+from piperlang.source import Source
+from piperlang.syntax import grammar
+from piperlang.syntax.lines import CLOSE, OPEN
+from piperlang.syntax.parse import laid_out
+from piperlang.syntax.tokens import end
+
+INDENT = 4
+
+
+def is_command(text: str) -> bool:
+    """Commands start with a colon, which no statement does."""
+    return text.lstrip().startswith(":")
+
+
+@dataclass(frozen=True)
+class Line:
+    """The last logical line of a text: a line, or several that a bracket holds together."""
+
+    indent: int
+    tokens: tuple[Token, ...]
+    """Without comments."""
+    unclosed: tuple[Token, ...]
+    """Brackets that are open at its end, outermost first; a text that is not closed counts as one."""
+
+    @property
+    def opens_block(self) -> bool:
+        return not self.unclosed and bool(self.tokens) and self.tokens[-1] == ":"
+
+
+def last_line(text: str) -> Line:
+    found: list[Token] = []
+    unclosed: list[Token] = []
+    indent = len(text) - len(text.lstrip(" "))
+    for token in grammar.tokens(text):
+        if token.type == "LINE_END" and not unclosed:
+            found, indent = [], len(token.rpartition("\n")[2])
+        elif token.type == "BAD_TEXT" or token in OPEN:
+            unclosed.append(token)
+        elif token in CLOSE and unclosed:
+            unclosed.pop()
+        if token.type not in ("LINE_END", "COMMENT"):
+            found.append(token)
+    return Line(indent, tuple(found), tuple(unclosed))
+
+
+def is_complete(text: str) -> bool:
+    """Whether Enter ends the input. A block, and a bracket, go on until an empty line."""
+    if is_command(text) or not text.strip():
+        return True
+    if text.rpartition("\n")[2].strip() == "" and "\n" in text:
+        return True
+    line = last_line(text)
+    return not (line.unclosed or line.opens_block or line.indent)
+
+
+def next_indent(text: str) -> int:
+    """How far the line after `text` is indented."""
+    line = last_line(text)
+    inside = bool(line.unclosed) and line.unclosed[-1].type != "BAD_TEXT"
+    return line.indent + (INDENT if inside or line.opens_block else 0)
+
+
+def statements(source: Source) -> list[str]:
+    """The text of each top-level statement, with the comments before it; what follows the last one belongs to it."""
+    text = source.text.rstrip()
+    if not text:
+        return []
+    ends = []
+    for chunk in laid_out(source).chunks:
+        last = max(end(token) for token in chunk.tokens)
+        newline = text.find("\n", last)
+        ends.append(len(text) if newline < 0 else newline)
+    ends = [*ends[:-1], len(text)]
+    return [text[first + (first > 0) : last] for first, last in zip([0, *ends], ends, strict=False)]
+
+
+class Grouped:
+    """Statements of a text that comes line by line, without empty lines that end blocks: a line in the first column
+    ends what is before it."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def take(self, line: str) -> list[str]:
+        """One more line; the inputs that are complete with it."""
+        held, text = self.lines, "\n".join(self.lines)
+        if is_command(line) and not line.startswith(" "):
+            self.lines = []
+            return [*([text] if text.strip() else []), line.strip()]
+        starts = bool(line.strip()) and not line.startswith((" ", "\t", "#"))
+        ready = []
+        if starts and text.strip() and not line.startswith(("elif", "else")) and not last_line(text).unclosed:
+            ready, held = [text], []
+        held.append(line)
+        if starts and not line.startswith("if") and is_complete("\n".join(held)):  # an `else` may follow an `if`
+            ready.append("\n".join(held))
+            held = []
+        self.lines = held
+        return ready
+
+    def rest(self) -> list[str]:
+        text, self.lines = "\n".join(self.lines), []
+        return [text] if text.strip() else []

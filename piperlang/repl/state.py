@@ -1,0 +1,288 @@
+"""A session after some statements, as a value: what they say, the graph they make, what is missing and what is
+estimated. Each is worked out when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.elaborate import directive as d
+from piperlang.elaborate.interpret import Interpreter
+from piperlang.elaborate.lanes import Lane
+from piperlang.elaborate.names import Names
+from piperlang.elaborate.outline import Outline
+from piperlang.elaborate.selector import Selector, TagValue
+from piperlang.elaborate.values import Value
+from piperlang.ir.graph import COMPUTE, Graph
+from piperlang.ir.sort import topological
+from piperlang.passes.schedule import Captured, Program
+from piperlang.passes.scheduler import Scheduler
+from piperlang.plan.cost import Costs
+from piperlang.plan.instruction import Plan
+from piperlang.plan.lower import lower
+from piperlang.plan.memory import Peak, peaks
+from piperlang.plan.summary import idle
+from piperlang.session import evaluate
+from piperlang.simulate.unit import Timeline, UnitCosts, simulate
+from piperlang.source import Source
+from piperlang.syntax import tree
+
+NAME = "session"
+"""What diagnostics call the script of a session."""
+MISPLACED, UNEVEN, CYCLE, UNPLACED = "P0403", "P0412", "P0501", "P0402"
+FINAL = (MISPLACED, UNEVEN, CYCLE)
+"""What no later directive can repair: a directive that leads to one of these is refused."""
+
+Tagged: TypeAlias = tuple[tuple[tuple[tuple[str, TagValue], ...], tuple[str, ...]], ...]
+
+
+class Cuts:
+    """A traced model that remembers how it was cut: the same tags give the same chunks, whichever statement asks."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._known: dict[Tagged, Captured] = {}
+
+    def cut(self, tags: Iterable[d.Tag]) -> Captured:
+        every = list(tags)
+        known = tuple((tag.tags, tuple(map(str, tag.paths))) for tag in every)
+        if known not in self._known:
+            self._known[known] = self.program.cut(every)
+        return self._known[known]
+
+    def check_tag(self, directive: d.Tag) -> None:
+        self.program.check_tag(directive)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all states of a session share."""
+
+    program: Cuts | None = None
+    """None where the session has no model."""
+    path: Path | None = None
+    """The file that the statements are taken to stand in: imports are relative to it."""
+    name: str = NAME
+    """What diagnostics call the script."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    costs: UnitCosts = field(default_factory=UnitCosts)
+
+
+class _Scheduler(Scheduler):
+    """Applies directives; those that an earlier state has verified are not verified again."""
+
+    def __init__(self, program: Program, verified: int) -> None:
+        super().__init__(program)
+        self.verified = verified
+
+    def _verify(self) -> None:
+        if len(self.schedule.directives) > self.verified:
+            super()._verify()
+
+
+class _Outline(Outline):
+    """An outline that remembers its directives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directives: list[d.Directive] = []
+
+    def apply(self, directive: d.Directive) -> None:
+        super().apply(directive)
+        self.directives.append(directive)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step of a graph is estimated to take."""
+
+    plan: Plan
+    peaks: Sequence[Peak]
+    idle: Sequence[float]
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.seconds
+
+    @property
+    def mean_idle(self) -> float:
+        return sum(self.idle) / max(1, len(self.idle))
+
+    @property
+    def memory(self) -> dict[int, int]:
+        """Peak bytes by device."""
+        return {device.device: peak.bytes for device, peak in zip(self.plan.devices, self.peaks, strict=True)}
+
+
+class State:
+    def __init__(self, setting: Setting, statements: tuple[str, ...] = (), before: State | None = None) -> None:
+        """`before`: the state of the first few of these statements; their directives have been verified there."""
+        self.setting, self.statements = setting, statements
+        self.source = Source(setting.name, "".join(f"{text}\n" for text in statements))
+        self.said: list[str] = []
+        """What `print` wrote."""
+        program = setting.program
+        self.scheduler = None if program is None else _Scheduler(program, len(before.directives) if before else 0)
+        self._outline = _Outline()
+        found = evaluate(
+            self.scheduler or self._outline, self.source, setting.path, self._overrides(), self.said.append
+        )
+        self.problems, self.interpreter = found.problems, found.interpreter
+
+    def _overrides(self) -> dict[str, str]:
+        """Parameters given on the command line, as far as they are declared: others may be declared later."""
+        return {name: value for name, value in self.setting.overrides.items() if f"param {name}" in self.source.text}
+
+    # ------------------------------------------------------------------------------------------------ what is said
+
+    @property
+    def directives(self) -> Sequence[d.Directive]:
+        return self.scheduler.schedule.directives if self.scheduler else self._outline.directives
+
+    @property
+    def names(self) -> Mapping[str, Value]:
+        return self.interpreter.module.names if self.interpreter else {}
+
+    @property
+    def outline(self) -> Outline:
+        """Placements, splits and orders. With a model it needs the chunks."""
+        return self.scheduler.schedule.outline if self.scheduler else self._outline
+
+    @property
+    def settled(self) -> bool:
+        """Whether the chunks are known: after a `tag` the model is cut anew only when something uses the chunks."""
+        return (
+            self.scheduler is None
+            or self.scheduler.schedule.settled
+            or not any(isinstance(x, d.Tag) for x in self.directives)
+        )
+
+    def settle(self) -> None:
+        """Cut the model now, if a `tag` has left that for later."""
+        if self.scheduler is not None and not self.settled:
+            _ = self.scheduler.schedule.captured
+            for name in ("trouble", "missing", "estimate", "timeline", "unordered"):
+                self.__dict__.pop(name, None)
+
+    def line_of(self, directive: d.Directive | d.Step) -> str:
+        """Where a directive was written: the user's own line, not that of a library function."""
+        span = directive.span
+        for call in reversed(directive.trail):
+            if span.source.library:
+                span = call.span
+        return f"{span.source.name}:{span.first.line}"
+
+    # ------------------------------------------------------------------------------------------------------- graph
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Raises a PiperError where there is none yet; a session without a model never has one."""
+        assert self.scheduler is not None
+        graph = self.scheduler.graph()
+        topological(graph)
+        return graph
+
+    @cached_property
+    def trouble(self) -> tuple[Diagnostic, ...]:
+        """Why there is no graph as things are now."""
+        if self.scheduler is None or not self.settled or any(x.code in FINAL for x in self.missing):
+            return ()
+        try:
+            _ = self.graph
+        except PiperError as problem:
+            return problem.diagnostics
+        return ()
+
+    @cached_property
+    def missing(self) -> tuple[Diagnostic, ...]:
+        """What a script must still say before it can run."""
+        if not self.settled:
+            return ()
+        return tuple(self.scheduler.finish() if self.scheduler else self._outline.finish())
+
+    @property
+    def complete(self) -> bool:
+        return not (self.problems or self.missing or self.trouble) and self.settled
+
+    @cached_property
+    def unordered(self) -> tuple[int, int]:
+        """Of the passes, how many no order names, and how many there are; (0, 0) where nothing is ordered at all."""
+        if self.scheduler is None or self.trouble or not self.settled or not self.graph.orders:
+            return 0, 0
+        ordered = {node for order in self.graph.orders for group in order.groups for node in group}
+        passes = [node.id for node in self.graph.nodes if node.op in COMPUTE and node.op != "R"]
+        return sum(node not in ordered for node in passes), len(passes)
+
+    # --------------------------------------------------------------------------------------------------- estimates
+
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """None while chunks have no place."""
+        if (
+            self.scheduler is None
+            or not self.settled
+            or self.trouble
+            or any(x.code in (UNPLACED, *FINAL) for x in self.missing)
+        ):
+            return None
+        plan = lower(self.graph)
+        return Estimate(plan, peaks(plan, self.graph), idle(plan, self.graph, Costs(self.graph)))
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return self.outline.orders()
+
+    @cached_property
+    def timeline(self) -> Timeline | Diagnostic | None:
+        """The orders with unit costs; None where nothing is ordered."""
+        if not self.settled or not any(lane.steps for lane in self.lanes):
+            return None
+        try:
+            found = simulate(self.lanes, self.setting.costs)
+        except PiperError as problem:
+            return problem.diagnostics[0]
+        return found if found.ran else None
+
+    # ------------------------------------------------------------------------------------------------------ values
+
+    def value(self, node: tree.Expr) -> Value:
+        """The value of an expression. Worked out beside this state: a function that is called may contain directives.
+        The value of an expression. Worked out beside this state: a function that is called may contain directives."""
+        return self._beside(node).evaluate(node)
+
+    def selector(self, node: tree.Expr) -> Selector:
+        return self._beside(node).settled(node)
+
+    def _beside(self, node: tree.Expr) -> Interpreter:
+        other = State(self.setting, self.statements, self).interpreter
+        assert other is not None
+        bound = tree.Let((tree.Ident("_", span=node.span),), (node,), span=node.span)
+        problems = [
+            x
+            for x in Names().check([*other.module.script.statements, bound])
+            if x.span and x.span.source is node.span.source
+        ]
+        if problems:
+            raise PiperError(*problems)
+        return other
+
+
+def refusals(before: State, after: State) -> tuple[Diagnostic, ...]:
+    """What is wrong with the statements that `after` has and `before` has not, and cannot be repaired by any that
+    follow."""
+    if after.problems:
+        return after.problems
+    known = {(x.code, x.message) for x in (*before.missing, *before.trouble)}
+    final = [x for x in (*after.missing, *after.trouble) if x.code in FINAL and (x.code, x.message) not in known]
+    if (
+        not final
+        and after.scheduler is None
+        and isinstance(after.timeline, Diagnostic)
+        and not isinstance(before.timeline, Diagnostic)
+    ):
+        final = [after.timeline]
+    return tuple(final)

@@ -1,0 +1,197 @@
+"""A session in a terminal: colours, completion, blocks of several lines, history that can be searched, suggestions
+from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import has_selection, is_searching
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.lexers import Lexer, PygmentsLexer, SimpleLexer
+from prompt_toolkit.styles import Style
+
+from piperlang import __version__
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.highlight import PiperLexer
+from piperlang.repl.commands import Quit
+from piperlang.repl.completion import complete
+from piperlang.repl.reading import INDENT, is_command, is_complete, next_indent
+from piperlang.repl.session import Session
+from piperlang.repl.state import UNPLACED
+
+STYLE = Style.from_dict(
+    {
+        "prompt": "bold ansiblue",
+        "bottom-toolbar": "noreverse ansibrightblack",
+        "pygments.keyword": "bold ansiblue",
+        "pygments.name.attribute": "ansicyan",
+        "pygments.name.constant": "ansimagenta",
+        "pygments.name.function": "ansigreen",
+        "pygments.literal.string": "ansigreen",
+        "pygments.literal.number": "ansimagenta",
+        "pygments.comment": "italic ansibrightblack",
+        "command": "bold ansiyellow",
+    }
+)
+
+
+class _Completing(Completer):
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+        if event.text_inserted and not document.current_line_before_cursor.strip():
+            return  # a new line is no question; Tab is
+        for one in complete(self.session, document.text_before_cursor):
+            yield Completion(one.text, -one.replaces, display=one.display or one.text, display_meta=one.about)
+
+
+class _Colours(Lexer):
+    """Statements in the colours of the language, commands in one of their own."""
+
+    def __init__(self) -> None:
+        self.statements, self.commands = PygmentsLexer(PiperLexer), SimpleLexer("class:command")
+
+    def lex_document(self, document: Document) -> Callable[[int], StyleAndTextTuples]:
+        return (self.commands if is_command(document.text) else self.statements).lex_document(document)
+
+
+def history() -> History:
+    """In the user's state folder; only in memory where that cannot be written."""
+    base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    folder = Path(base) / "piperlang"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / "history"
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(path))
+
+
+def bindings() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=~has_selection & ~is_searching)
+    def _enter(event: KeyPressEvent) -> None:
+        """Ends the input where it is complete, or begins an indented line."""
+        buffer = event.current_buffer
+        if buffer.complete_state and buffer.complete_state.current_completion is not None:
+            buffer.complete_state = None  # take what the menu shows
+            return
+        document = buffer.document
+        at_end = not document.text_after_cursor.strip()
+        if at_end and is_complete(document.text_before_cursor):
+            buffer.validate_and_handle()
+            return
+        buffer.insert_text("\n" + " " * next_indent(document.text_before_cursor))
+
+    @keys.add("escape", "enter")
+    def _accept(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("tab", filter=~is_searching)
+    def _tab(event: KeyPressEvent) -> None:
+        """Indents at the start of a line, completes elsewhere."""
+        buffer = event.current_buffer
+        if not buffer.document.current_line_before_cursor.strip() and "\n" in buffer.text:
+            buffer.insert_text(" " * INDENT)
+        elif buffer.complete_state:
+            buffer.complete_next()
+        else:
+            buffer.start_completion(insert_common_part=True)
+
+    @keys.add("backspace", filter=~has_selection & ~is_searching)
+    def _backspace(event: KeyPressEvent) -> None:
+        """Takes a whole indentation back."""
+        buffer = event.current_buffer
+        before = buffer.document.current_line_before_cursor
+        buffer.delete_before_cursor(INDENT if before and not before.strip() and len(before) % INDENT == 0 else 1)
+
+    return keys
+
+
+class Terminal:
+    def __init__(
+        self, session: Session, model: str | None, script: str | None, report: Callable[[Iterable[Diagnostic]], None]
+    ) -> None:
+        self.session, self.model, self.script, self.report = session, model, script, report
+        complete(session, "x")  # reads the library, so that the first key does not wait for it
+        session.screen.width = lambda: shutil.get_terminal_size((80, 24)).columns
+        self.prompt: PromptSession[str] = PromptSession(
+            message=self._message, multiline=True, history=history(), lexer=_Colours(), style=STYLE,
+            key_bindings=bindings(),
+            completer=_Completing(session), complete_while_typing=True, auto_suggest=AutoSuggestFromHistory(),
+            prompt_continuation=lambda width, line, wrapped: " " * max(0, width - 4) + "... ",
+            bottom_toolbar=self._toolbar, reserve_space_for_menu=6,
+        )  # fmt: skip
+
+    def _message(self) -> Any:
+        return [("class:prompt", f"piper:{len(self.session.statements) + 1}> ")]
+
+    def _toolbar(self) -> str:
+        session = self.session
+        parts = [
+            self.model or "no model",
+            f"{len(session.statements)} statement{'s' if len(session.statements) != 1 else ''}"
+            + ("" if not session.unsaved else ", not saved"),
+        ]
+        unplaced = sum(x.code == UNPLACED for x in session.state.missing)
+        if unplaced:
+            parts.append(f"{unplaced} chunk{'s' if unplaced != 1 else ''} without a place")
+        elif session.model is not None and session.state.estimate is not None:
+            devices = len(session.state.estimate.memory)
+            parts.append(f"{devices} device{'s' if devices != 1 else ''}")
+        return " " + " · ".join(parts)
+
+    def _greeting(self) -> str:
+        loaded = f", {len(self.session.statements)} statements of {self.script}" if self.script else ""
+        what = self.model or "no model: orders and placements only"
+        return f"piperlang {__version__}, {what}{loaded}\n`:help` lists the commands, Tab completes, Ctrl-D leaves."
+
+    def run(self) -> int:
+        print(self._greeting())
+        while True:
+            try:
+                text = self.prompt.prompt()
+            except KeyboardInterrupt:  # clears the line
+                continue
+            except EOFError:
+                break
+            try:
+                self._execute(text)
+            except Quit:
+                break
+        if self.session.unsaved and self.session.statements:
+            print(f"{len(self.session.statements)} statements were not saved (`:save FILE`); the history has them")
+        return 0
+
+    def _execute(self, text: str) -> None:
+        try:
+            answer = self.session.execute(text.rstrip()).text(self.session.screen.paint, self.session.screen.width())
+            if answer:
+                print(answer)
+        except PiperError as problem:
+            sys.stdout.flush()
+            self.report(problem.diagnostics)
+        except KeyboardInterrupt:
+            print("interrupted")
+        except Quit:
+            raise
+        except Exception:  # a bug of ours must not cost the user the session
+            traceback.print_exc()
+            print(
+                "\nThis is a bug in piperc, not in your script. Please report it with the lines above.", file=sys.stderr
+            )

@@ -1,0 +1,270 @@
+"""Training inside a session: the plan of the script as it is, on workers that stay until the script changes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from html import escape
+from typing import Any
+
+import numpy as np
+import torch
+
+from piperlang.capture.model_file import shipped
+from piperlang.capture.program import Captured, capture
+from piperlang.capture.user_code import located
+from piperlang.capture.where import line_of_function
+from piperlang.elaborate.resolved import resolved
+from piperlang.plan.check import check
+from piperlang.plan.clip import clipped
+from piperlang.plan.instruction import Plan
+from piperlang.plan.lower import lower
+from piperlang.plan.saved import digest
+from piperlang.repl.session import Session
+from piperlang.repl.show import Row, Shown, html
+from piperlang.repl.state import State
+from piperlang.runtime import job as jobs
+from piperlang.runtime.api import Evaluated, Trainer, evaluation_plan
+from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.guard import verify
+from piperlang.runtime.job import Job, Step
+from piperlang.runtime.numerics import compare
+from piperlang.runtime.optimize import default_optimizer
+from piperlang.runtime.threads import ThreadJob
+from piperlang.session import schedule
+
+
+@dataclass
+class Generators:
+    """Where the generators that data may draw from are: a training goes on with its own, whatever happens between two
+    runs."""
+
+    torch: torch.Tensor = field(default_factory=torch.get_rng_state)
+    python: Any = field(default_factory=random.getstate)
+    numpy: Any = field(default_factory=np.random.get_state)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+class Training:
+    """The script of a session being trained."""
+
+    def __init__(self, session: Session, executor: str) -> None:
+        assert session.model is not None
+        self.model, self.executor = session.model, executor
+        self.script = resolved(session.state.directives)
+        self.trainer = _trainer(session, executor)
+        self.batches = self.model.batches()
+        self.generators: Generators | None = None
+        self.steps: list[Step] = []
+
+    def continues(self, session: Session, executor: str) -> bool:
+        """Whether another run of the session would train the same plan in the same way."""
+        return self.executor == executor and self.script == resolved(session.state.directives)
+
+    def step(self) -> Step:
+        with located(line_of_function(self.model.file.data)):
+            done = self.trainer.job.step(next(self.batches))
+        self.steps.append(done)
+        return done
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Data goes on where it was."""
+        if self.generators is not None:
+            self.generators.restore()
+        try:
+            yield
+        finally:
+            self.generators = Generators()
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All weights, whole, as they are now."""
+        return self.trainer.state_dict()
+
+    def close(self) -> None:
+        self.trainer.close()
+
+    def line(self, number: int) -> str:
+        step = self.steps[number]
+        rate = self.trainer.plan.samples / step.seconds
+        cost = f"{1e3 * step.seconds:.1f} ms  {step.memory / 2**20:,.0f} MiB"
+        return f"step {number:4}  loss {step.loss:.6f}  {rate:,.0f} samples/s  {cost}"
+
+    def __repr__(self) -> str:
+        last = f", loss {self.losses[-1]:.6f}" if self.steps else ""
+        return f"<training: {len(self.steps)} steps on {len(self.trainer.plan.devices)} devices{last}>"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{n}</td><td>{step.loss:.6f}</td><td>{1e3 * step.seconds:.1f}</td></tr>"
+            for n, step in list(enumerate(self.steps))[-10:]
+        )
+        head = f"<p>{escape(repr(self).strip('<>'))}</p>"
+        return html(f"{head}{_curve(self.losses)}<table><tr><th>step</th><th>loss</th><th>ms</th></tr>{rows}</table>")
+
+
+def _curve(losses: list[float]) -> str:
+    """The losses as a line, in the colour of the text around it."""
+    if len(losses) < 2:
+        return ""
+    low, high = min(losses), max(losses)
+    points = " ".join(
+        f"{4 + 292 * i / (len(losses) - 1):.1f},{4 + 52 * (high - loss) / ((high - low) or 1):.1f}"
+        for i, loss in enumerate(losses)
+    )
+    return (
+        f'<svg width="300" height="60" role="img" aria-label="loss from {losses[0]:.4f} to {losses[-1]:.4f}">'
+        f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
+    )
+
+
+def _trainer(session: Session, executor: str) -> Trainer:
+    """As `piperlang.compile` makes one, from a model that is traced already."""
+    model, state = session.model, session.state
+    assert model is not None
+    assert state.scheduler is not None
+    graph, captured = state.graph, state.scheduler.schedule.captured
+    assert isinstance(captured, Captured)
+    plan = lower(graph) if model.file.max_norm is None else clipped(lower(graph), model.file.max_norm)
+    check(plan)
+    make = shipped(model.file, "model")
+    assert make is not None
+    training = jobs.Training(
+        make, shipped(model.file, "optimizer") or default_optimizer, shipped(model.file, "lr_schedule"), model.seed
+    )
+    dtype = graph.model.tensors[graph.model.loss].dtype
+    first = next(model.batches())
+
+    def start() -> Job | ThreadJob:
+        if executor == "inline":
+            return ThreadJob(plan, captured, training, 300.0, dtype)
+        return Job(
+            plan, captured, training, digest(plan), loss_dtype=dtype, cluster=_workers(session, len(plan.devices))
+        )
+
+    def evaluation() -> tuple[Plan, Captured]:
+        found = schedule(
+            capture(Evaluated(model.file.model), model.file.loss, first, model.seed),
+            state.source,
+            state.setting.path,
+            state.setting.overrides,
+        )
+        cut = found.scheduler.schedule.captured
+        assert isinstance(cut, Captured)
+        return evaluation_plan(found.graph(), plan), cut
+
+    return Trainer(graph, plan, start, evaluation, lambda: verify(captured, plan, first, training))
+
+
+def _workers(session: Session, count: int) -> Cluster:
+    """Those of the training before, if they are enough: starting others takes longer than most of what is tried in a
+    session."""
+    there = session.workers
+    if there is None or len(there.workers) < count or there.dead(0):
+        if there is not None:
+            there.close()
+        session.screen.say(f"starting {count} worker{'s' if count != 1 else ''}")
+        session.workers = Cluster(count, None, torch.cuda.is_available())
+    assert session.workers is not None
+    return session.workers
+
+
+def trained(session: Session, steps: int, executor: str) -> Shown:
+    """`:run`: so many steps more."""
+    say = session.screen.say
+    training = session.training
+    if training is not None and not training.continues(session, executor):
+        say(
+            "the script has changed: training starts anew"
+            if training.executor == executor
+            else "another executor: training starts anew"
+        )
+        training.close()
+        session.training = training = None
+    if training is None:
+        training = _started(session, executor)
+    else:
+        say(f"going on after step {len(training.steps) - 1}")
+    started, first = time.perf_counter(), len(training.steps)
+    try:
+        with _stopping() as stop, training.drawing():
+            for _ in range(steps):
+                training.step()
+                say(training.line(len(training.steps) - 1))
+                if stop.is_set():
+                    break
+    except BaseException:
+        session.close()  # in the middle of a step: nothing can go on from there
+        raise
+    done = len(training.steps) - first
+    stopped = f", stopped before step {len(training.steps)}; `:run` goes on" if done < steps else ""
+    devices, seconds = len(training.trainer.plan.devices), time.perf_counter() - started
+    what = f"trained {done} step{'s' if done != 1 else ''} on {devices} device{'s' if devices != 1 else ''}"
+    return Shown(block=f"{what} in {seconds:.1f} s{stopped}")
+
+
+def _started(session: Session, executor: str) -> Training:
+    training = Training(session, executor)
+    session.screen.say(str(training.trainer.verified))
+    try:
+        _ = training.trainer.job
+    except BaseException:
+        session.close()
+        raise
+    session.training = training
+    return training
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """The first Ctrl-C asks to stop after the step that runs; the second interrupts it."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def compared(session: Session) -> Shown:
+    """`:numerics`: the schedule beside plain training, in float64."""
+    model = session.model
+    assert model is not None
+    state = State(replace(session.setting, program=model.doubled), session.statements)
+    assert state.scheduler is not None
+    captured = state.scheduler.schedule.captured
+    assert isinstance(captured, Captured)
+    found = compare(model.file, model.doubled.program, state.graph, captured, model.seed)  # type: ignore[arg-type]
+    noisy = found.judged_by_gradient
+    more = f" and {len(noisy) - 3} more" if len(noisy) > 3 else ""
+    rows = [
+        Row("numerics", "same mathematics" if found.ok else "DIFFERENT", "add" if found.ok else "gone"),
+        Row("loss", f"{found.loss:.9g} after two steps, plain {found.loss_reference:.9g}"),
+        Row(
+            "largest",
+            f"gradients {found.max_grad_rel_err:.1e}, weights {found.max_weight_rel_err:.1e} (relative, {found.worst})",
+        ),
+        *([Row("noise", f"{', '.join(noisy[:3])}{more}: judged by gradient")] if noisy else []),
+    ]
+    return Shown(tuple(rows))
