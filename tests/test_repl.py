@@ -251,7 +251,7 @@ def test_a_model_without_torch_says_what_installs_it() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 2
-    assert "needs torch" in done.stderr
+    assert "`torch` is not installed" in done.stderr
     assert "pip install 'piperlang[run]'" in done.stderr
 
 

@@ -39,6 +39,12 @@ class UserBatches(Guarded):
             yield from every
 
 
+def placed(batch: Any, cuda: bool) -> Any:
+    """A batch where the program will run: a trace keeps the device that operators were called with."""
+    device = "cuda" if cuda else "cpu"
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
 def _no_batches(every: Any, name: str) -> Wrong | None:
     one = isinstance(every, torch.Tensor | dict) or (
         isinstance(every, tuple | list) and len(every) == 2 and any(isinstance(part, torch.Tensor) for part in every)

@@ -52,25 +52,24 @@ class Batches:
             self.epoch = iter(self.file.data())
 
 
-def captured(file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None) -> Program:
+def captured(
+    file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None, cuda: bool | None = None
+) -> Program:
+    """`cuda`: what it will run on; by default CUDA where there is any."""
     with doing(f"tracing {file.path.name}", "traced") as tracing:
+        import torch
+
+        from piperlang.capture.batches import placed
         from piperlang.capture.program import capture
         from piperlang.capture.seeding import seeded
 
         if batch is None:
             with seeded(seed):
                 batch = next(iter(file.data()))
-        program = capture(file.model, file.loss, _on_device(batch), seed)
+        there = placed(batch, torch.cuda.is_available() if cuda is None else cuda)
+        program = capture(file.model, file.loss, there, seed)
         tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
         return program
-
-
-def _on_device(batch: Any) -> Any:
-    """Traced for the devices that will run: CUDA where there is any."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    return pytree.tree_map(lambda t: t.to("cuda"), batch) if torch.cuda.is_available() else batch
 
 
 def scheduled(program: Program, options: argparse.Namespace, after: int | None = None) -> Scheduled:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -68,10 +69,16 @@ def say(text: str) -> None:
     print(printable(text, keep="\n\t"), file=sys.stderr)
 
 
+@cache
+def _read_once(stream: TextIO) -> Source:
+    """A command may open its script several times, and standard input can be read once."""
+    return decode(stream.buffer.read(MAX_BYTES + 1), "<stdin>")
+
+
 def open_script(name: str) -> tuple[Source, Path | None]:
     """The script called `name`; `-` is standard input."""
     if name == "-":
-        return decode(sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>"), None
+        return _read_once(sys.stdin), None
     if name.endswith(".py"):
         raise error("P0902", f"{name} is a Python file", help="give the schedule: a .piper file")
     path = Path(name)

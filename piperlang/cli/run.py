@@ -7,7 +7,7 @@ from pathlib import Path
 
 from piperlang.cli.model import Batches, captured, doing, load, scheduled
 from piperlang.cli.report import report
-from piperlang.cli.train import add_training, check_usage, execute
+from piperlang.cli.train import add_training, check_usage, execute, runs_on_cuda
 from piperlang.diagnostics import PiperError, error
 
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     options.parameters = [f"{name}={value}" for name, value in made.get("parameters", {}).items()]
     file = load(made["model"])
     batches = Batches(file, options.seed)
-    found = scheduled(captured(file, options.seed, batches.first), options)
+    found = scheduled(captured(file, options.seed, batches.first, runs_on_cuda(options)), options)
     if found.problems:
         report(found.problems, options.format)
         return 1

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     check_usage(options)
     file = load(options.model)
     batches = Batches(file, options.seed)
-    found = scheduled(captured(file, options.seed, batches.first), options)
+    found = scheduled(captured(file, options.seed, batches.first, runs_on_cuda(options)), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
@@ -87,8 +87,9 @@ def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan
     if options.validate_every is not None and (file.validation is None or options.validate_every < 1):
         why = f"{Path(options.model).name} has no `validation`" if file.validation is None else "that is no number of steps"
         raise error("P0902", f"`--validate-every {options.validate_every}` cannot be done: {why}", help="define `def validation()` that yields (input, target) batches, and give a number from 1 on")
-    if options.backend == "nccl" and not _cuda():
-        raise error("P0902", "`--backend nccl` needs a GPU, and torch sees none", help="leave --backend out, or use gloo")
+    if options.backend == "nccl" and not runs_on_cuda(options):
+        why = "threads of one process do not use it" if options.executor == "inline" else "torch sees no GPU"
+        raise error("P0902", f"`--backend nccl` cannot be used: {why}", help="leave --backend out, or use gloo")
     folder = _folder(options)
     schedule = found.scheduler.schedule
     _write_about(folder, options, plan, schedule.directives)
@@ -96,10 +97,11 @@ def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan
     return 0
 
 
-def _cuda() -> bool:
+def runs_on_cuda(options: argparse.Namespace) -> bool:
+    """Threads of this process and gloo compute on the CPU."""
     import torch
 
-    return torch.cuda.is_available()
+    return options.executor != "inline" and options.backend != "gloo" and torch.cuda.is_available()
 
 
 def _folder(options: argparse.Namespace) -> Path:
@@ -198,7 +200,7 @@ def _started(
     from piperlang.runtime.job import Job
     from piperlang.runtime.threads import ThreadJob
 
-    count, cuda = len(plan.devices), None if options.backend is None else options.backend == "nccl"
+    count, cuda = len(plan.devices), runs_on_cuda(options)
     what = "workers" if options.executor == "ray" else "threads"
     with doing(f"starting {count} {what}", f"{what} {count}/{count}"):
         if options.executor == "ray":
@@ -263,7 +265,7 @@ def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any, batch: 
     from piperlang.capture.where import line_of_function
     from piperlang.runtime.api import Evaluated, evaluation_plan
 
-    found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed, batch), options)
+    found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed, batch, runs_on_cuda(options)), options)
     if found.problems:
         raise PiperError(*found.problems)
     cut: Any = found.scheduler.schedule.captured

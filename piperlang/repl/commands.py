@@ -19,7 +19,7 @@ from piperlang.elaborate.modules import load
 from piperlang.elaborate.selector import TagValue
 from piperlang.elaborate.values import Function
 from piperlang.ir.graph import Graph, Node
-from piperlang.ir.text import as_json, text
+from piperlang.ir.text import as_json, brief, text
 from piperlang.plan.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
 from piperlang.plan.summary import bytes_text, summary
 from piperlang.repl.answer import difference, orders, signature, status
@@ -212,7 +212,7 @@ def graph(session: Session, argument: str) -> Shown:
     if not argument:
         return Shown(
             block=_some(
-                [_head(line) for line in text(found).splitlines()], LINES, "nodes; `:graph FILE` writes them all"
+                brief(found).splitlines(), LINES, "nodes; `:graph FILE` writes them all"
             ),
             drawing=drawn,
         )

@@ -61,8 +61,8 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
         import time
 
         import torch
-        from torch.utils import _pytree as pytree
 
+        from piperlang.capture.batches import placed
         from piperlang.capture.model_file import load_model
         from piperlang.capture.program import capture
         from piperlang.capture.seeding import seeded
@@ -77,9 +77,7 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
     started = time.perf_counter()
     with seeded(seed):
         batch = next(iter(file.data()))
-    if torch.cuda.is_available():  # traced for the devices that will run
-        batch = pytree.tree_map(lambda t: t.to("cuda"), batch)
-    program = capture(file.model, file.loss, batch, seed)
+    program = capture(file.model, file.loss, placed(batch, torch.cuda.is_available()), seed)
     # Torch and the trace stay for good: later collections need not look at them, and no directive waits for that.
     gc.collect()
     gc.freeze()

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from piperlang.capture.batches import placed
 from piperlang.capture.model_file import shipped
 from piperlang.capture.program import Captured, capture
 from piperlang.capture.user_code import located
 from piperlang.capture.where import line_of_function
+from piperlang.diagnostics import error
 from piperlang.elaborate.resolved import resolved
 from piperlang.plan.check import check
 from piperlang.plan.clip import clipped
@@ -136,6 +138,12 @@ def _trainer(session: Session, executor: str) -> Trainer:
     model, state = session.model, session.state
     assert model is not None
     assert state.scheduler is not None
+    if executor == "inline" and torch.cuda.is_available():
+        raise error(
+            "P0902",
+            "the model of this session is traced for CUDA, and threads of one process compute on the CPU",
+            help="leave `inline` out, or start the session with CUDA_VISIBLE_DEVICES set to nothing",
+        )
     graph, captured = state.graph, state.scheduler.schedule.captured
     assert isinstance(captured, Captured)
     plan = lower(graph) if model.file.max_norm is None else clipped(lower(graph), model.file.max_norm)
@@ -157,7 +165,7 @@ def _trainer(session: Session, executor: str) -> Trainer:
 
     def evaluation() -> tuple[Plan, Captured]:
         found = schedule(
-            capture(Evaluated(model.file.model), model.file.loss, first, model.seed),
+            capture(Evaluated(model.file.model), model.file.loss, placed(first, torch.cuda.is_available()), model.seed),
             state.source,
             state.setting.path,
             state.setting.overrides,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from piperlang.capture.batches import wrong_batch
+from piperlang.capture.batches import placed, wrong_batch
 from piperlang.capture.program import Captured, capture
 from piperlang.capture.user_code import (
     Guarded,
@@ -145,11 +145,12 @@ def compile(
     lr_schedule = UserFunction(lr_schedule, "lr_schedule") if lr_schedule is not None else None
     display = _display(progress)
     path = Path(script)
+    cuda = executor == "ray" and (torch.cuda.is_available() if cuda is None else cuda)
     overrides = {name: str(value) for name, value in (parameters or {}).items()}
 
     def applied(make: Callable[[], Any]) -> tuple[Graph, Captured]:
         with phase("tracing the model", "traced") as tracing:
-            program = capture(make, loss, example, seed)
+            program = capture(make, loss, placed(example, cuda), seed)
             tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
         with phase(f"applying {path.name}"):
             found = schedule(program, read(path, str(path)), path, overrides)

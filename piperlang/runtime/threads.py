@@ -61,7 +61,7 @@ class ThreadJob:
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:
         self.captured.check_state()
         # Copies: whoever makes batches may write the next one into the same memory before this step has run.
-        return [tensor.clone() for tensor in self.training.checked(batch)], gradients
+        return [tensor.to("cpu", copy=True) for tensor in self.training.checked(batch)], gradients
 
     def finish(self, begun: tuple[list[torch.Tensor], bool]) -> Step:
         flat, gradients = begun
