@@ -250,3 +250,24 @@ def test_a_seed_at_the_top_of_the_file_on_workers(tmp_path: Path, capsys: pytest
 def test_the_model_file_is_run_once(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(BASE)
     assert load_model(tmp_path / "model.py") is load_model(tmp_path / "model.py")
+
+
+FAILING = {
+    "data that fails": "def data():\n    for _ in range(3): yield torch.randn(8, 4), torch.randint(3, (8,))\n    raise OSError('no more')\n",
+    "validation of another shape": "def validation():\n    yield torch.randn(8, 4), torch.randint(3, (8,))\n    yield torch.randn(5, 4), torch.randint(3, (5,))\n",
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_fails_between_steps_costs_no_weights(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(BASE + FAILING[name])
+    (tmp_path / "pp.piper").write_text(PIPELINE)
+    words = [str(tmp_path / "model.py"), str(tmp_path / "pp.piper"), "--steps", "5", "--executor", "inline", "--out", str(tmp_path / "run")]
+    assert main([*words, "--validate-every", "3"] if "validation" in name else words) == 1
+    assert "error[P0801]" in capsys.readouterr().err
+    trained = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert trained == ([0, 1, 2] if "data" in name else [0, 1])
+    made = load_model(tmp_path / "model.py").model()
+    fresh = {key: value.clone() for key, value in made.state_dict().items()}
+    made.load_state_dict(torch.load(tmp_path / "run" / "weights.pt"))
+    assert any(not torch.equal(value, fresh[key]) for key, value in made.state_dict().items())

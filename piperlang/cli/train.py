@@ -161,7 +161,7 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
                 file.on_step(row.record())
 
         started = time.perf_counter()
-        with _interruptible(folder) as done, stepping(options.steps, options.log_every):
+        with _interruptible(folder) as done, _weights_kept(job, folder, done), stepping(options.steps, options.log_every):
             for row in _steps(options, file, job, plan, batches, first, validation is not None):
                 done.append(row.step)
                 note(row)
@@ -183,12 +183,18 @@ def _steps(
         with doing("running the first step") if step == 0 else nullcontext():  # chunks may be compiled in it
             with located(line_of_function(file.data)):
                 begun = job.begin(batch)
-            batch = batch if last else next(batches)  # the next one is made while this one trains
+            problem = None
+            try:
+                batch = batch if last else next(batches)  # the next one is made while this one trains
+            except PiperError as raised:
+                problem = raised
             done = job.finish(begun)
         row = Row(step, done.loss, round(done.seconds, 6), round(plan.samples / done.seconds, 2), done.memory)
         if validates and (last or (step + 1) % (options.validate_every or options.steps) == 0):
             row = replace(row, validation_loss=_validated(job, file))
         yield row
+        if problem is not None:
+            raise problem
 
 
 @contextmanager
@@ -234,6 +240,17 @@ def _interruptible(folder: Path) -> Iterator[list[int]]:
         yield done
     except KeyboardInterrupt:
         emit(Message(f"interrupted after {counted(len(done), 'step')}; {folder}"))
+        raise
+
+
+@contextmanager
+def _weights_kept(job: Any, folder: Path, done: list[int]) -> Iterator[None]:
+    """Code of the user's that fails between steps (data, validation, `on_step`) costs no weights: workers still have them."""
+    try:
+        yield
+    except PiperError as problem:
+        if done and not any(diagnostic.code.startswith("P06") for diagnostic in problem.diagnostics):
+            _save(job, folder)
         raise
 
 
