@@ -388,3 +388,15 @@ def test_nothing_that_is_printed_steers_the_terminal() -> None:
     done = repl('print "a\x1b[31mb"\nlet x = "\x07"\nx\n:list\n')
     assert "\x1b" not in done.stdout + done.stderr
     assert "\x07" not in done.stdout + done.stderr
+
+
+def test_the_session_of_the_readme(tmp_path: Path) -> None:
+    """What a newcomer pastes works: a model of `init`, the lines of README, the saved script trained."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```text\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert main(["init", str(tmp_path / "my_job")]) == 0
+    done = repl(lines.replace(":run 3", ":run 3 inline"), "--strict", "my_job/model.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "same mathematics" in done.stdout
+    found = piperc("check", str(tmp_path / "my_job" / "model.py"), str(tmp_path / "my_job" / "mine.piper"), "--json")
+    assert json.loads(found)["ok"]
