@@ -168,7 +168,7 @@ class Captured:
         try:
             flat: list[torch.Tensor] = sizes.layout.flatten_up_to(tuple(batch))
         except ValueError:
-            raise _other_shape(f"a batch is made up of {pytree.tree_structure(batch)}, and was of {sizes.layout} when the model was traced") from None
+            raise _other_shape(f"a batch is {_written(pytree.tree_structure(batch))}, and was {_written(sizes.layout)} when the model was traced") from None
         for i, (tensor, shape, dtype) in enumerate(zip(flat, sizes.shapes, sizes.dtypes, strict=True)):
             if tuple(tensor.shape) != shape:
                 raise _other_shape(f"tensor {i} of a batch has shape {list(tensor.shape)}, and had {list(shape)} when the model was traced")
@@ -245,6 +245,11 @@ def _routed(places: tuple[ir.Place, ...], divides: Sequence[ir.Divide]) -> tuple
 def _of(slot: ir.Slot) -> ir.Slot:
     """What a gradient is of."""
     return slot[0].removeprefix("grad_"), slot[1]
+
+
+def _written(layout: pytree.TreeSpec) -> str:
+    """`([tensor, tensor], tensor)`."""
+    return str(pytree.tree_unflatten(["tensor"] * layout.num_leaves, layout)).replace("'tensor'", "tensor")
 
 
 def _other_shape(message: str) -> PiperError:

@@ -1,6 +1,6 @@
 """A model and its loss as one aten graph, traced on fake tensors.
 
-Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` and its shape environment (tried on torch 2.11 and 2.13). Fake tensors on the
+Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` its shape environment and its memo of conversions (tried on torch 2.11 and 2.13). Fake tensors on the
 device that will run, not meta ones, because operators such as attention choose their kernel by device while they are traced.
 """
 
@@ -102,7 +102,7 @@ def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], 
     flat, layout = pytree.tree_flatten(batch)
     device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
     with seeded(seed):
-        with mode, device:  # operators choose their kernels by device while they are traced
+        with mode, _conversions(mode), device:  # operators choose their kernels by device while they are traced
             model = make_model()
             inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
         refuse_hooks(model)
@@ -130,6 +130,22 @@ def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inp
     evolving = {name for name in first.changed if first.after.get(name) != second.after.get(name)} | (second.changed - first.changed)
     if evolving or written(program.graph) != written(_export(training, inputs).graph):
         raise refuse_state(evolving or first.changed, training.model)
+
+
+@contextmanager
+def _conversions(mode: FakeTensorMode) -> Iterator[None]:
+    """`.to(dtype)` of a module swaps fake parameters, which torch refuses while somebody has a weak reference to them; the mode's own memo of conversions has some."""
+    swap = torch.utils.swap_tensors
+
+    def forget_and_swap(one: torch.Tensor, other: torch.Tensor) -> None:
+        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(one, other)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = forget_and_swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 @contextmanager

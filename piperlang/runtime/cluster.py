@@ -84,6 +84,7 @@ class Cluster:
 
     def _start(self, count: int) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback, for this user, for one job
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # one diagnostic is enough where several workers fail
         _loopback()
         _hush()
         self.connected = True

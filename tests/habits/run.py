@@ -98,6 +98,7 @@ class Runner:
         assert executor in ("threads", "ray")
         self.executor = executor
         self.cluster: Cluster | None = None
+        self.habit = ""
         self.captured: tuple[object, Any] = (None, None)
         """The model captured last: capturing takes most of the time, and is the same for all schedules."""
         self.folder = tempfile.TemporaryDirectory(prefix="habits-")
@@ -109,6 +110,8 @@ class Runner:
 
     def run(self, habit: Habit, schedule: str, reference: Reference | None = None) -> Outcome:
         started = time.perf_counter()
+        if habit.name != self.habit:  # habits may share a model, and differ in their batches
+            self.habit, self.captured = habit.name, (None, None)
         with clean():
             reference = reference or plain(habit)
             outcome = self._outcome(habit, schedule, reference)
