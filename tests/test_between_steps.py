@@ -52,6 +52,15 @@ def data():
         yield x, t
 """,
     "a seed at the top of the file": "torch.manual_seed(123)\n",
+    "a model that the file keeps": "torch.manual_seed(0)\nNET = M()\ndef model(): return NET\n",
+    "data that on_step changes": """
+size = [1.0]
+def data():
+    g = torch.Generator().manual_seed(5)
+    while True:
+        yield size[0] * torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
+def on_step(row): size[0] *= 0.5
+""",
     "a shuffling loader that begins again": """
 def data():
     torch.manual_seed(5)
@@ -107,6 +116,46 @@ def lr_schedule(o):
         "P0808",
         "`cfg`",
     ),
+    "data that uses the weights of the start": (
+        """
+made = []
+def model(): made[:] = [M()]; return made[0]
+def data():
+    yield torch.randn(8, 4), torch.randint(3, (8,))
+    while True:
+        x = torch.randn(8, 4)
+        yield x, made[0](x).argmax(1)
+""",
+        "P0808",
+        "not the one that is trained",
+    ),
+    "a rate that on_step changes": (
+        """
+made = []
+def optimizer(p): made.append(torch.optim.SGD(p, lr=0.1)); return made[-1]
+def on_step(row):
+    for group in made[-1].param_groups: group["lr"] *= 0.5
+""",
+        "P0601",
+        "has changed between steps",
+    ),
+    "a class attribute that on_step changes": (
+        "M.scale = 1.0\ndef loss(o, t): return (o * M.scale).square().mean()\ndef on_step(row): M.scale = 0.5\n",
+        "P0808",
+        "`M",
+    ),
+    "a schedule by a number that data counts": (
+        """
+seen = [0]
+def data():
+    while True:
+        seen[0] += 1
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+def lr_schedule(o): return torch.optim.lr_scheduler.LambdaLR(o, lambda e: 1 / (1 + seen[0]))
+""",
+        "P0808",
+        "`seen`",
+    ),
     "layers unfrozen by the schedule": (
         """
 made = []
@@ -121,7 +170,7 @@ def lr_schedule(o):
     return torch.optim.lr_scheduler.LambdaLR(o, f)
 """,
         "P0808",
-        "requires_grad",
+        "error[P0808]",
     ),
     "hooks registered by the optimizer function": (
         "def optimizer(params):\n    params = list(params)\n    params[0].register_hook(lambda g: g / 2)\n    return torch.optim.SGD(params, lr=0.1)\n",
@@ -194,6 +243,7 @@ def plain(path: Path, steps: int) -> tuple[list[float], dict[str, Any]]:
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
+                scope.get("on_step", len)({})
             else:
                 break
     return losses, model.state_dict()

@@ -166,7 +166,7 @@ def test_an_exception_of_the_compiler_is_a_fault_too(monkeypatch: pytest.MonkeyP
     ("arguments", "says"),
     [
         (["--mesh", "pp"], "--mesh pp"), (["--mesh", "pp=2,pp=2"], "not understood"), (["--mesh", "dp=0"], "not understood"), (["--mesh", "dp=7"], "do not come out even on 7"),
-        (["--count", "0"], "nothing to do"), (["--devices", "0"], "nothing to do"), (["--mesh", "pp=2", "--devices", "4"], "not allowed with"), (["--counts=3"], "did you mean `--count`?"),
+        (["--count", "0"], "nothing to do"), (["--devices", "0"], "nothing to do"), (["--mesh", "pp=2", "--devices", "4"], "exclude each other"), (["--counts=3"], "did you mean `--count`?"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,6 +188,9 @@ class _OnParts:
     def advance(self) -> None:
         pass
 
+    def discard(self) -> None:
+        pass
+
 
 class Decaying(torch.optim.AdamW):
     """Does more than AdamW in its step: divides by the norm of what it has."""

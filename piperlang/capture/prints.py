@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from piperlang.capture.where import is_users, is_users_file
@@ -33,7 +34,7 @@ SAMPLED = 1 << 20
 """Bytes of an array from which on only some of its elements are looked at: globals are looked at before every step."""
 
 _ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-_OPAQUE = (BuiltinFunctionType, CodeType, FrameType)
+_OPAQUE = (BuiltinFunctionType, CodeType, FrameType, torch.optim.Optimizer)
 _ITERATORS = ("builtins", "itertools")
 """Modules of the types whose `__reduce__` tells the position of an iterator."""
 
@@ -50,9 +51,11 @@ class Prints:
         self.left -= 1
         if isinstance(value, _ATOMS):
             return (type(value).__name__, value if value == value else "nan")
+        if isinstance(value, nn.Parameter):  # trained, so of another value in every step
+            return "parameter"
         if isinstance(value, torch.Tensor):
             return ("tensor", str(value.dtype), tuple(value.shape))
-        if isinstance(value, _OPAQUE) or (isinstance(value, FunctionType | type | ModuleType) and not _users(value)):
+        if isinstance(value, _OPAQUE) or (isinstance(value, FunctionType | type | ModuleType) and not is_users_own(value)):
             return "opaque"
         if id(value) in self.known:
             return self.known[id(value)][1]
@@ -101,7 +104,7 @@ class Prints:
 
     def function(self, value: FunctionType) -> object:
         cells = tuple(self.of(cell.cell_contents) for cell in value.__closure__ or () if cell != CellType())
-        return (cells, self.of(value.__defaults__), self.of(value.__kwdefaults__), self.items(vars(value)))
+        return (hash(value.__code__), cells, self.of(value.__defaults__), self.of(value.__kwdefaults__), self.items(vars(value)))
 
     def generator(self, value: GeneratorType[Any, Any, Any]) -> object:
         frame = value.gi_frame
@@ -152,7 +155,7 @@ _LOOKS: dict[type, Callable[[Prints, Any], object]] = {
 }
 
 
-def _users(value: FunctionType | type | ModuleType) -> bool:
+def is_users_own(value: FunctionType | type | ModuleType) -> bool:
     """Whether a function, class or module is the user's own."""
     if isinstance(value, FunctionType):
         return is_users(value)

@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import nn
 
-from piperlang.capture.prints import Prints
+from piperlang.capture.prints import Prints, is_users_own
 from piperlang.capture.where import is_users, line_of_function
 from piperlang.diagnostics import PiperError, error
+from piperlang.source import Span
 
 _STANDARD = frozenset(vars(nn.Module()))
 """Attributes that every module has. Of these only `training` is state, and `eval()` inside a forward would show elsewhere."""
@@ -67,24 +68,29 @@ class Watch:
 
 
 class Frozen:
-    """Globals that the model's code reads, as they were when it was traced: code that runs between steps (data, a schedule) may change them, too."""
+    """Globals and class attributes that code reads which runs elsewhere, as they are now: code that runs between steps (data, `on_step`) may change them."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
-        self.names = dict(_globals_of(model, loss))
-        self.line = line_of_function(loss)
+    def __init__(self, reader: str, functions: Iterable[Any], classes: Iterable[type], line: Span | None) -> None:
+        """`reader`: whose code it is, for messages."""
+        self.reader, self.line = reader, line
+        self.classes = [kind for kind in classes if is_users_own(kind)]
+        self.names = dict(globals_of([*functions, *(item for kind in self.classes for item in vars(kind).values())]))
         self.prints = self._prints()
 
     def _prints(self) -> dict[str, object]:
         prints = Prints()
-        return {name: prints.of(scope.get(name)) for name, scope in self.names.items()}
+        found = {f"global `{name}`": prints.of(scope.get(name)) for name, scope in self.names.items()}
+        for kind in self.classes:
+            found |= {f"class attribute `{kind.__qualname__}.{name}`": prints.of(value) for name, value in list(vars(kind).items()) if not name.startswith("__")}
+        return found
 
     def check(self) -> None:
         """Raises P0808 where one of them has changed."""
         now = self._prints()
-        for name, was in self.prints.items():
-            if now[name] != was:
+        for name in {**self.prints, **now}:
+            if now.get(name) != self.prints.get(name):
                 raise error(
-                    "P0808", f"global `{name}` has changed since the model was traced", self.line, notes=["the model or the loss reads it, and the traced program keeps the value that it had then"],
+                    "P0808", f"{name} has changed since training was set up", self.line, notes=[f"{self.reader} reads it, and keeps the value that it had then"],
                     help="pass what changes from step to step in with the batch, as a tensor that `data` yields",
                 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from piperlang.capture.buffers import make_functional, new_values
 from piperlang.capture.counted import take_count
 from piperlang.capture.functions import Call, recorded, refuse_backward_state, restore
+from piperlang.capture.held import hold
 from piperlang.capture.hooks import only_forward, refuse_hooks
 from piperlang.capture.inline import drop_unread, inline_regions
 from piperlang.capture.learning import learning
@@ -104,6 +106,7 @@ def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], 
     with seeded(seed):
         with mode, _conversions(mode), device:  # operators choose their kernels by device while they are traced
             model = make_model()
+            hold(model)
             inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
         refuse_hooks(model)
         training = Observed(model, loss)
@@ -215,7 +218,9 @@ def _traced(
     if not read.keys().isdisjoint(training.seen.reassigned):
         raise refuse_state({f"tensor `{name}`" for name in training.seen.reassigned if name in read}, training.model)
     random = make_counted(graph, samples, rng)
-    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, Frozen(training.model, training.loss))
+    classes = {type(module) for module in training.model.modules()}
+    frozen = Frozen("the traced program", [unwrap(training.loss)], classes, line_of_function(training.loss))
+    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, frozen)
 
 
 def _changes(program: torch.export.ExportedProgram, training: Observed, weights: dict[str, Weight]) -> dict[str, fx.Node]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,7 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
 
 def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path, given: Batches) -> None:
     with doing("importing the runtime"):  # Ray among it
+        from piperlang.capture.held import refuse_use
         from piperlang.capture.model_file import shipped
         from piperlang.runtime.job import Training
         from piperlang.runtime.optimize import default_optimizer
@@ -160,6 +162,7 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
             if file.on_step is not None:
                 file.on_step(row.record())
 
+        refuse_use()  # of models that the user's code keeps: what is trained is elsewhere
         started = time.perf_counter()
         with _interruptible(folder) as done, _weights_kept(job, folder, done), stepping(options.steps, options.log_every):
             for row in _steps(options, file, job, plan, batches, first, validation is not None):
@@ -174,10 +177,13 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
 def _steps(
     options: argparse.Namespace, file: ModelFile, job: Any, plan: Any, batches: Iterator[Any], batch: Any, validates: bool
 ) -> Iterator[Row]:
-    """Train step by step."""
+    """Train step by step. The next batch is made while a step trains, but for files with `on_step`, whose data may depend on what it does."""
+    from piperlang.capture.state import Frozen
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
 
+    ahead = file.on_step is None
+    schedule = Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule)) if file.lr_schedule is not None else None
     for step in range(options.steps):
         last = step + 1 == options.steps
         with doing("running the first step") if step == 0 else nullcontext():  # chunks may be compiled in it
@@ -185,7 +191,7 @@ def _steps(
                 begun = job.begin(batch)
             problem = None
             try:
-                batch = batch if last else next(batches)  # the next one is made while this one trains
+                batch = next(batches) if ahead and not last else batch
             except PiperError as raised:
                 problem = raised
             done = job.finish(begun)
@@ -195,6 +201,9 @@ def _steps(
         yield row
         if problem is not None:
             raise problem
+        if schedule is not None:
+            schedule.check()
+        batch = batch if ahead or last else next(batches)
 
 
 @contextmanager

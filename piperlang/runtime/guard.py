@@ -7,6 +7,7 @@ the optimizer does is compared with the same gradients on both sides (guard_opti
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from piperlang.capture.cut import Chunk
 from piperlang.capture.differentiate import Piece, value_name
 from piperlang.capture.eager import Eager, forward_and_backward
+from piperlang.capture.held import hold, restore, saved
 from piperlang.capture.program import Captured
 from piperlang.capture.random import PLACE, mix
 from piperlang.capture.seeding import seeded
@@ -63,8 +65,11 @@ def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Tra
     need, free = guard.bytes_needed(), free_bytes(guard.device)
     if need > SHARE * free:
         return Verified(skipped=f"it would take {gigabytes(need)} of memory here, and {gigabytes(free)} are free")
-    with seeded(training.seed):
-        difference = max(*(guard.compare(call) for call in range(CALLS)), guard.compare_optimizer())
+    try:
+        with seeded(training.seed):
+            difference = max(*(guard.compare(call) for call in range(CALLS)), guard.compare_optimizer())
+    finally:
+        guard.close()
     return Verified(difference, time.perf_counter() - started)
 
 
@@ -77,6 +82,11 @@ class Guard:
         self.samples = self._microbatch_size()
         self.microbatches = 2 if 2 * self.samples <= captured.model.samples else 1
         self.device = self.traced.value(self.traced.result).device
+
+    def close(self) -> None:
+        """`model()` may give the same object again: leave it as it was."""
+        if hasattr(self, "before"):
+            restore(self.model, self.before)
 
     def _microbatch_size(self) -> int:
         """As the plan has it, so that its graphs are there already. Where weights are divided, graphs of whole weights are there for the whole batch only: that is taken if it is small."""
@@ -101,7 +111,11 @@ class Guard:
         """One call of the model both ways; the largest relative difference."""
         self.gradients: Mapping[str, torch.Tensor] = {}  # those of the call before need no memory any more
         if call == 0:
-            self.model: nn.Module = self.training.make_model().to(self.device)
+            self.model: nn.Module = self.training.make_model()
+            hold(self.model)
+            if sys.getrefcount(self.model) > 2:  # somebody besides us has it
+                self.before = saved(self.model)
+            self.model.to(self.device)
         before = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers(remove_duplicate=False)}
         batch = self._slice(call)
         versions = self._versions()

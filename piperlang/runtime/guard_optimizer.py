@@ -17,6 +17,7 @@ from piperlang.plan.instruction import DevicePlan, Plan
 from piperlang.runtime.job import Training
 from piperlang.runtime.optimize import Optimizers, Update, updated_weights
 from piperlang.runtime.optimizer_copy import Part
+from piperlang.runtime.options_only import refuse_use
 from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, scope_of
 
 STEPS = 2
@@ -50,6 +51,8 @@ def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients
         for parameter in whole.values():
             if parameter.grad is not None:
                 parameter.grad /= step + 2
+    refuse_use(plain)
+    ours.discard()
     for update in updates:
         for part in update.parts:
             yield part.weight, _error(part, whole[part.weight].detach(), before[part.weight])

@@ -8,6 +8,7 @@ A gradient can be zero but for rounding (the bias of an attention's keys), and a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -61,7 +62,7 @@ def doubled(file: ModelFile, seed: int) -> tuple[Callable[[], nn.Module], list[t
     @wraps(file.model)
     def make() -> nn.Module:
         seed_all(seed)
-        return _in_double(file.model())
+        return _in_double(copy.deepcopy(file.model()))  # which may give the same object again
 
     def precise(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -22,7 +22,7 @@ from piperlang.elaborate.directive import Written
 from piperlang.ir.graph import Key
 from piperlang.plan.instruction import Plan
 from piperlang.runtime.optimizer_copy import LocalOptimizer, Part, copied, copied_group, copied_state, options, same_option, set_option
-from piperlang.runtime.options_only import SharedState, check_groups, options_only
+from piperlang.runtime.options_only import SharedState, check_groups, check_options, options_only, refuse_use
 from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, never_stepped, refused, scope_of, step_schedule
 
 HALF = (torch.bfloat16, torch.float16)
@@ -79,6 +79,7 @@ class Optimizers:
         if not self.local:
             return
         self.shared.check()
+        check_options(self.user, self.options, self.make)
         if self.schedule is None:
             return
         step_schedule(self.schedule, self.make_schedule)
@@ -100,6 +101,11 @@ class Optimizers:
                     last[name] = copy.deepcopy(value)
                     for one in copies:
                         set_option(one, name, value)
+
+    def discard(self) -> None:
+        """These were for a comparison: what the user's code may keep of them is of no use."""
+        if self.local:
+            refuse_use(self.user)
 
     def states(self) -> list[Any]:
         """The state of every weight that is updated here."""

@@ -15,6 +15,7 @@ from piperlang.capture.prints import Prints
 from piperlang.capture.state import globals_of
 from piperlang.capture.where import here, line_of_function
 from piperlang.diagnostics import PiperError, error
+from piperlang.runtime.optimizer_copy import options, same_option
 from piperlang.runtime.user_optimizer import step_hooks
 
 _REPAIR = "let the schedule change options of the groups only (lr, weight_decay, momentum); what depends on weights or their state belongs into an Optimizer's `step`"
@@ -28,16 +29,19 @@ class _StandIn(nn.Parameter):
         raise _touched("the weights")
 
 
-class _NoState:
-    """In the place of `optimizer.state`."""
+class _Nothing:
+    """In the place of what an optimizer has no more."""
+
+    def __init__(self, refuse: Callable[[], PiperError]) -> None:
+        self.__dict__["refuse"] = refuse
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # what Python itself asks for
             raise AttributeError(name)
-        raise _touched("the state of the optimizer")
+        raise self.refuse()
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise _touched("the state of the optimizer")
+        raise self.refuse()
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
 
@@ -48,8 +52,32 @@ def options_only(optimizer: optim.Optimizer) -> list[list[nn.Parameter]]:
     for group in optimizer.param_groups:
         group["params"] = [_StandIn(torch.empty(0)) for _ in group["params"]]
         found.append(list(group["params"]))
-    optimizer.state = _NoState()  # type: ignore[assignment]
+    optimizer.state = _Nothing(lambda: _touched("the state of the optimizer"))  # type: ignore[assignment]
     return found
+
+
+def refuse_use(optimizer: optim.Optimizer) -> None:
+    """An optimizer that was made for a comparison, and that the user's code may keep: nothing trains with it."""
+    optimizer.param_groups = _Nothing(_not_trained)  # type: ignore[assignment]
+    optimizer.state = _Nothing(_not_trained)  # type: ignore[assignment]
+
+
+def _not_trained() -> PiperError:
+    return error(
+        "P0601", "this code uses an optimizer that trains nothing", here(), notes=["devices train with copies of what `optimizer` returns"],
+        help="let `lr_schedule` change the options of its groups (lr, weight_decay, momentum) from step to step",
+    )  # fmt: skip
+
+
+def check_options(optimizer: optim.Optimizer, last: list[dict[str, Any]], make: Callable[..., Any]) -> None:
+    """Between steps only the schedule may change options: what others change would not reach the copies, or not on workers."""
+    for group, was in zip(optimizer.param_groups, last, strict=False):
+        name = next((name for name, value in options(group).items() if name not in was or not same_option(was[name], value)), None)
+        if name is not None:
+            raise error(
+                "P0601", f"option `{name}` of the optimizer has changed between steps", line_of_function(make), notes=["only the schedule of `lr_schedule` may do that: copies of the optimizer train"],
+                help="return an object with a method `step` from `lr_schedule(optimizer)` that changes it",
+            )  # fmt: skip
 
 
 def check_groups(optimizer: optim.Optimizer, stand_ins: list[list[nn.Parameter]], make_schedule: Callable[..., Any]) -> None:

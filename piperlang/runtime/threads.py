@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from piperlang.capture.differentiate import Piece
+from piperlang.capture.held import hold
 from piperlang.capture.seeding import seeded
 from piperlang.capture.tensors import named_tensors
 from piperlang.plan.instruction import Plan
@@ -31,6 +32,7 @@ class ThreadJob:
         self.plan, self.captured, self.timeout = plan, captured, timeout
         with seeded(training.seed):  # data may draw from the same generators, and goes on where it was
             model = training.make_model()
+            hold(model)
         weights = named_tensors(model) | dict(captured.constants)
         self.rest = rest_of(model, known_to(plan, captured.aliases))
         pieces, board = _pieces(plan, captured), Switchboard(plan.groups, timeout)

@@ -1,0 +1,76 @@
+"""Models that the user's code keeps hold of: they are left as they were, and not used by mistake.
+
+`model()` may return an object that the file keeps (`NET = Net()` at its top, a list that it is appended to). Devices train their own parts of the weights, so code
+that goes on with the kept object (labels from the current weights in `data`, clamping in `on_step`) would work with other weights than those that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from piperlang.capture.where import here
+from piperlang.diagnostics import PiperError, error
+
+_held: WeakSet[nn.Module] = WeakSet()
+
+
+def hold(model: nn.Module) -> None:
+    """Remember a model that user code may have."""
+    _held.add(model)
+
+
+def saved(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model has, to be restored after a comparison has changed it."""
+    return {name: value.detach().clone() for name, value in _tensors(model)}
+
+
+@torch.no_grad()
+def restore(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    for name, value in _tensors(model):
+        value.grad = None
+        value.data = before.get(name, value.data)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def refuse_use() -> None:
+    """From here on the parameters of all these models refuse to be used: training has begun."""
+    while _held:
+        model = _held.pop()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, _Untrained | _Frozen):
+                    module._parameters[name] = _Untrained(torch.empty(0)) if parameter.requires_grad else _Frozen(parameter.detach(), False)
+
+
+class _Untrained(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _refused()
+
+
+class _Frozen(nn.Parameter):
+    """One that is not trained may be read, but neither changed nor trained from now on."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "__set__" or (name.endswith("_") and not name.endswith("__")):
+            raise _refused()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def _refused() -> PiperError:
+    return error(
+        "P0808", "this code uses a model that is not the one that is trained", here(), notes=["devices train copies of what `model` returns; the object that is kept here has the weights of the start"],
+        help="compute what depends on the current weights in the model's forward or in the loss; read trained weights from weights.pt of the run folder",
+    )  # fmt: skip
