@@ -40,9 +40,7 @@ def pytest_sessionfinish() -> None:
     _end()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share workers run on one process; xdist keeps those of a group together."""
-    for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("workers"))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before it looks at the collected items."""
+    if "cluster" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("workers"))
