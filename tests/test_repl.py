@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -10,11 +11,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
+from piperlang.repl.interrupts import held_back
 from piperlang.repl.model import open_model
 from piperlang.repl.session import Screen, Session
 
@@ -400,3 +403,40 @@ def test_the_session_of_the_readme(tmp_path: Path) -> None:
     assert "same mathematics" in done.stdout
     found = piperc("check", str(tmp_path / "my_job" / "model.py"), str(tmp_path / "my_job" / "mine.piper"), "--json")
     assert json.loads(found)["ok"]
+
+
+def test_ctrl_c_during_an_import_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted import would leave the module half initialised for the rest of the session."""
+    (tmp_path / "slow_package.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), held_back():
+        importlib.import_module("slow_package")
+    assert sys.modules.pop("slow_package").whole
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("command", "name"), [(":run 1 inline", "trained"), (":numerics", "compared")])
+def test_run_and_numerics_import_before_they_are_interrupted(
+    command: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported: list[str] = []
+    called: list[str] = []
+
+    def slowly(what: str) -> object:
+        """An attribute that is interrupted while it is imported."""
+        if what == name:
+            signal.raise_signal(signal.SIGINT)
+            imported.append(what)
+            return lambda *arguments: called.append(what)
+        raise AttributeError(what)
+
+    training = ModuleType("piperlang.repl.training")
+    training.__getattr__ = slowly  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "piperlang.repl.training", training)
+    monkeypatch.setattr("piperlang.repl.commands._estimated", lambda session, name: None)
+    session = Session()
+    session.model = object()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        session.execute(command)
+    assert (imported, called) == ([name], [])

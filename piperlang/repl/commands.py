@@ -23,6 +23,7 @@ from piperlang.ir.text import as_json, brief, text
 from piperlang.plan.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
 from piperlang.plan.summary import bytes_text, summary
 from piperlang.repl.answer import difference, orders, signature, status
+from piperlang.repl.interrupts import held_back
 from piperlang.repl.session import Session, needs_model
 from piperlang.repl.show import Row, Shown
 from piperlang.repl.state import Estimate, State
@@ -263,7 +264,8 @@ def numerics(session: Session, argument: str) -> Shown:
     if session.model is None:
         raise needs_model("`:numerics`")
     _estimated(session, ":numerics")
-    from piperlang.repl.training import compared
+    with held_back():
+        from piperlang.repl.training import compared
 
     return compared(session)
 
@@ -283,7 +285,8 @@ def train(session: Session, argument: str) -> Shown:
     if unknown or len(words) > 2 or int(steps) < 1:
         raise usage(":run", f"`{unknown[0] if unknown else argument}` is not a number of steps", argument)
     _estimated(session, ":run")
-    from piperlang.repl.training import trained
+    with held_back():
+        from piperlang.repl.training import trained
 
     return trained(session, int(steps), "inline" if "inline" in words else "ray")
 

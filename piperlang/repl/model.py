@@ -4,6 +4,7 @@ that need torch are this one and training.py."""
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piperlang.diagnostics import error
+from piperlang.repl.interrupts import held_back
 from piperlang.repl.state import Cuts
 
 if TYPE_CHECKING:
@@ -58,14 +60,13 @@ class OpenModel:
 def open_model(path: Path, seed: int = 0) -> OpenModel:
     """Read and trace a model file; whatever is wrong with it is a located diagnostic."""
     try:
-        import time
+        with held_back():
+            import torch
 
-        import torch
-
-        from piperlang.capture.batches import placed
-        from piperlang.capture.model_file import load_model
-        from piperlang.capture.program import capture
-        from piperlang.capture.seeding import seeded
+            from piperlang.capture.batches import placed
+            from piperlang.capture.model_file import load_model
+            from piperlang.capture.program import capture
+            from piperlang.capture.seeding import seeded
     except ModuleNotFoundError as problem:
         if problem.name not in NEEDED:
             raise
