@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -440,3 +441,11 @@ def test_run_and_numerics_import_before_they_are_interrupted(
     with pytest.raises(KeyboardInterrupt):
         session.execute(command)
     assert (imported, called) == ([name], [])
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 0), (">&-", 1), ("<&- >&- 2>&-", 0)])
+def test_closed_standard_streams(closed: str, code: int) -> None:
+    """Closed input is empty input; answers to a closed output are lost, and refusals are not."""
+    command = f"{shlex.quote(sys.executable)} -m piperlang repl {closed}"
+    done = subprocess.run(["sh", "-c", command], input="1\n:lst\n", capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, "bug" in done.stderr) == (code, False), done.stderr

@@ -9,6 +9,7 @@ code is 1 if a statement was refused.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
     def tell(problems: Iterable[Diagnostic]) -> None:
         print(render(problems, options.format, paint(sys.stderr)), file=sys.stderr)
 
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    lines = sys.stdin or io.StringIO()  # closed by whoever started us: nothing to read
+    interactive = lines.isatty() and sys.stdout is not None and sys.stdout.isatty()
     try:
         if script is not None:
             session.load(Path(script))
@@ -55,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         if not interactive:
             from piperlang.repl.piped import piped
 
-            return piped(session, sys.stdin, options.strict, tell)
+            return piped(session, lines, options.strict, tell)
         from piperlang.repl.terminal import Terminal
 
         return Terminal(session, model, script, tell).run()
