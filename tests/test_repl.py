@@ -18,6 +18,7 @@ import pytest
 
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
+from piperlang.repl.commands import _changes
 from piperlang.repl.interrupts import held_back
 from piperlang.repl.model import open_model
 from piperlang.repl.session import Screen, Session
@@ -180,6 +181,7 @@ mesh gpu = pp: 2
 place [stage=0:2] on gpu[pp=0]
 place [stage=2:4] on gpu[pp=1]
 split batch into 4 as mb
+:diff 0 3
 :at 2
 :at 3 :count [pass=F]
 :count [pass=F]
@@ -191,6 +193,7 @@ split batch into 4 as mb
 """
     done = repl(text, str(GPT))
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
+    assert "nodes     19 new, 12 gone, 0 changed" in done.stdout  # two of its updates have the same name
     assert "missing   [stage=2], [stage=3] have no place" in done.stdout
     assert "4 nodes: 4 F\n16 nodes: 16 F\n" in done.stdout
     assert "+ 6 send/recv (2 -> 8), 128 KiB, stream comm" in done.stdout
@@ -198,6 +201,11 @@ split batch into 4 as mb
     assert re.search(r"device +peak +weights +gradients +optimizer states", done.stdout)
     assert re.search(r"^devices  2, \d+ instructions each", done.stdout, re.MULTILINE)
     assert "   4  split batch into 4 as mb" in done.stdout
+
+
+def test_nodes_with_the_same_name_are_all_compared() -> None:
+    old, new = ["a on x: 1", "b on x: 1"], ["b on x: 2", "b on x: 3", "c on x: 1", "c on x: 2"]
+    assert _changes(old, new) == ["- a on x", "~ b on x", "+ b on x", "+ c on x", "+ c on x"]
 
 
 def test_tags_are_cut_when_they_are_used() -> None:

@@ -151,14 +151,27 @@ def diff(session: Session, argument: str) -> Shown:
     if session.model is None:
         raise needs_model("`:diff`")
     old, new = (text(_graph(state, ":diff")).splitlines() for state in (first, second))
-    signs: dict[str, str] = {}
+    lines = _changes(old, new)
+    counts = Counter(line[0] for line in lines)
+    rows = (*found.rows, Row("nodes", f"{counts['+']:,} new, {counts['-']:,} gone, {counts['~']:,} changed"))
+    return Shown(rows, _some(lines, 20, "nodes"))
+
+
+def _changes(old: list[str], new: list[str]) -> list[str]:
+    """Nodes that are new (`+`), gone (`-`) or changed (`~`), a line each. Several may have the same name: of those as
+    many are changed as are on both sides."""
+    gone: Counter[str] = Counter()
+    added: Counter[str] = Counter()
+    names: dict[str, None] = {}
     for line in unified_diff(old, new, lineterm="", n=0):
         if not line.startswith(("---", "+++", "@@")):
-            name = _head(line[1:])
-            signs[name] = line[0] if signs.get(name, line[0]) == line[0] else "~"
-    counts = Counter(signs.values())
-    rows = (*found.rows, Row("nodes", f"{counts['+']:,} new, {counts['-']:,} gone, {counts['~']:,} changed"))
-    return Shown(rows, _some([f"{sign} {name}" for name, sign in signs.items()], 20, "nodes"))
+            names[_head(line[1:])] = None
+            (gone if line[0] == "-" else added)[_head(line[1:])] += 1
+    found = []
+    for name in names:
+        both = min(gone[name], added[name])
+        found += [f"~ {name}"] * both + [f"- {name}"] * (gone[name] - both) + [f"+ {name}"] * (added[name] - both)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- the graph
