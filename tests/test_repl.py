@@ -457,3 +457,17 @@ def test_closed_standard_streams(closed: str, code: int) -> None:
     command = f"{shlex.quote(sys.executable)} -m piperlang repl {closed}"
     done = subprocess.run(["sh", "-c", command], input="1\n:lst\n", capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, "bug" in done.stderr) == (code, False), done.stderr
+
+
+def test_every_axis_without_a_use_is_named() -> None:
+    session = Session()
+    assert "missing   axis a.pp has no use [P0404]" in str(session.execute("mesh a = pp: 2"))
+    session.execute("mesh b = x: 2, y: 3")
+    answer = str(session.execute("mesh c = q: 4, r: 2, s: 2, t: 2"))
+    assert "missing   axes a.pp, b.x, b.y, c.q, c.r, c.s and 1 more have no use [P0404]" in answer
+
+
+def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along() -> None:
+    done = repl("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", str(GPT))
+    assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
+    assert "gpu.dp has no use" not in done.stdout
