@@ -164,6 +164,8 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
 :why [stage=0, pass=F, mb=0] before [stage=2, pass=F, mb=0]
 :why [stage=2, pass=F, mb=0] before [stage=0, pass=F, mb=0]
 :why [stage=2, pass=F, mb=0] before [stage=2, pass=F, mb=1]
+:why [stage=2, pass=F, mb=0] before [stage=2, pass=F, mb=0]
+:why [stage=2, pass=F] before [stage=2, pass=F]
 """
     done = repl(text, str(GPT))
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
@@ -172,6 +174,7 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
     assert (
         "no, the other way round: F[stage=2, mb=0] on gpu[pp=1] waits for F[stage=0, mb=0] on gpu[pp=0]" in done.stdout
     )
+    assert "both are the same node: F[stage=2, mb=0] on gpu[pp=1]\nboth are the same 2 nodes;" in done.stdout
     assert "nothing orders them: F[stage=2, mb=0] on gpu[pp=1] and F[stage=2, mb=1] on gpu[pp=1]" in done.stdout
 
 
@@ -287,6 +290,15 @@ def test_no_error_is_exit_code_zero() -> None:
         (":undo x\n", "`x` is not a number of statements"),
         (":redo\n", "nothing to redo"),
         (":at 3\n", "`3` is not one of 0 to 0"),
+        (":at\n", "a number of statements is needed"),
+        (":orders foo\n", "`:orders` takes no argument"),
+        (":quit foo\n", "`:quit` takes no argument"),
+        ("undo\n", "commands start with a colon: `:undo`"),
+        ("help place\n", "commands start with a colon: `:help place`"),
+        ("quit\n", "commands start with a colon: `:quit`"),
+        ("exit\n", "commands start with a colon: `:quit`"),
+        ("let x = 1\n:undo 2\n", "only 1 statement can be undone"),
+        ("mesh g = pp: 2\nplace [stage=0] on g[pp=0]\n:cost stage=99:2\n", "help: stage is one of 0\n"),
         (":at 0 :run 3\n", "`:run` cannot look at an earlier state"),
         (":diff 1\n", "two numbers are needed"),
         (":why [stage=0]\n", "with `before` between them"),
@@ -471,3 +483,11 @@ def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along() -> No
     done = repl("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", str(GPT))
     assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
     assert "gpu.dp has no use" not in done.stdout
+
+
+def test_a_mistyped_executor_is_corrected() -> None:
+    session = Session()
+    session.model = object()  # type: ignore[assignment]
+    with pytest.raises(PiperError) as raised:
+        session.execute(":run 3 inlin")
+    assert raised.value.diagnostics[0].helps == ("did you mean `inline`?",)

@@ -268,6 +268,14 @@ class State:
         The value of an expression. Worked out beside this state: a function that is called may contain directives."""
         return self._beside(node).evaluate(node)
 
+    def tag_values(self, name: str) -> list[TagValue]:
+        """As `tags(name)` gives them, and the microbatches of a split."""
+        split: list[TagValue] = [
+            n for x in self.directives if isinstance(x, d.Split) and x.name == name for n in range(x.count)
+        ]
+        tagged = sorted((self.scheduler or self._outline).tags(name), key=lambda value: (isinstance(value, str), value))
+        return tagged + split
+
     def selector(self, node: tree.Expr) -> Selector:
         return self._beside(node).settled(node)
 
