@@ -223,7 +223,8 @@ class Session:
         """The statements as a script in the canonical layout."""
         return format_source(Source(NAME, "".join(f"{text}\n" for text in self.statements)))
 
-    def save(self, path: Path, overwrite: bool = False) -> str:
+    def save(self, path: Path | str, overwrite: bool = False) -> str:
+        path = Path(path)
         if is_file(path) and not overwrite:
             raise error("P0902", f"{path} exists", help=f"`:save! {path}` overwrites it")
         text = self.script()
@@ -246,6 +247,10 @@ class Session:
         if there.problems:
             raise PiperError(*there.problems)
         assert resolved(there.directives) == resolved(self.state.directives), "the saved script says something else"
+
+    def __repr__(self) -> str:
+        model = f"{self.model.file.path}, " if self.model is not None else ""
+        return f"<session: {model}{counted(len(self.statements), 'statement')}{', not saved' if self.unsaved else ''}>"
 
     @property
     def unsaved(self) -> bool:
