@@ -491,3 +491,14 @@ def test_a_mistyped_executor_is_corrected() -> None:
     with pytest.raises(PiperError) as raised:
         session.execute(":run 3 inlin")
     assert raised.value.diagnostics[0].helps == ("did you mean `inline`?",)
+
+
+def test_a_grid_of_some_devices_has_no_idle_share() -> None:
+    session = Session()
+    for text in ("mesh gpu = pp: 2", "place [stage=0] on gpu[pp=0]", "place [stage=1] on gpu[pp=1]"):
+        session.execute(text)
+    session.execute("split batch into 2 as mb")
+    answer = str(session.execute("order on gpu[pp=0]: [stage=0, pass=F, mb=0], [stage=0, pass=F, mb=1]"))
+    assert "2 units, 1 of 2 devices has no order (F=I=W=1" in answer
+    answer = str(session.execute("order on gpu[pp=1]: [stage=1, pass=F, mb=0], [stage=1, pass=F, mb=1]"))
+    assert "3 units, 33% idle (F=I=W=1" in answer

@@ -296,4 +296,5 @@ def orders(state: State, width: int, paint: Paint, before: State | None = None) 
         else set()
     )
     legend = "; * changed" if marked else ""
-    return f"{grid(lanes, timeline, width, paint, marked)}\n{summary(lanes, timeline, state.setting.costs)}{legend}"
+    figures = summary(lanes, timeline, state.setting.costs, state.unordered[0])
+    return f"{grid(lanes, timeline, width, paint, marked)}\n{figures}{legend}"
