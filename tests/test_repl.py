@@ -11,13 +11,16 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from piperlang.cli.main import main
+from piperlang.cli.repl import _telling
 from piperlang.diagnostics import PiperError
+from piperlang.progress import phase
 from piperlang.repl.commands import _changes
 from piperlang.repl.interrupts import held_back
 from piperlang.repl.model import open_model
@@ -483,6 +486,8 @@ def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along() -> No
     done = repl("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", str(GPT))
     assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
     assert "gpu.dp has no use" not in done.stdout
+    # Opening is told in the words of other commands.
+    assert re.search(r"^loaded model\.py [\d.]+ s\n(.* \.\.\. \d+ s\n)*traced [\d.]+ s \(\d+ nodes\)$", done.stderr, re.MULTILINE)
 
 
 def test_a_mistyped_executor_is_corrected() -> None:
@@ -502,3 +507,16 @@ def test_a_grid_of_some_devices_has_no_idle_share() -> None:
     assert "2 units, 1 of 2 devices has no order (F=I=W=1" in answer
     answer = str(session.execute("order on gpu[pp=1]: [stage=1, pass=F, mb=0], [stage=1, pass=F, mb=1]"))
     assert "3 units, 33% idle (F=I=W=1" in answer
+
+
+def test_opening_a_model_gives_a_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("piperlang.progress.plain.SILENCE", 0.1)
+    with _telling("full"), phase("tracing model.py", "traced"):
+        time.sleep(0.5)
+    with _telling("json"), phase("tracing model.py", "traced"):
+        time.sleep(0.2)
+    said = capsys.readouterr()
+    assert re.fullmatch(r"(tracing model\.py \.\.\. 0 s\n)+traced 0\.\d s\n", said.err)
+    assert said.out == ""

@@ -69,7 +69,7 @@ class Magics:
             from piperlang.repl.model import open_model
 
             model = open_model(Path(models[0]).expanduser())
-            print(f"traced {models[0]} in {model.seconds:.1f} s ({model.operators:,} operators)")
+            print(f"traced {models[0]} {model.seconds:.1f} s ({model.nodes:,} nodes)")
         opened = Session(model, screen=Screen(width=lambda: WIDTH))
         if self.session is not None:
             self._put_aside(self.session)
