@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from piperlang.cli.main import main
+from piperlang.cli.repl import _telling
 from piperlang.diagnostics import PiperError
+from piperlang.progress import phase
+from piperlang.repl.commands import _changes
+from piperlang.repl.interrupts import held_back
 from piperlang.repl.model import open_model
 from piperlang.repl.session import Screen, Session
 
@@ -159,6 +167,8 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
 :why [stage=0, pass=F, mb=0] before [stage=2, pass=F, mb=0]
 :why [stage=2, pass=F, mb=0] before [stage=0, pass=F, mb=0]
 :why [stage=2, pass=F, mb=0] before [stage=2, pass=F, mb=1]
+:why [stage=2, pass=F, mb=0] before [stage=2, pass=F, mb=0]
+:why [stage=2, pass=F] before [stage=2, pass=F]
 """
     done = repl(text, str(GPT))
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
@@ -167,6 +177,7 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
     assert (
         "no, the other way round: F[stage=2, mb=0] on gpu[pp=1] waits for F[stage=0, mb=0] on gpu[pp=0]" in done.stdout
     )
+    assert "both are the same node: F[stage=2, mb=0] on gpu[pp=1]\nboth are the same 2 nodes;" in done.stdout
     assert "nothing orders them: F[stage=2, mb=0] on gpu[pp=1] and F[stage=2, mb=1] on gpu[pp=1]" in done.stdout
 
 
@@ -176,6 +187,7 @@ mesh gpu = pp: 2
 place [stage=0:2] on gpu[pp=0]
 place [stage=2:4] on gpu[pp=1]
 split batch into 4 as mb
+:diff 0 3
 :at 2
 :at 3 :count [pass=F]
 :count [pass=F]
@@ -187,6 +199,7 @@ split batch into 4 as mb
 """
     done = repl(text, str(GPT))
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
+    assert "nodes     19 new, 12 gone, 0 changed" in done.stdout  # two of its updates have the same name
     assert "missing   [stage=2], [stage=3] have no place" in done.stdout
     assert "4 nodes: 4 F\n16 nodes: 16 F\n" in done.stdout
     assert "+ 6 send/recv (2 -> 8), 128 KiB, stream comm" in done.stdout
@@ -194,6 +207,11 @@ split batch into 4 as mb
     assert re.search(r"device +peak +weights +gradients +optimizer states", done.stdout)
     assert re.search(r"^devices  2, \d+ instructions each", done.stdout, re.MULTILINE)
     assert "   4  split batch into 4 as mb" in done.stdout
+
+
+def test_nodes_with_the_same_name_are_all_compared() -> None:
+    old, new = ["a on x: 1", "b on x: 1"], ["b on x: 2", "b on x: 3", "c on x: 1", "c on x: 2"]
+    assert _changes(old, new) == ["- a on x", "~ b on x", "+ b on x", "+ c on x", "+ c on x"]
 
 
 def test_tags_are_cut_when_they_are_used() -> None:
@@ -275,6 +293,15 @@ def test_no_error_is_exit_code_zero() -> None:
         (":undo x\n", "`x` is not a number of statements"),
         (":redo\n", "nothing to redo"),
         (":at 3\n", "`3` is not one of 0 to 0"),
+        (":at\n", "a number of statements is needed"),
+        (":orders foo\n", "`:orders` takes no argument"),
+        (":quit foo\n", "`:quit` takes no argument"),
+        ("undo\n", "commands start with a colon: `:undo`"),
+        ("help place\n", "commands start with a colon: `:help place`"),
+        ("quit\n", "commands start with a colon: `:quit`"),
+        ("exit\n", "commands start with a colon: `:quit`"),
+        ("let x = 1\n:undo 2\n", "only 1 statement can be undone"),
+        ("mesh g = pp: 2\nplace [stage=0] on g[pp=0]\n:cost stage=99:2\n", "help: stage is one of 0\n"),
         (":at 0 :run 3\n", "`:run` cannot look at an earlier state"),
         (":diff 1\n", "two numbers are needed"),
         (":why [stage=0]\n", "with `before` between them"),
@@ -400,3 +427,96 @@ def test_the_session_of_the_readme(tmp_path: Path) -> None:
     assert "same mathematics" in done.stdout
     found = piperc("check", str(tmp_path / "my_job" / "model.py"), str(tmp_path / "my_job" / "mine.piper"), "--json")
     assert json.loads(found)["ok"]
+
+
+def test_ctrl_c_during_an_import_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted import would leave the module half initialised for the rest of the session."""
+    (tmp_path / "slow_package.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), held_back():
+        importlib.import_module("slow_package")
+    assert sys.modules.pop("slow_package").whole
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("command", "name"), [(":run 1 inline", "trained"), (":numerics", "compared")])
+def test_run_and_numerics_import_before_they_are_interrupted(
+    command: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported: list[str] = []
+    called: list[str] = []
+
+    def slowly(what: str) -> object:
+        """An attribute that is interrupted while it is imported."""
+        if what == name:
+            signal.raise_signal(signal.SIGINT)
+            imported.append(what)
+            return lambda *arguments: called.append(what)
+        raise AttributeError(what)
+
+    training = ModuleType("piperlang.repl.training")
+    training.__getattr__ = slowly  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "piperlang.repl.training", training)
+    monkeypatch.setattr("piperlang.repl.commands._estimated", lambda session, name: None)
+    session = Session()
+    session.model = object()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        session.execute(command)
+    assert (imported, called) == ([name], [])
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 0), (">&-", 1), ("<&- >&- 2>&-", 0)])
+def test_closed_standard_streams(closed: str, code: int) -> None:
+    """Closed input is empty input; answers to a closed output are lost, and refusals are not."""
+    command = f"{shlex.quote(sys.executable)} -m piperlang repl {closed}"
+    done = subprocess.run(["sh", "-c", command], input="1\n:lst\n", capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, "bug" in done.stderr) == (code, False), done.stderr
+
+
+def test_every_axis_without_a_use_is_named() -> None:
+    session = Session()
+    assert "missing   axis a.pp has no use [P0404]" in str(session.execute("mesh a = pp: 2"))
+    session.execute("mesh b = x: 2, y: 3")
+    answer = str(session.execute("mesh c = q: 4, r: 2, s: 2, t: 2"))
+    assert "missing   axes a.pp, b.x, b.y, c.q, c.r, c.s and 1 more have no use [P0404]" in answer
+
+
+def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along() -> None:
+    done = repl("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", str(GPT))
+    assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
+    assert "gpu.dp has no use" not in done.stdout
+    # Opening is told in the words of other commands.
+    assert re.search(r"^loaded model\.py [\d.]+ s\n(.* \.\.\. \d+ s\n)*traced [\d.]+ s \(\d+ nodes\)$", done.stderr, re.MULTILINE)
+
+
+def test_a_mistyped_executor_is_corrected() -> None:
+    session = Session()
+    session.model = object()  # type: ignore[assignment]
+    with pytest.raises(PiperError) as raised:
+        session.execute(":run 3 inlin")
+    assert raised.value.diagnostics[0].helps == ("did you mean `inline`?",)
+
+
+def test_a_grid_of_some_devices_has_no_idle_share() -> None:
+    session = Session()
+    for text in ("mesh gpu = pp: 2", "place [stage=0] on gpu[pp=0]", "place [stage=1] on gpu[pp=1]"):
+        session.execute(text)
+    session.execute("split batch into 2 as mb")
+    answer = str(session.execute("order on gpu[pp=0]: [stage=0, pass=F, mb=0], [stage=0, pass=F, mb=1]"))
+    assert "2 units, 1 of 2 devices has no order (F=I=W=1" in answer
+    answer = str(session.execute("order on gpu[pp=1]: [stage=1, pass=F, mb=0], [stage=1, pass=F, mb=1]"))
+    assert "3 units, 33% idle (F=I=W=1" in answer
+
+
+def test_opening_a_model_gives_a_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("piperlang.progress.plain.SILENCE", 0.1)
+    with _telling("full"), phase("tracing model.py", "traced"):
+        time.sleep(0.5)
+    with _telling("json"), phase("tracing model.py", "traced"):
+        time.sleep(0.2)
+    said = capsys.readouterr()
+    assert re.fullmatch(r"(tracing model\.py \.\.\. 0 s\n)+traced 0\.\d s\n", said.err)
+    assert said.out == ""

@@ -152,7 +152,8 @@ def test_completion_blocks_history_and_leaving(terminal: Callable[..., Screen]) 
     screen.shows(r"^piper:6> split batch into 2 as mb")
     screen.process.send("\x03")
     screen.process.send("\x04")  # Ctrl-D
-    screen.shows("5 statements were not saved")
+    screen.shows("5 statements not saved: `:save FILE`, or Ctrl-D again to leave")
+    screen.process.send("\x04")
     assert screen.ended() == 0
 
 
@@ -160,11 +161,14 @@ def test_history_is_kept_between_sessions(terminal: Callable[..., Screen]) -> No
     first = terminal()
     first.shows(r"^piper:1>")
     first.enter("let answer = 42", r"^piper:2>")
+    first.enter(":quit", "1 statement not saved: `:save FILE`, or `:quit` again to leave")
+    first.enter("answer", r"^42$")  # stays, and would ask again
+    first.enter(":quit", r"(?s)1 statement not saved.*1 statement not saved")
     first.type(":quit\r")
     assert first.ended() == 0
     second = terminal()
     second.shows(r"^piper:1>")
-    second.process.send("\x1b[A\x1b[A")
+    second.process.send("\x1b[A" * 4)
     second.shows(r"^piper:1> let answer = 42")
 
 

@@ -9,13 +9,17 @@ code is 1 if a statement was refused.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from piperlang.cli.progress import _display as display_on
 from piperlang.cli.report import add_parameters, paint, parameters
 from piperlang.diagnostics import Diagnostic, error
 from piperlang.diagnostics.render import render
+from piperlang.progress import displayed_by, phase
 from piperlang.repl.session import Screen, Session
 
 
@@ -38,7 +42,8 @@ def run(options: argparse.Namespace) -> int:
     def tell(problems: Iterable[Diagnostic]) -> None:
         print(render(problems, options.format, paint(sys.stderr)), file=sys.stderr)
 
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    lines = sys.stdin or io.StringIO()  # closed by whoever started us: nothing to read
+    interactive = lines.isatty() and sys.stdout is not None and sys.stdout.isatty()
     try:
         if script is not None:
             session.load(Path(script))
@@ -55,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         if not interactive:
             from piperlang.repl.piped import piped
 
-            return piped(session, sys.stdin, options.strict, tell)
+            return piped(session, lines, options.strict, tell)
         from piperlang.repl.terminal import Terminal
 
         return Terminal(session, model, script, tell).run()
@@ -85,8 +90,22 @@ def _opened(options: argparse.Namespace, model: str | None) -> Session:
         return Session(None, parameters(options), screen)
     from piperlang.repl.model import open_model
 
-    print(f"tracing {model} ...", file=sys.stderr, flush=True)
-    opened = open_model(Path(model), options.seed)
-    session = Session(opened, parameters(options), screen)
-    print(f"traced in {opened.seconds:.1f} s ({opened.operators:,} operators)", file=sys.stderr, flush=True)
-    return session
+    with _telling(options.format):
+        opened = open_model(Path(model), options.seed)
+        with phase("cutting the model"):
+            return Session(opened, parameters(options), screen)
+
+
+@contextmanager
+def _telling(format: str) -> Iterator[None]:
+    """Opening is told as training tells it, a line for each phase and one at least every two seconds, but on standard
+    error: a session waits for it before it can answer anything."""
+    if format == "json" and not sys.stderr.isatty():
+        yield
+        return
+    display = display_on(sys.stderr, keeps_phases=True)
+    try:
+        with displayed_by(display):
+            yield
+    finally:
+        display.close()

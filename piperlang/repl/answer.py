@@ -17,7 +17,7 @@ from piperlang.ir.layout import devices_of
 from piperlang.plan.cost import Costs
 from piperlang.plan.summary import bytes_text, time_text
 from piperlang.repl.show import Rows, Shown
-from piperlang.repl.state import UNPLACED, Estimate, State
+from piperlang.repl.state import UNPLACED, UNUSED, Estimate, State, axis_of
 from piperlang.simulate.unit import Timeline
 from piperlang.view.grid import changed, grid, summary
 
@@ -255,7 +255,16 @@ def _missing(rows: Rows, state: State) -> None:
         )
         later = "; estimates follow" if state.scheduler is not None else ""
         rows.add("missing", f"{what} {'have' if len(unplaced) > 1 else 'has'} no place{later}", "todo")
-    others = [_short(x) for x in state.missing if not (x.code == UNPLACED and x.message.endswith(" is not placed"))]
+    unused = [axis for x in state.missing if (axis := axis_of(x)) is not None]
+    if unused:
+        what = ", ".join(unused[:MOST]) + (f" and {len(unused) - MOST} more" if len(unused) > MOST else "")
+        one = len(unused) == 1
+        rows.add("missing", f"{'axis' if one else 'axes'} {what} {'has' if one else 'have'} no use [{UNUSED}]", "todo")
+    others = [
+        _short(x)
+        for x in state.missing
+        if not (x.code == UNPLACED and x.message.endswith(" is not placed")) and axis_of(x) is None
+    ]
     rows.all("missing", dict.fromkeys(others), 3, "todo")
     for problem in state.trouble[:1]:  # a later directive may still change it, so it is no refusal
         for text in (f"no graph: {_short(problem)}", *problem.notes, *problem.helps):
@@ -287,4 +296,5 @@ def orders(state: State, width: int, paint: Paint, before: State | None = None) 
         else set()
     )
     legend = "; * changed" if marked else ""
-    return f"{grid(lanes, timeline, width, paint, marked)}\n{summary(lanes, timeline, state.setting.costs)}{legend}"
+    figures = summary(lanes, timeline, state.setting.costs, state.unordered[0])
+    return f"{grid(lanes, timeline, width, paint, marked)}\n{figures}{legend}"

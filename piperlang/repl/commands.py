@@ -22,7 +22,9 @@ from piperlang.ir.graph import Graph, Node
 from piperlang.ir.text import as_json, brief, text
 from piperlang.plan.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
 from piperlang.plan.summary import bytes_text, summary
+from piperlang.progress.lines import counted
 from piperlang.repl.answer import difference, orders, signature, status
+from piperlang.repl.interrupts import held_back
 from piperlang.repl.session import Session, needs_model
 from piperlang.repl.show import Row, Shown
 from piperlang.repl.state import Estimate, State
@@ -34,6 +36,7 @@ from piperlang.syntax.words import PASSES
 LINES = 60
 """Of a listing: a screen or two; files take all of it."""
 LONGEST_COST = 100
+EXECUTORS = ("inline", "ray")
 
 
 class Quit(Exception):
@@ -67,14 +70,16 @@ def run(session: Session, typed: str) -> Shown:
             span,
             help=did_you_mean(name, COMMANDS) or "`:help` lists the commands",
         )
+    if argument.strip() and command.usage == name:
+        raise usage(name, f"`{name}` takes no argument", argument.strip())
     return command.run(session, argument.strip())
 
 
-def usage(name: str, wrong: str, argument: str = "") -> PiperError:
+def usage(name: str, wrong: str, argument: str = "", help: str | None = None) -> PiperError:
     """The argument cannot be used."""
     typed = Source("command", f"{name} {argument}".rstrip())
     span = typed.span(len(name) + 1 if argument else 0, len(typed.text))
-    return error("P0902", wrong, span, help=f"usage: {COMMANDS[name].usage}")
+    return error("P0902", wrong, span, help=help or f"usage: {COMMANDS[name].usage}")
 
 
 # ---------------------------------------------------------------------------------------------------------- statements
@@ -86,7 +91,7 @@ def undo(session: Session, argument: str) -> Shown:
     if count > len(session.statements):
         raise usage(
             ":undo",
-            "nothing to undo" if not session.statements else f"only {len(session.statements)} statements can be undone",
+            "nothing to undo" if not session.statements else f"only {counted(len(session.statements), 'statement')} can be undone",
             argument,
         )
     before = session.state
@@ -101,7 +106,7 @@ def redo(session: Session, argument: str) -> Shown:
     if count > len(session.undone):
         raise usage(
             ":redo",
-            "nothing to redo" if not session.undone else f"only {len(session.undone)} statements can be redone",
+            "nothing to redo" if not session.undone else f"only {counted(len(session.undone), 'statement')} can be redone",
             argument,
         )
     before = session.state
@@ -124,6 +129,8 @@ def at(session: Session, argument: str) -> Shown:
     """look at the session after its first N statements
 
     With a command, what that command shows there: `:at 3 :orders`. The session itself stays where it is."""
+    if not argument:
+        raise usage(":at", "a number of statements is needed")
     number, _, command = argument.partition(" ")
     count = _number(session, ":at", number, argument)
     if not command:
@@ -150,14 +157,27 @@ def diff(session: Session, argument: str) -> Shown:
     if session.model is None:
         raise needs_model("`:diff`")
     old, new = (text(_graph(state, ":diff")).splitlines() for state in (first, second))
-    signs: dict[str, str] = {}
+    lines = _changes(old, new)
+    counts = Counter(line[0] for line in lines)
+    rows = (*found.rows, Row("nodes", f"{counts['+']:,} new, {counts['-']:,} gone, {counts['~']:,} changed"))
+    return Shown(rows, _some(lines, 20, "nodes"))
+
+
+def _changes(old: list[str], new: list[str]) -> list[str]:
+    """Nodes that are new (`+`), gone (`-`) or changed (`~`), a line each. Several may have the same name: of those as
+    many are changed as are on both sides."""
+    gone: Counter[str] = Counter()
+    added: Counter[str] = Counter()
+    names: dict[str, None] = {}
     for line in unified_diff(old, new, lineterm="", n=0):
         if not line.startswith(("---", "+++", "@@")):
-            name = _head(line[1:])
-            signs[name] = line[0] if signs.get(name, line[0]) == line[0] else "~"
-    counts = Counter(signs.values())
-    rows = (*found.rows, Row("nodes", f"{counts['+']:,} new, {counts['-']:,} gone, {counts['~']:,} changed"))
-    return Shown(rows, _some([f"{sign} {name}" for name, sign in signs.items()], 20, "nodes"))
+            names[_head(line[1:])] = None
+            (gone if line[0] == "-" else added)[_head(line[1:])] += 1
+    found = []
+    for name in names:
+        both = min(gone[name], added[name])
+        found += [f"~ {name}"] * both + [f"- {name}"] * (gone[name] - both) + [f"+ {name}"] * (added[name] - both)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- the graph
@@ -180,10 +200,11 @@ def count(session: Session, argument: str) -> Shown:
     """how many nodes a selector matches"""
     if session.model is None:
         selector = session.selector(argument, ":count")
-        return Shown(block=f"{session.state.outline.count(selector):,} passes that the script names")
+        named = session.state.outline.count(selector)
+        return Shown(block=f"{named:,} pass{'es' if named != 1 else ''} that the script names")
     nodes = _selected(session, ":count", argument)
     by = Counter(node.op for node in nodes)
-    return Shown(block=f"{len(nodes):,} nodes: " + ", ".join(f"{n} {op}" for op, n in by.most_common()))
+    return Shown(block=f"{counted(len(nodes), 'node')}: " + ", ".join(f"{n} {op}" for op, n in by.most_common()))
 
 
 def why(session: Session, argument: str) -> Shown:
@@ -263,7 +284,8 @@ def numerics(session: Session, argument: str) -> Shown:
     if session.model is None:
         raise needs_model("`:numerics`")
     _estimated(session, ":numerics")
-    from piperlang.repl.training import compared
+    with held_back():
+        from piperlang.repl.training import compared
 
     return compared(session)
 
@@ -279,11 +301,14 @@ def train(session: Session, argument: str) -> Shown:
         raise needs_model("`:run`")
     words = argument.split()
     steps = next((word for word in words if word.isdecimal()), "1")
-    unknown = [word for word in words if word not in (steps, "inline", "ray")]
+    unknown = [word for word in words if word not in (steps, *EXECUTORS)]
     if unknown or len(words) > 2 or int(steps) < 1:
-        raise usage(":run", f"`{unknown[0] if unknown else argument}` is not a number of steps", argument)
+        near = did_you_mean(unknown[0], EXECUTORS) if unknown else None
+        what = "is neither a number of steps nor `inline`" if unknown else "is not a number of steps"
+        raise usage(":run", f"`{unknown[0] if unknown else argument}` {what}", argument, near)
     _estimated(session, ":run")
-    from piperlang.repl.training import trained
+    with held_back():
+        from piperlang.repl.training import trained
 
     return trained(session, int(steps), "inline" if "inline" in words else "ray")
 
@@ -294,7 +319,9 @@ def cost(session: Session, argument: str) -> Shown:
     `:cost F=1 I=1 W=1 stage=3:2` makes stage 3 twice as slow; B is I and W together unless it is given. Alone, the
     costs as they are."""
     if argument:
-        session.set_costs(_costs(argument, session.setting.costs))
+        costs = _costs(argument, session.setting.costs)
+        _check_tags(session, costs, argument)
+        session.set_costs(costs)
     if session.state.timeline is None:
         return Shown(block=str(session.setting.costs))
     return show_orders(session, "") if argument else Shown(block=str(session.setting.costs))
@@ -310,7 +337,7 @@ def load_script(session: Session, argument: str) -> Shown:
     before = len(session.statements)
     found = session.load(Path(argument).expanduser())
     return Shown(
-        (Row("loaded", f"{len(session.statements) - before} statements of {argument}"), *found.rows), found.block
+        (Row("loaded", f"{counted(len(session.statements) - before, 'statement')} of {argument}"), *found.rows), found.block
     )
 
 
@@ -517,6 +544,16 @@ def _costs(argument: str, now: UnitCosts) -> UnitCosts:
     return UnitCosts(passes, factors)
 
 
+def _check_tags(session: Session, costs: UnitCosts, argument: str) -> None:
+    """A factor is for a tag that something has. Without a model the tags of scripts are all there are, once there are
+    any."""
+    for key, value in costs.factors.keys() - session.setting.costs.factors.keys():
+        there = session.state.tag_values(key)
+        if value not in there and (there or session.model is not None):
+            known = f"{key} is one of {', '.join(map(str, there))}" if there else f"nothing has a tag `{key}`"
+            raise usage(":cost", f"nothing has {key}={value}", argument, known)
+
+
 def _saved(session: Session, name: str, argument: str, overwrite: bool) -> Shown:
     if not argument:
         raise usage(name, "a file is needed")
@@ -525,7 +562,7 @@ def _saved(session: Session, name: str, argument: str, overwrite: bool) -> Shown
         raise usage(name, "a script ends in .piper", argument)
     lines = session.save(path, overwrite).count("\n")
     given = "".join(f" -p {key}={value}" for key, value in session.setting.overrides.items())
-    return Shown(block=f"saved {argument}: {lines} lines" + (f"; compile it with{given}" if given else ""))
+    return Shown(block=f"saved {argument}: {counted(lines, 'line')}" + (f"; compile it with{given}" if given else ""))
 
 
 def _write(path: Path, written: str) -> None:

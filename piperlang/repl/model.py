@@ -4,6 +4,7 @@ that need torch are this one and training.py."""
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piperlang.diagnostics import error
+from piperlang.progress import phase
+from piperlang.repl.interrupts import held_back
 from piperlang.repl.state import Cuts
 
 if TYPE_CHECKING:
@@ -36,7 +39,8 @@ class OpenModel:
         return Cuts(capture_doubled(self.file, self.seed))
 
     @property
-    def operators(self) -> int:
+    def nodes(self) -> int:
+        """Of the trace."""
         return len(self.program.program.sizes.small.graph.nodes)  # type: ignore[attr-defined]
 
     @cached_property
@@ -57,27 +61,29 @@ class OpenModel:
 
 def open_model(path: Path, seed: int = 0) -> OpenModel:
     """Read and trace a model file; whatever is wrong with it is a located diagnostic."""
-    try:
-        import time
+    with phase(f"loading {path.name}", f"loaded {path.name}"):
+        try:
+            with held_back():
+                import torch
 
-        import torch
-
-        from piperlang.capture.batches import placed
-        from piperlang.capture.model_file import load_model
-        from piperlang.capture.program import capture
-        from piperlang.capture.seeding import seeded
-    except ModuleNotFoundError as problem:
-        if problem.name not in NEEDED:
-            raise
-        raise error(
-            "P0902", f"a session with a model needs {problem.name}, which is not installed",
-            help="`pip install 'piperlang[run]'` installs it; `piperc repl` alone works without a model",
-        ) from None  # fmt: skip
-    file = load_model(path)
+                from piperlang.capture.batches import placed
+                from piperlang.capture.model_file import load_model
+                from piperlang.capture.program import capture
+                from piperlang.capture.seeding import seeded
+        except ModuleNotFoundError as problem:
+            if problem.name not in NEEDED:
+                raise
+            raise error(
+                "P0902", f"a session with a model needs {problem.name}, which is not installed",
+                help="`pip install 'piperlang[run]'` installs it; `piperc repl` alone works without a model",
+            ) from None  # fmt: skip
+        file = load_model(path)
     started = time.perf_counter()
-    with seeded(seed):
-        batch = next(iter(file.data()))
-    program = capture(file.model, file.loss, placed(batch, torch.cuda.is_available()), seed)
+    with phase(f"tracing {path.name}", "traced") as tracing:
+        with seeded(seed):
+            batch = next(iter(file.data()))
+        program = capture(file.model, file.loss, placed(batch, torch.cuda.is_available()), seed)
+        tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
     # Torch and the trace stay for good: later collections need not look at them, and no directive waits for that.
     gc.collect()
     gc.freeze()

@@ -12,11 +12,15 @@ from typing import Any
 
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.render import Paint, render
-from piperlang.repl.commands import Quit
+from piperlang.ir.text import brief
+from piperlang.progress.lines import counted
+from piperlang.repl.commands import LINES, Quit
 from piperlang.repl.reading import Grouped, is_command
 from piperlang.repl.session import Screen, Session
 from piperlang.repl.show import html
 
+BEFORE = "piper_before"
+"""The variable that keeps a session which another one has replaced, where it was not saved."""
 WIDTH = 110
 """Columns of a grid in a cell's output."""
 
@@ -60,18 +64,28 @@ class Magics:
         models, scripts = [f for f in files if f.endswith(".py")], [f for f in files if f.endswith(".piper")]
         if len(models) > 1 or len(scripts) > 1 or len(models) + len(scripts) != len(files):
             raise error("P0902", f"`%piper {line}` is not understood", help="%piper [MODEL.py [SCHEDULE.piper]]")
-        if self.session is not None:
-            self.session.close()
         model = None
         if models:
             from piperlang.repl.model import open_model
 
             model = open_model(Path(models[0]).expanduser())
-            print(f"traced {models[0]} in {model.seconds:.1f} s ({model.operators:,} operators)")
-        self.session = Session(model, screen=Screen(width=lambda: WIDTH))
-        self.shell.user_ns["piper"] = self.session
+            print(f"traced {models[0]} {model.seconds:.1f} s ({model.nodes:,} nodes)")
+        opened = Session(model, screen=Screen(width=lambda: WIDTH))
+        if self.session is not None:
+            self._put_aside(self.session)
+        self.session = self.shell.user_ns["piper"] = opened
         if scripts:
             self._show(self.session.load(Path(scripts[0]).expanduser()))
+
+    def _put_aside(self, before: Session) -> None:
+        """Another session takes its place: its workers end, and its statements are kept if no file has them."""
+        before.close()
+        if before.unsaved and before.statements:
+            self.shell.user_ns[BEFORE] = before
+            print(
+                f"the session before has {counted(len(before.statements), 'statement')} not saved: "
+                f'it is `{BEFORE}` now, and `{BEFORE}.save("FILE.piper")` saves them'
+            )
 
     def _opened(self) -> Session:
         if self.session is None:
@@ -110,12 +124,21 @@ class Magics:
 def load(shell: Any) -> None:
     magics = Magics(shell)
     shell.register_magic_function(magics.piper, "line_cell", "piper")
+    plain = shell.display_formatter.formatters["text/plain"]  # for frontends without HTML
+    plain.for_type_by_name("piperlang.ir.graph", "Graph", lambda graph, printer, cycle: printer.text(listed(graph)))
     formatter = shell.display_formatter.formatters["text/html"]
     formatter.for_type_by_name("piperlang.ir.graph", "Graph", drawn)
     formatter.for_type_by_name("piperlang.runtime.api", "Trainer", described)
     import atexit
 
     atexit.register(magics.close)
+
+
+def listed(graph: Any) -> str:
+    """A graph as text: how many nodes, and the first of them."""
+    lines = brief(graph).splitlines()
+    more = [f"... and {len(lines) - LINES:,} more"] if len(lines) > LINES else []
+    return "\n".join([counted(len(lines), "node"), *lines[:LINES], *more])
 
 
 def drawn(graph: Any) -> str:

@@ -14,6 +14,7 @@ from piperlang.elaborate.resolved import resolved
 from piperlang.elaborate.selector import Selector
 from piperlang.elaborate.values import Value, brief
 from piperlang.ir.graph import Graph
+from piperlang.progress.lines import counted
 from piperlang.repl.answer import answer
 from piperlang.repl.reading import is_command, statements
 from piperlang.repl.show import Row, Shown
@@ -114,7 +115,20 @@ class Session:
             return self.apply(text)
         except PiperError as problem:
             self.last_code = problem.diagnostics[0].code if problem.diagnostics else self.last_code
-            raise
+            hint = self._command_meant(text)
+            if hint is None:
+                raise
+            raise PiperError(*(replace(x, helps=(hint,)) for x in problem.diagnostics)) from None
+
+    def _command_meant(self, text: str) -> str | None:
+        """`undo` and `undo 2`, where a command has its colon."""
+        word, _, rest = text.strip().partition(" ")
+        if is_command(text) or "\n" in text.strip() or rest.lstrip().startswith(("=", "(")) or word in self.state.names:
+            return None
+        from piperlang.repl.commands import COMMANDS
+
+        command = ":quit" if word == "exit" else f":{word}"
+        return f"commands start with a colon: `{f'{command} {rest}'.strip()}`" if command in COMMANDS else None
 
     def apply(self, text: str) -> Shown:
         """Statements, all of them or none."""
@@ -161,7 +175,7 @@ class Session:
             and not self.state.trouble
             and not value.next_keys()
         ):
-            return Shown(block=f"{value}: {sum(1 for _ in self.graph.select(value)):,} nodes")
+            return Shown(block=f"{value}: {counted(sum(1 for _ in self.graph.select(value)), 'node')}")
         return Shown(block=printable(brief(value), keep="\n\t"))
 
     def undo(self, count: int = 1) -> tuple[str, ...]:
@@ -209,7 +223,8 @@ class Session:
         """The statements as a script in the canonical layout."""
         return format_source(Source(NAME, "".join(f"{text}\n" for text in self.statements)))
 
-    def save(self, path: Path, overwrite: bool = False) -> str:
+    def save(self, path: Path | str, overwrite: bool = False) -> str:
+        path = Path(path)
         if is_file(path) and not overwrite:
             raise error("P0902", f"{path} exists", help=f"`:save! {path}` overwrites it")
         text = self.script()
@@ -232,6 +247,10 @@ class Session:
         if there.problems:
             raise PiperError(*there.problems)
         assert resolved(there.directives) == resolved(self.state.directives), "the saved script says something else"
+
+    def __repr__(self) -> str:
+        model = f"{self.model.file.path}, " if self.model is not None else ""
+        return f"<session: {model}{counted(len(self.statements), 'statement')}{', not saved' if self.unsaved else ''}>"
 
     @property
     def unsaved(self) -> bool:

@@ -42,7 +42,7 @@ class Row:
     """`add`, `gone` or `todo`: how it is coloured."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Shown:
     """An answer: labelled rows, then a block of plain text."""
 
@@ -66,6 +66,9 @@ class Shown:
 
     def __str__(self) -> str:
         return self.text()
+
+    __repr__ = __str__
+    """What frontends without HTML show."""
 
     def _repr_html_(self) -> str:
         labels = [row.label if not i or self.rows[i - 1].label != row.label else "" for i, row in enumerate(self.rows)]

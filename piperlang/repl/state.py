@@ -3,6 +3,7 @@ estimated. Each is worked out when asked for."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,11 +34,17 @@ from piperlang.syntax import tree
 
 NAME = "session"
 """What diagnostics call the script of a session."""
-MISPLACED, UNEVEN, CYCLE, UNPLACED = "P0403", "P0412", "P0501", "P0402"
+MISPLACED, UNEVEN, CYCLE, UNPLACED, UNUSED = "P0403", "P0412", "P0501", "P0402", "P0404"
 FINAL = (MISPLACED, UNEVEN, CYCLE)
 """What no later directive can repair: a directive that leads to one of these is refused."""
 
 Tagged: TypeAlias = tuple[tuple[tuple[tuple[str, TagValue], ...], tuple[str, ...]], ...]
+
+
+def axis_of(unused: Diagnostic) -> str | None:
+    """`gpu.dp`, where the diagnostic is that nothing at all uses that axis."""
+    found = re.fullmatch(r"axis `(\w+)` of mesh `(\w+)` has no use", unused.message)
+    return f"{found[2]}.{found[1]}" if found else None
 
 
 class Cuts:
@@ -202,7 +209,14 @@ class State:
         """What a script must still say before it can run."""
         if not self.settled:
             return ()
-        return tuple(self.scheduler.finish() if self.scheduler else self._outline.finish())
+        if self.scheduler is None:
+            return tuple(self._outline.finish())
+        found = self.scheduler.finish()
+        if any(x.code == UNPLACED for x in found):
+            return tuple(found)  # what has no place yet may use any axis
+        known = " ".join(text for x in found for text in (x.message, *x.helps, axis_of(x) or ""))
+        others = [x for x in self.outline.finish() if (axis := axis_of(x)) and not re.search(rf"\b{axis}\b", known)]
+        return (*found, *others)
 
     @property
     def complete(self) -> bool:
@@ -253,6 +267,14 @@ class State:
         """The value of an expression. Worked out beside this state: a function that is called may contain directives.
         The value of an expression. Worked out beside this state: a function that is called may contain directives."""
         return self._beside(node).evaluate(node)
+
+    def tag_values(self, name: str) -> list[TagValue]:
+        """As `tags(name)` gives them, and the microbatches of a split."""
+        split: list[TagValue] = [
+            n for x in self.directives if isinstance(x, d.Split) and x.name == name for n in range(x.count)
+        ]
+        tagged = sorted((self.scheduler or self._outline).tags(name), key=lambda value: (isinstance(value, str), value))
+        return tagged + split
 
     def selector(self, node: tree.Expr) -> Selector:
         return self._beside(node).settled(node)

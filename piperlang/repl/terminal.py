@@ -25,6 +25,7 @@ from prompt_toolkit.styles import Style
 from piperlang import __version__
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.highlight import PiperLexer
+from piperlang.progress.lines import counted
 from piperlang.repl.commands import Quit
 from piperlang.repl.completion import complete
 from piperlang.repl.reading import INDENT, is_command, is_complete, next_indent
@@ -128,6 +129,8 @@ class Terminal:
         self, session: Session, model: str | None, script: str | None, report: Callable[[Iterable[Diagnostic]], None]
     ) -> None:
         self.session, self.model, self.script, self.report = session, model, script, report
+        self.warned = False
+        """Whether the last input asked to leave, and was told that statements are not saved."""
         complete(session, "x")  # reads the library, so that the first key does not wait for it
         session.screen.width = lambda: shutil.get_terminal_size((80, 24)).columns
         self.prompt: PromptSession[str] = PromptSession(
@@ -135,7 +138,7 @@ class Terminal:
             key_bindings=bindings(),
             completer=_Completing(session), complete_while_typing=True, auto_suggest=AutoSuggestFromHistory(),
             prompt_continuation=lambda width, line, wrapped: " " * max(0, width - 4) + "... ",
-            bottom_toolbar=self._toolbar, reserve_space_for_menu=6,
+            bottom_toolbar=self._toolbar, reserve_space_for_menu=6, enable_suspend=True,
         )  # fmt: skip
 
     def _message(self) -> Any:
@@ -145,8 +148,7 @@ class Terminal:
         session = self.session
         parts = [
             self.model or "no model",
-            f"{len(session.statements)} statement{'s' if len(session.statements) != 1 else ''}"
-            + ("" if not session.unsaved else ", not saved"),
+            counted(len(session.statements), "statement") + ("" if not session.unsaved else ", not saved"),
         ]
         unplaced = sum(x.code == UNPLACED for x in session.state.missing)
         if unplaced:
@@ -157,7 +159,7 @@ class Terminal:
         return " " + " · ".join(parts)
 
     def _greeting(self) -> str:
-        loaded = f", {len(self.session.statements)} statements of {self.script}" if self.script else ""
+        loaded = f", {counted(len(self.session.statements), 'statement')} of {self.script}" if self.script else ""
         what = self.model or "no model: orders and placements only"
         return f"piperlang {__version__}, {what}{loaded}\n`:help` lists the commands, Tab completes, Ctrl-D leaves."
 
@@ -169,14 +171,23 @@ class Terminal:
             except KeyboardInterrupt:  # clears the line
                 continue
             except EOFError:
-                break
+                if self._may_leave("Ctrl-D"):
+                    return 0
+                continue
             try:
                 self._execute(text)
+                self.warned = self.warned and not text.strip()
             except Quit:
-                break
-        if self.session.unsaved and self.session.statements:
-            print(f"{len(self.session.statements)} statements were not saved (`:save FILE`); the history has them")
-        return 0
+                if self._may_leave("`:quit`"):
+                    return 0
+
+    def _may_leave(self, again: str) -> bool:
+        """Statements that are not saved take asking twice."""
+        if self.warned or not self.session.unsaved or not self.session.statements:
+            return True
+        self.warned = True
+        print(f"{counted(len(self.session.statements), 'statement')} not saved: `:save FILE`, or {again} again to leave")
+        return False
 
     def _execute(self, text: str) -> None:
         try:

@@ -27,6 +27,7 @@ from piperlang.plan.clip import clipped
 from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
 from piperlang.plan.saved import digest
+from piperlang.progress.lines import counted
 from piperlang.repl.session import Session
 from piperlang.repl.show import Row, Shown, html
 from piperlang.repl.state import State
@@ -107,7 +108,8 @@ class Training:
 
     def __repr__(self) -> str:
         last = f", loss {self.losses[-1]:.6f}" if self.steps else ""
-        return f"<training: {len(self.steps)} steps on {len(self.trainer.plan.devices)} devices{last}>"
+        steps, devices = counted(len(self.steps), "step"), counted(len(self.trainer.plan.devices), "device")
+        return f"<training: {steps} on {devices}{last}>"
 
     def _repr_html_(self) -> str:
         rows = "".join(

@@ -95,6 +95,13 @@ class Waiting:
 def explain(state: State, first: list[Node], second: list[Node]) -> Iterator[str]:
     """Whether `first` is before `second`, and by what."""
     graph = state.graph
+    if {node.id for node in first} == {node.id for node in second}:
+        yield (
+            f"both are the same node: {first[0]}"
+            if len(first) == 1
+            else f"both are the same {len(first)} nodes; name passes or microbatches to ask about two of them"
+        )
+        return
     waiting = Waiting(state)
     ahead = waiting.path((node.id for node in first), {node.id for node in second})
     if ahead is not None:

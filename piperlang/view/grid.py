@@ -41,10 +41,18 @@ def idle_share(lanes: Sequence[Lane], timeline: Timeline) -> float:
     return (total - timeline.busy()) / total
 
 
-def summary(lanes: Sequence[Lane], timeline: Timeline, cost: UnitCosts = UNIT) -> str:
-    """One line of figures."""
-    idle = 100 * idle_share(lanes, timeline)
-    return f"{timeline.length} units, {idle:.0f}% idle ({cost}, communication free, stages in a chain)"
+def summary(lanes: Sequence[Lane], timeline: Timeline, cost: UnitCosts = UNIT, unordered: int = 0) -> str:
+    """One line of figures. `unordered`: passes that no order names. While there are any, or devices without an order,
+    the grid is not the whole step, and an idle share of it would mean nothing."""
+    devices = sum(len(lane.devices) for lane in lanes)
+    left = sum(len(lane.devices) for lane in lanes if not lane.steps)
+    if left:
+        share = f"{left} of {devices} devices {'have' if left > 1 else 'has'} no order"
+    elif unordered:
+        share = f"{unordered} pass{'es are' if unordered > 1 else ' is'} in no order"
+    else:
+        share = f"{100 * idle_share(lanes, timeline):.0f}% idle"
+    return f"{timeline.length} units, {share} ({cost}, communication free, stages in a chain)"
 
 
 def changed(before: tuple[Sequence[Lane], Timeline], after: tuple[Sequence[Lane], Timeline]) -> set[Ran]:
