@@ -206,7 +206,7 @@ def test_an_interrupt(temporary: Path, tmp_path: Path) -> None:
     interrupted(job, temporary)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.5, 1.5, 3.0])
+@pytest.mark.parametrize("delay", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.5, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
     job = endless(temporary, tmp_path)
     started(job, temporary)
@@ -338,7 +338,7 @@ def test_a_janitor_ends_when_the_folder_is_gone(janitor: tuple[subprocess.Popen[
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-@pytest.mark.parametrize("executor", ["ray", "inline"])
+@pytest.mark.parametrize("executor", ["ray", pytest.param("inline", marks=pytest.mark.slow)])
 def test_a_job_with_an_all_to_all_prints_no_warning(executor: str, tmp_path: Path) -> None:
     example = ROOT / "examples" / "03_moe"
     files = [str(example / "model.py"), str(example / "own_axis.piper")]

@@ -131,6 +131,7 @@ def test_training_goes_on_where_it_ended() -> None:
     assert apart[4] == ("0", whole[0][1])
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_run_and_not_the_session(alone: None) -> None:
     said: list[str] = []
     session = Session(open_model(GPT), screen=Screen(say=said.append))

@@ -172,6 +172,7 @@ def test_history_is_kept_between_sessions(terminal: Callable[..., Screen]) -> No
     second.shows(r"^piper:1> let answer = 42")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_run_and_stays_in_the_session(terminal: Callable[..., Screen]) -> None:
     screen = terminal("examples/02_gpt/model.py")
     screen.shows(r"^piper:1>", 120)

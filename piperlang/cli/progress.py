@@ -28,9 +28,9 @@ def progress_of(options: argparse.Namespace) -> Iterator[None]:
     training, machine = options.command in TRAINING, getattr(options, "json", False)
     people: Watching | None = None
     if training and not machine:
-        people = _display(sys.stdout, keeps_phases=True)
+        people = display_on(sys.stdout, keeps_phases=True)
     elif sys.stderr.isatty() or not (machine or options.format == "json"):
-        people = _display(sys.stderr, keeps_phases=False)
+        people = display_on(sys.stderr, keeps_phases=False)
     try:
         with displayed_by(Records(sys.stdout, sys.stderr, people) if training and machine else people or Silent()):
             yield
@@ -44,7 +44,7 @@ class Silent:
         pass
 
 
-def _display(stream: TextIO, keeps_phases: bool) -> Watching:
+def display_on(stream: TextIO, keeps_phases: bool) -> Watching:
     if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
         from piperlang.progress.live import Live
 
