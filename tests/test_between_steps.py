@@ -321,3 +321,13 @@ def test_what_fails_between_steps_costs_no_weights(name: str, tmp_path: Path, ca
     fresh = {key: value.clone() for key, value in made.state_dict().items()}
     made.load_state_dict(torch.load(tmp_path / "run" / "weights.pt"))
     assert any(not torch.equal(value, fresh[key]) for key, value in made.state_dict().items())
+
+
+def test_what_the_file_prints_stays_out_of_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(BASE + "def on_step(row): print('seen', row['step'])\n")
+    (tmp_path / "pp.piper").write_text(PIPELINE)
+    words = [str(tmp_path / "model.py"), str(tmp_path / "pp.piper"), "--steps", "2", "--executor", "inline", "--json", "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    found = capsys.readouterr()
+    assert [json.loads(line)["step"] for line in found.out.splitlines()] == [0, 1]
+    assert "seen 0\nseen 1\n" in found.err

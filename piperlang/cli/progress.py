@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import TextIO
 
 from piperlang.cli.report import paint
@@ -31,8 +31,10 @@ def progress_of(options: argparse.Namespace) -> Iterator[None]:
         people = display_on(sys.stdout, keeps_phases=True)
     elif sys.stderr.isatty() or not (machine or options.format == "json"):
         people = display_on(sys.stderr, keeps_phases=False)
+    # What the user's code prints must not stand between lines of JSON.
+    apart = redirect_stdout(sys.stderr) if training and machine else nullcontext()
     try:
-        with displayed_by(Records(sys.stdout, sys.stderr, people) if training and machine else people or Silent()):
+        with displayed_by(Records(sys.stdout, sys.stderr, people) if training and machine else people or Silent()), apart:
             yield
     finally:
         if people is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from piperlang.cli.progress import display_on as display_on
+from piperlang.cli.progress import display_on
 from piperlang.cli.report import add_parameters, paint, parameters
 from piperlang.diagnostics import Diagnostic, error
 from piperlang.diagnostics.render import render
