@@ -18,8 +18,9 @@ import pytest
 
 from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
+from piperlang.interrupts import uninterrupted
 from piperlang.plan.lower import lower
-from piperlang.runtime.cluster import Cluster, uninterrupted
+from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
 from piperlang.runtime.job import Job, Training
 from tests.equivalence import SAMPLES, compiled, optimizer

@@ -21,9 +21,9 @@ import pytest
 from piperlang.cli.main import main
 from piperlang.cli.repl import _telling
 from piperlang.diagnostics import PiperError
+from piperlang.interrupts import uninterrupted
 from piperlang.progress import phase
 from piperlang.repl.commands import _changes
-from piperlang.repl.interrupts import held_back
 from piperlang.repl.model import open_model
 from piperlang.repl.session import Screen, Session
 
@@ -445,7 +445,7 @@ def test_ctrl_c_during_an_import_comes_after_it(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "slow_package.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
         importlib.import_module("slow_package")
     assert sys.modules.pop("slow_package").whole
     assert signal.getsignal(signal.SIGINT) is before

@@ -18,14 +18,14 @@ from piperlang.elaborate.library import exporting, modules
 from piperlang.elaborate.modules import load
 from piperlang.elaborate.selector import TagValue
 from piperlang.elaborate.values import Function
+from piperlang.interrupts import uninterrupted
 from piperlang.ir.graph import Graph, Node
 from piperlang.ir.text import as_json, brief, text
 from piperlang.plan.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
 from piperlang.plan.summary import bytes_text, summary
 from piperlang.progress.lines import counted
 from piperlang.repl.answer import difference, orders, signature, status
-from piperlang.repl.interrupts import held_back
-from piperlang.repl.session import Session, needs_model
+from piperlang.repl.session import Session, needs_model, write
 from piperlang.repl.show import Row, Shown
 from piperlang.repl.state import Estimate, State
 from piperlang.repl.why import explain as explain_order
@@ -244,7 +244,7 @@ def graph(session: Session, argument: str) -> Shown:
         written = draw(found)
     else:
         written = json.dumps(as_json(found)) + "\n" if path.suffix == ".json" else text(found)
-    _write(path, written)
+    write(path, written)
     return Shown(block=f"{path}: {len(found.nodes):,} nodes")
 
 
@@ -284,7 +284,7 @@ def numerics(session: Session, argument: str) -> Shown:
     if session.model is None:
         raise needs_model("`:numerics`")
     _estimated(session, ":numerics")
-    with held_back():
+    with uninterrupted():
         from piperlang.repl.training import compared
 
     return compared(session)
@@ -307,7 +307,7 @@ def train(session: Session, argument: str) -> Shown:
         what = "is neither a number of steps nor `inline`" if unknown else "is not a number of steps"
         raise usage(":run", f"`{unknown[0] if unknown else argument}` {what}", argument, near)
     _estimated(session, ":run")
-    with held_back():
+    with uninterrupted():
         from piperlang.repl.training import trained
 
     return trained(session, int(steps), "inline" if "inline" in words else "ray")
@@ -563,18 +563,6 @@ def _saved(session: Session, name: str, argument: str, overwrite: bool) -> Shown
     lines = session.save(path, overwrite).count("\n")
     given = "".join(f" -p {key}={value}" for key, value in session.setting.overrides.items())
     return Shown(block=f"saved {argument}: {counted(lines, 'line')}" + (f"; compile it with{given}" if given else ""))
-
-
-def _write(path: Path, written: str) -> None:
-    try:
-        path.write_text(written, encoding="utf-8")
-    except OSError as problem:
-        raise error(
-            "P0902",
-            f"cannot write {path}",
-            notes=[(problem.strerror or str(problem)).lower()],
-            help="choose another file",
-        ) from None
 
 
 def _head(line: str) -> str:

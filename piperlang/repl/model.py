@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piperlang.diagnostics import error
+from piperlang.interrupts import uninterrupted
 from piperlang.progress import phase
-from piperlang.repl.interrupts import held_back
 from piperlang.repl.state import Cuts
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
     """Read and trace a model file; whatever is wrong with it is a located diagnostic."""
     with phase(f"loading {path.name}", f"loaded {path.name}"):
         try:
-            with held_back():
+            with uninterrupted():
                 import torch
 
                 from piperlang.capture.batches import placed

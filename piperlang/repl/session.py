@@ -229,15 +229,7 @@ class Session:
             raise error("P0902", f"{path} exists", help=f"`:save! {path}` overwrites it")
         text = self.script()
         self._check_saved(path, text)
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as problem:
-            raise error(
-                "P0902",
-                f"cannot write {path}",
-                notes=[(problem.strerror or str(problem)).lower()],
-                help="choose another file",
-            ) from None
+        write(path, text)
         self.saved = self.statements
         return text
 
@@ -316,3 +308,16 @@ def needs_model(what: str) -> PiperError:
     return error(
         "P0902", f"{what} needs a model, and this session has none", help="start it with one: `piperc repl MODEL.py`"
     )
+
+
+def write(path: Path, text: str) -> None:
+    """A file that a command names."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise error(
+            "P0902",
+            f"cannot write {path}",
+            notes=[(problem.strerror or str(problem)).lower()],
+            help="choose another file",
+        ) from None

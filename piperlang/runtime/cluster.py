@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from piperlang.diagnostics import error
+from piperlang.interrupts import uninterrupted
 from piperlang.progress import Workers, emit
 from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
 from piperlang.runtime.worker import Worker, process
@@ -265,22 +266,6 @@ class Cluster:
         done = clear(self.folder, CLEANUP, spare)
         if self.janitor is not None:
             stop_janitor(self.janitor, done)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Postpone Ctrl-C to the end of a block. Only the main thread is ever interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
-        if arrived:
-            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

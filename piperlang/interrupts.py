@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Ctrl-C arrives when the block has ended. For imports: an interrupted one leaves a package half initialised, and
-    no later import repairs that. Only the main thread is ever interrupted."""
+def uninterrupted() -> Iterator[None]:
+    """Postpone Ctrl-C to the end of a block: an interrupted import leaves a package half initialised, an interrupted
+    fork a process without a mark. Only the main thread is ever interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
+    previous = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
         if arrived:
             signal.raise_signal(signal.SIGINT)
