@@ -79,13 +79,14 @@ class Guard:
     def __init__(self, captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> None:
         self.captured, self.plan, self.batch, self.training, self.seed = captured, plan, batch, training, training.seed
         self.traced = captured.program.sizes.small
+        self.before: dict[str, torch.Tensor] | None = None
         self.samples = self._microbatch_size()
         self.microbatches = 2 if 2 * self.samples <= captured.model.samples else 1
         self.device = self.traced.value(self.traced.result).device
 
     def close(self) -> None:
         """`model()` may give the same object again: leave it as it was."""
-        if hasattr(self, "before"):
+        if self.before is not None:
             restore(self.model, self.before)
 
     def _microbatch_size(self) -> int:
