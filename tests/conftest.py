@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:  # tests of the front end run without torch and Ray
     from piperlang.runtime.cluster import Cluster
+
+# A shell's background jobs ignore SIGINT, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _shared: list[Cluster] = []
 
@@ -41,6 +45,9 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before it looks at the collected items."""
+    """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before it
+    looks at the collected items. Slow tests may take their time."""
+    if item.get_closest_marker("slow"):
+        item.add_marker(pytest.mark.timeout(0))
     if "cluster" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.xdist_group("workers"))

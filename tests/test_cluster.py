@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -161,15 +160,12 @@ def temporary() -> Iterator[Path]:
 
 
 def endless(temporary: Path, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
-    """A job that trains until it is interrupted, in a session of its own, as from a terminal.
-
-    Processes inherit that SIGINT is ignored, which is so where the tests run in the background of a shell."""
+    """A job that trains until it is interrupted, in a session of its own, as from a terminal."""
     environment = {**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     script = tmp_path / "two.piper"
     script.write_text(SCRIPT)
     arguments = [str(script), "--steps", "100000", *options]
-    reset = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return piperc(arguments, tmp_path / "run", env=environment, start_new_session=True, preexec_fn=reset)
+    return piperc(arguments, tmp_path / "run", env=environment, start_new_session=True)
 
 
 def trained(job: subprocess.Popen[str]) -> None:
@@ -234,7 +230,6 @@ def test_an_interrupt_of_a_job_on_a_joined_cluster(address: str, temporary: Path
 
 
 def test_an_interrupt_is_postponed() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     done = []
 
     def block() -> None:
@@ -242,13 +237,10 @@ def test_an_interrupt_is_postponed() -> None:
             signal.raise_signal(signal.SIGINT)
             done.append("the rest")
 
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            block()
-        assert done == ["the rest"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert done == ["the rest"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # --------------------------------------------------------------------------------------------------------- cleanup

@@ -78,6 +78,7 @@ def test_every_habit_on_workers(name: str, schedule: str, workers: Isolated, alo
     check(workers, name, schedule)
 
 
+@pytest.mark.slow
 def test_habits_train_in_plain_pytorch() -> None:
     for habit in HABITS.values():
         with clean():

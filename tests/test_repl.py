@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -431,15 +430,6 @@ def test_the_session_of_the_readme(tmp_path: Path) -> None:
     assert json.loads(found)["ok"]
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A job in the background ignores Ctrl-C, and so would these tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_an_import_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted import would leave the module half initialised for the rest of the session."""
     (tmp_path / "slow_package.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
@@ -451,7 +441,6 @@ def test_ctrl_c_during_an_import_comes_after_it(tmp_path: Path, monkeypatch: pyt
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("command", "name"), [(":run 1 inline", "trained"), (":numerics", "compared")])
 def test_run_and_numerics_import_before_they_are_interrupted(
     command: str, name: str, monkeypatch: pytest.MonkeyPatch

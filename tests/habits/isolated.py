@@ -1,23 +1,26 @@
-"""A runner in a process of its own: a habit that kills the process, or leaves state in it, affects no other."""
+"""A runner in a process of its own: a habit that kills the process, or leaves state in it, affects no other.
+
+The processes are forked by a server that has run nothing but an import (tests/habits/warm.py), not by the process that
+asks: that one may have threads of Ray's and of OpenMP's, which a fork does not copy.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import signal
-from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from piperlang.capture.program import capture
 from tests.habits import HABITS
-from tests.habits.habit import Habit, Layers, square, vectors
+from tests.habits.habit import Habit
 from tests.habits.plain import Reference, plain
 from tests.habits.run import CRASH, PATIENCE, Outcome, Runner, clean
 
-_FORK = multiprocessing.get_context("fork")
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.habits.warm"])
 
 
 class Isolated:
@@ -28,7 +31,6 @@ class Isolated:
         self.process: Any = None
         self.pipe: Connection | None = None
         self.habit = ""
-        _warm()
 
     def run(self, habit: Habit, schedule: str) -> Outcome:
         if self.process is None or (self.executor == "threads" and self.habit != habit.name):
@@ -54,8 +56,8 @@ class Isolated:
 
     def _start(self) -> None:
         self.close()
-        self.pipe, other = _FORK.Pipe()
-        self.process = _FORK.Process(target=_serve, args=(other, self.pipe, self.executor), daemon=False)
+        self.pipe, other = _SERVER.Pipe()
+        self.process = _SERVER.Process(target=_serve, args=(other, self.executor), daemon=False)
         self.process.start()
         other.close()
 
@@ -72,20 +74,7 @@ class Isolated:
         self.process = None
 
 
-@cache
-def _warm() -> None:
-    """Tracing imports much when it is first used; then every process has it from the start.
-
-    Not with CUDA builds of torch: autograd starts threads there, which a forked process would not have."""
-    if torch.version.cuda is not None:
-        return
-    torch.set_num_threads(1)
-    with clean(), contextlib.suppress(Exception):  # whatever is wrong with it shows again in the habits
-        capture(Layers, square, vectors()).cut()
-
-
-def _serve(pipe: Connection, parents: Connection, executor: str) -> None:
-    parents.close()  # else we would never see it closed
+def _serve(pipe: Connection, executor: str) -> None:
     torch.set_num_threads(1)
     runner = Runner(executor)
     known: dict[str, Reference] = {}
