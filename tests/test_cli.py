@@ -33,6 +33,17 @@ def test_no_torch_and_no_ray() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("command", [[], ["check"], ["graph"], ["plan"]])
+def test_a_script_that_does_not_parse_is_refused_before_the_model_is_loaded(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("raise SystemExit('loaded')\n")
+    (tmp_path / "bad.piper").write_text("mesh gpu = pp: 2\nplace [stage=0 on gpu\n")
+    done = piperc(*command, "model.py", "bad.piper", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error[P0105]" in done.stderr
+    assert "bad.piper:2:7" in done.stderr
+    assert "loaded" not in done.stdout + done.stderr
+
+
 def test_orders_as_json_csv_and_grid() -> None:
     data = json.loads(piperc("orders", EXAMPLE, "-p", "ranks=2", "-p", "microbatches=4", "--json").stdout)
     assert [row["device"] for row in data["devices"]] == [0, 1, 2, 3]

@@ -111,6 +111,12 @@ def test_long_lines_break_at_brackets() -> None:
     assert parse(Source("a", text))[0] == parse(Source("b", f"call({arguments})\n"))[0]
 
 
+def test_a_comment_moved_above_its_line_leaves_the_one_beside_aligned() -> None:
+    text = format_source(Source("s", "if x:\n    [  # inside\n    ]()  # beside\n    [] # next\n"))
+    assert text == "if x:\n    # inside\n    []()  # beside\n    []    # next\n"
+    assert format_source(Source("s", text)) == text
+
+
 def test_a_broken_script_is_not_formatted() -> None:
     with pytest.raises(PiperError):
         format_source(Source("s", "let x = (1\n"))

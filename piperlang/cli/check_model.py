@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from piperlang.cli import report
-from piperlang.cli.model import captured, doing, load, scheduled
+from piperlang.cli.model import captured, doing, load_both, scheduled
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
 from piperlang.diagnostics.render import FOR_PROGRAMS, as_json
 from piperlang.ir.graph import Graph
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> tuple[Diagnostic, ...]:
-    file = load(model)
+    file = load_both(model, options.script)
     if options.numerics:
         from piperlang.runtime.numerics import capture_doubled
 

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from piperlang.cli.model import captured, doing, load, scheduled
+from piperlang.cli.model import captured, doing, load_both, scheduled
 from piperlang.cli.report import add_parameters
 from piperlang.diagnostics import PiperError, error
 from piperlang.ir.text import as_json, brief, text
@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.after is not None and options.after < 0:
         raise error("P0902", f"`--after {options.after}` is below 0", help="count directives from 0")
-    found = scheduled(captured(load(options.model)), options, options.after)
+    found = scheduled(captured(load_both(options.model, options.script)), options, options.after)
     if found.problems:
         raise PiperError(*found.problems)
     with doing("building the graph"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.report import open_script, parameters, say
 from piperlang.diagnostics import error
+from piperlang.elaborate.modules import from_source
 from piperlang.ir.graph import Graph
 from piperlang.plan.instruction import Plan
 from piperlang.progress import phase
@@ -31,6 +32,13 @@ def load(name: str) -> ModelFile:
         from piperlang.capture.model_file import load_model
 
         return load_model(Path(name))
+
+
+def load_both(model: str, script: str) -> ModelFile:
+    """The model of `MODEL.py SCHEDULE.piper`. A script that does not parse is refused first: loading a model takes
+    seconds, tracing it may take minutes."""
+    from_source(*open_script(script))
+    return load(model)
 
 
 class Batches:

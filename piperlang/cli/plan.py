@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from piperlang.cli.model import captured, doing, load, planned, scheduled
+from piperlang.cli.model import captured, doing, load_both, planned, scheduled
 from piperlang.cli.report import add_parameters, report
 from piperlang.diagnostics import error
 
@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    file = load(options.model)
+    file = load_both(options.model, options.script)
     found = scheduled(captured(file), options)
     if found.problems:
         report(found.problems, options.format)

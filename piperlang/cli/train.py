@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
-from piperlang.cli.model import Batches, captured, doing, load, planned, scheduled
+from piperlang.cli.model import Batches, captured, doing, load_both, planned, scheduled
 from piperlang.cli.report import add_parameters, open_script, report
 from piperlang.diagnostics import PiperError, error
 from piperlang.progress import Message, Row, emit, stepping
@@ -60,7 +60,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_usage(options)
-    file = load(options.model)
+    file = load_both(options.model, options.script)
     batches = Batches(file, options.seed)
     found = scheduled(captured(file, options.seed, batches.first, runs_on_cuda(options)), options)
     if found.problems:

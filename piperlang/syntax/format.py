@@ -103,7 +103,10 @@ def _entries(source: Source, layout: Layout) -> list[_Entry]:
         while at < len(comments) and start(comments[at]) < last:
             inner.append(comments[at])
             at += 1
-        entry = _Entry(line.depth, wrap(source, line.tokens, inner, line.depth), first, last)
+        lines = wrap(source, line.tokens, inner, line.depth)
+        while lines[0].lstrip().startswith("#"):  # a comment that has no place within the line, and stands above it
+            entries.append(_Entry(line.depth, [lines.pop(0)], first, first, comment=True))
+        entry = _Entry(line.depth, lines, first, last)
         entry.opens_function = line.tokens[0] == "def" and line.tokens[-1] == ":"
         if at < len(comments) and "\n" not in source.text[last : start(comments[at])]:
             entry.beside = comment_text(comments[at])
