@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -371,3 +372,33 @@ def test_every_gradient_has_a_tensor_of_its_own() -> None:
     first, second = gave["grad_weight", 0], gave["grad_weight", 1]
     assert torch.equal(first, second)
     assert first.data_ptr() != second.data_ptr()
+
+
+class Copied(nn.Module):
+    """Layers that are copies of one, as nn.TransformerEncoder makes them, with a buffer whose numbers are known, and converted after a weight was tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH)
+        layer.register_buffer("scale", torch.tensor([0.5]))
+        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(3)])
+        self.layers[2].weight = self.layers[0].weight
+        self.layers[0].double()
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.double()
+        for layer in self.layers:
+            x = layer(x) * layer.scale
+        return x
+
+
+@pytest.mark.filterwarnings("error:Accessing the data pointer")
+def test_copied_and_converted_modules_are_of_one_mode() -> None:
+    """A copy of the mode would free the memory of its tensors twice."""
+    given, target = vectors(4)
+    traced = trace(Copied, square, (given, target.double()))
+    assert {weight.fake.dtype for weight in traced.weights.values()} == {torch.float64}
+    assert {id(weight.fake.fake_mode) for weight in traced.weights.values()} == {id(traced.mode)}
+    assert {weight.aliases for weight in traced.weights.values()} == {(), ("layers.2.weight",)}
+    assert torch.Tensor.__deepcopy__.__module__ == "torch._tensor"

@@ -1,11 +1,12 @@
 """A model and its loss as one aten graph, traced on fake tensors.
 
-Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode`, its shape environment and its memo of conversions (tried on torch 2.11 and 2.13). Fake tensors on the
+Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode`, its shape environment, and how fake tensors are copied (tried on torch 2.11 and 2.13). Fake tensors on the
 device that will run, not meta ones, because operators such as attention choose their kernel by device while they are traced.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.export.graph_signature import InputKind
 from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -100,11 +101,11 @@ class Traced:
 
 def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Traced:
     """Trace model and loss on the shapes of `batch`. No weight is allocated. `seed`: for what the constructor draws."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _fake_mode()
     flat, layout = pytree.tree_flatten(batch)
     device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
     with seeded(seed):
-        with mode, _conversions(mode), device:  # operators choose their kernels by device while they are traced
+        with mode, _building(), device:  # operators choose their kernels by device while they are traced
             model = make_model()
             hold(model)
             inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
@@ -135,20 +136,41 @@ def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inp
         raise refuse_state(evolving or first.changed, training.model)
 
 
+def _fake_mode() -> FakeTensorMode:
+    """Copies of a fake tensor are of its mode. `copy.deepcopy` would copy the mode with them, with all tensors that it
+    remembers, and memory is corrupted when those are freed (torch 2.13)."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]
+    return mode
+
+
 @contextmanager
-def _conversions(mode: FakeTensorMode) -> Iterator[None]:
-    """`.to(dtype)` of a module swaps fake parameters, which torch refuses while somebody has a weak reference to them; the mode's own memo of conversions has some."""
-    swap = torch.utils.swap_tensors
+def _building() -> Iterator[None]:
+    """Constructors may convert and copy modules; torch does not do that well with fake tensors.
 
-    def forget_and_swap(one: torch.Tensor, other: torch.Tensor) -> None:
-        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        swap(one, other)  # type: ignore[no-untyped-call]
+    `.to(dtype)` swaps parameters with converted copies, and refuses while somebody has a weak reference to one: their
+    contents are exchanged, as those of real parameters are. `copy.deepcopy` would make a fake tensor of the number that
+    a fake tensor knows: it is copied outside of the mode."""
+    swap, deepcopy = torch.utils.swap_tensors, torch.Tensor.__deepcopy__
 
-    torch.utils.swap_tensors = forget_and_swap
+    def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+        if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
+            swap(one, other)  # type: ignore[no-untyped-call]
+            return
+        contents = [(tensor.detach(), tensor.fake_device) for tensor in (other, one)]
+        for tensor, (content, device) in zip((one, other), contents, strict=True):
+            tensor.data, tensor.fake_device = content, device
+
+    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        with unset_fake_temporarily(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # which it does
+            return deepcopy(tensor, memo)  # type: ignore[no-any-return, no-untyped-call]
+
+    torch.utils.swap_tensors, torch.Tensor.__deepcopy__ = exchange, copied  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.utils.swap_tensors = swap
+        torch.utils.swap_tensors, torch.Tensor.__deepcopy__ = swap, deepcopy  # type: ignore[method-assign]
 
 
 @contextmanager
