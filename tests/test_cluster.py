@@ -18,11 +18,9 @@ import pytest
 from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
 from piperlang.interrupts import uninterrupted
-from piperlang.plan.lower import lower
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
-from piperlang.runtime.job import Job, Training
-from tests.equivalence import SAMPLES, compiled, optimizer
+from tests.equivalence import SAMPLES
 from tests.jobs import assert_trains
 from tests.models import CASES
 from tests.test_faults import processes
@@ -60,16 +58,6 @@ def listening(pids: list[int]) -> dict[int, set[str]]:
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
-def test_everything_listens_on_loopback() -> None:
-    case = CASES["mlp"]
-    graph, captured = compiled(capture(case.model, case.loss, case.batch(SAMPLES)), SCRIPT)
-    with Job(lower(graph), captured, Training(case.model, optimizer), timeout=30) as job:
-        job.step(case.batch(SAMPLES))
-        found = listening([*processes(job.cluster.folder), os.getpid()])
-    assert len(found) > 3  # the control store, the scheduler, two workers
-    assert set().union(*found.values()) <= LOOPBACK
-
-
 class Apart(Cluster):
     """Workers that share no files with each other or the driver, as far as the job knows."""
 
@@ -78,13 +66,16 @@ class Apart(Cluster):
         return False
 
 
-def test_workers_that_share_no_files() -> None:
+def test_workers_that_share_no_files_and_listen_on_loopback_only() -> None:
     case = CASES["mlp"]
     cluster = Apart(2)
     try:
         assert_trains(cluster, case, capture(case.model, case.loss, case.batch(SAMPLES)), SCRIPT)
+        found = listening([*processes(cluster.folder), os.getpid()])
     finally:
         cluster.close()
+    assert len(found) > 3  # the control store, the scheduler, two workers
+    assert set().union(*found.values()) <= LOOPBACK
 
 
 @pytest.fixture
@@ -115,17 +106,6 @@ def piperc(arguments: list[str], out: Path, **options: object) -> subprocess.Pop
     example = ROOT / "examples" / "01_mlp"
     command = [sys.executable, "-m", "piperlang.cli.main", str(example / "model.py"), *arguments, "--json", "--out", str(out)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload,no-any-return]
-
-
-def test_a_cluster_that_is_joined(address: str, tmp_path: Path) -> None:
-    """The job uses it, leaves it as it was, and says so when it has no room or is not there."""
-    script = tmp_path / "two.piper"
-    script.write_text("mesh gpu = pp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\n")
-    for name in ("first", "second"):
-        job = piperc([str(script), "--steps", "2", "--address", address], tmp_path / name)
-        out, err = job.communicate(timeout=120)
-        assert job.returncode == 0, err
-        assert [json.loads(line)["step"] for line in out.splitlines()] == [0, 1]
 
 
 def test_a_cluster_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +177,6 @@ def interrupted(job: subprocess.Popen[str], temporary: Path, again: float | None
     assert list(temporary.iterdir()) == []
 
 
-def test_an_interrupt(temporary: Path, tmp_path: Path) -> None:
-    job = endless(temporary, tmp_path)
-    trained(job)
-    interrupted(job, temporary)
-
-
 @pytest.mark.parametrize("delay", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.5, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
     job = endless(temporary, tmp_path)
@@ -219,14 +193,15 @@ def test_an_interrupt_that_is_repeated(wait: Callable[[subprocess.Popen[str], Pa
     interrupted(job, temporary, again=0.2)
 
 
-def test_an_interrupt_of_a_job_on_a_joined_cluster(address: str, temporary: Path, tmp_path: Path) -> None:
-    """The workers and the folder of the job go; the cluster stays, and its two CPUs are free for the next job."""
+def test_a_cluster_that_is_joined(address: str, temporary: Path, tmp_path: Path) -> None:
+    """A job that is interrupted leaves the cluster as it was: its two CPUs are free for the next job, which ends by itself."""
     job = endless(temporary, tmp_path, "--address", address)
     trained(job)
     interrupted(job, temporary)
-    following = endless(temporary, tmp_path, "--address", address)
-    trained(following)
-    interrupted(following, temporary)
+    following = piperc([str(tmp_path / "two.piper"), "--steps", "2", "--address", address], tmp_path / "next")
+    out, err = following.communicate(timeout=120)
+    assert following.returncode == 0, err
+    assert [json.loads(line)["step"] for line in out.splitlines()] == [0, 1]
 
 
 def test_an_interrupt_is_postponed() -> None:
@@ -331,7 +306,8 @@ def test_a_janitor_ends_when_the_folder_is_gone(janitor: tuple[subprocess.Popen[
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-@pytest.mark.parametrize("executor", ["ray", pytest.param("inline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["ray", "inline"])
 def test_a_job_with_an_all_to_all_prints_no_warning(executor: str, tmp_path: Path) -> None:
     example = ROOT / "examples" / "03_moe"
     files = [str(example / "model.py"), str(example / "own_axis.piper")]

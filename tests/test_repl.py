@@ -28,6 +28,7 @@ from piperlang.repl.session import Screen, Session
 
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples" / "02_gpt" / "model.py"
+MLP = ROOT / "examples" / "01_mlp" / "model.py"
 
 
 def repl(lines: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -121,9 +122,9 @@ def test_a_circle_is_refused_at_once() -> None:
 
 def test_training_goes_on_where_it_ended() -> None:
     """Also when something else has drawn random numbers between the runs; a changed script starts anew."""
-    done = repl(":run 2 inline\n:numerics\n:run 2 inline\nsplit batch into 2 as mb\n:run 1 inline\n", str(GPT))
+    done = repl(":run 2 inline\n:numerics\n:run 2 inline\nsplit batch into 2 as mb\n:run 1 inline\n", str(MLP))
     apart = re.findall(r"step +(\d+)  loss ([\d.]+)", done.stdout)
-    whole = re.findall(r"step +(\d+)  loss ([\d.]+)", repl(":run 4 inline\n", str(GPT)).stdout)
+    whole = re.findall(r"step +(\d+)  loss ([\d.]+)", repl(":run 4 inline\n", str(MLP)).stdout)
     assert done.returncode == 0, done.stderr
     assert apart[:4] == whole
     assert "going on after step 1" in done.stdout

@@ -92,7 +92,7 @@ replicate [pass=*] over gpu.dp with {level}=sharded
 """
 
 
-@pytest.mark.parametrize(("stages", "schedule", "level"), [(2, "one_f_one_b", "params"), (4, "zero_bubble", "grads")])
+@pytest.mark.parametrize(("stages", "schedule", "level"), [(2, "one_f_one_b", "params"), pytest.param(4, "zero_bubble", "grads", marks=pytest.mark.slow)])
 @FAMILIES
 def test_scheduled_by_module_path(model: Callable[[], nn.Module], first: list[Any], layers: tuple[str, ...], last: list[Any], stages: int, schedule: str, level: str) -> None:
     per = LAYERS // stages
