@@ -139,6 +139,11 @@ def on_step(row):
         "P0601",
         "has changed between steps",
     ),
+    "a norm that on_step changes": (
+        "max_norm = 1.0\ndef on_step(row):\n    global max_norm\n    max_norm = 0.1\n",
+        "P0808",
+        "`max_norm` has changed",
+    ),
     "a class attribute that on_step changes": (
         "M.scale = 1.0\ndef loss(o, t): return (o * M.scale).square().mean()\ndef on_step(row): M.scale = 0.5\n",
         "P0808",

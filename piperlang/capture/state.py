@@ -70,11 +70,13 @@ class Watch:
 class Frozen:
     """Globals and class attributes that code reads which runs elsewhere, as they are now: code that runs between steps (data, `on_step`) may change them."""
 
-    def __init__(self, reader: str, functions: Iterable[Any], classes: Iterable[type], line: Span | None) -> None:
-        """`reader`: whose code it is, for messages."""
+    def __init__(
+        self, reader: str, functions: Iterable[Any], classes: Iterable[type], line: Span | None, names: Mapping[str, dict[str, Any]] | None = None
+    ) -> None:
+        """`reader`: whose code it is, for messages. `names`: globals that it reads, too, and the scopes they are in."""
         self.reader, self.line = reader, line
         self.classes = [kind for kind in classes if is_users_own(kind)]
-        self.names = dict(globals_of([*functions, *(item for kind in self.classes for item in vars(kind).values())]))
+        self.names = dict(names or {}) | dict(globals_of([*functions, *(item for kind in self.classes for item in vars(kind).values())]))
         self.prints = self._prints()
 
     def _prints(self) -> dict[str, object]:

@@ -183,7 +183,9 @@ def _steps(
     from piperlang.capture.where import line_of_function
 
     ahead = file.on_step is None
-    schedule = Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule)) if file.lr_schedule is not None else None
+    watched = [Frozen("the plan", [], [], line_of_function(file.data), {"max_norm": getattr(unwrap(file.data), "__globals__", {})})]
+    if file.lr_schedule is not None:
+        watched.append(Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule)))
     for step in range(options.steps):
         last = step + 1 == options.steps
         with doing("running the first step") if step == 0 else nullcontext():  # chunks may be compiled in it
@@ -201,8 +203,8 @@ def _steps(
         yield row
         if problem is not None:
             raise problem
-        if schedule is not None:
-            schedule.check()
+        for frozen in () if last else watched:
+            frozen.check()
         batch = batch if ahead or last else next(batches)
 
 
