@@ -18,9 +18,11 @@ import pytest
 from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
 from piperlang.interrupts import uninterrupted
+from piperlang.plan.lower import lower
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
-from tests.equivalence import SAMPLES
+from piperlang.runtime.job import Job, Training
+from tests.equivalence import SAMPLES, compiled, optimizer
 from tests.jobs import assert_trains
 from tests.models import CASES
 from tests.test_faults import processes
@@ -66,14 +68,21 @@ class Apart(Cluster):
         return False
 
 
-def test_workers_that_share_no_files_and_listen_on_loopback_only() -> None:
+def test_workers_that_share_no_files() -> None:
     case = CASES["mlp"]
     cluster = Apart(2)
     try:
         assert_trains(cluster, case, capture(case.model, case.loss, case.batch(SAMPLES)), SCRIPT)
-        found = listening([*processes(cluster.folder), os.getpid()])
     finally:
         cluster.close()
+
+
+def test_everything_listens_on_loopback() -> None:
+    case = CASES["mlp"]
+    graph, captured = compiled(capture(case.model, case.loss, case.batch(SAMPLES)), SCRIPT)
+    with Job(lower(graph), captured, Training(case.model, optimizer), timeout=30) as job:
+        job.step(case.batch(SAMPLES))
+        found = listening([*processes(job.cluster.folder), os.getpid()])
     assert len(found) > 3  # the control store, the scheduler, two workers
     assert set().union(*found.values()) <= LOOPBACK
 
