@@ -48,10 +48,15 @@ class Streams:
             self._run(self.main)
         for _ in self.starts:
             # A stream that waits for another device may wait long for one that has failed here: the step is over then.
-            while self.failure is None and not self.finished.acquire(timeout=0.05):
+            while not self._over and not self.finished.acquire(timeout=0.05):
                 pass
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def _over(self) -> bool:
+        """Nothing more is to be executed."""
+        return self.failure is not None or self.stopping
 
     def _serve(self, stream: str) -> None:
         while True:
@@ -68,7 +73,7 @@ class Streams:
             self.running[stream] = i
             for earlier in instruction.waits:
                 done[earlier].wait()
-            if self.failure is not None:
+            if self._over:
                 return
             try:
                 self.execute(instruction)
@@ -84,11 +89,17 @@ class Streams:
         with self.failing:
             if self.failure is None:
                 self.failure = failure
+        self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits for another stream waits no longer."""
         for event in self.done.values():
             event.set()
 
     def close(self) -> None:
+        """Also in the middle of a step, which is given up after the instructions that are running."""
         self.stopping = True
+        self._wake()
         for start in self.starts.values():
             start.release()
         for thread in self.threads:

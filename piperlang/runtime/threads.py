@@ -86,8 +86,8 @@ class ThreadJob:
 
     def close(self) -> None:
         for routine in (self.training, self.evaluation):
-            for streams in routine.streams if routine is not None else ():
-                streams.close()
+            if routine is not None:
+                routine.close()
 
     def __enter__(self) -> ThreadJob:
         return self
@@ -130,13 +130,25 @@ class _Routine:
         for device in self.devices:
             device.begin(step, {key: take(named[name], box) for key, name, box in device.plan.feeds}, count)
         threads = [threading.Thread(target=run, args=pair) for pair in zip(self.devices, self.streams, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: devices that wait for each other would wait for ones that never come
+            self.close()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
         if failures:
             raise self._failed(*failures[0])
         return sum(device.end() for device in self.devices)
+
+    def close(self) -> None:
+        self.board.abort()
+        for streams in self.streams:
+            streams.close()
 
     def _failed(self, device: Device, failure: Failed) -> Exception:
         instruction = failure.instruction
