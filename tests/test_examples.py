@@ -40,12 +40,17 @@ QUICK = {
 }  # fmt: skip
 """Trained in every run of the tests; the others, which the numerics check covers in every run, with `-m slow`."""
 
+LONG = {"06_dualpipev/by_hand", "07_hf_llama/tensor", "07_hf_llama/zbv", "05_tensor_parallel/pipeline", "03_moe/data_axis", "08_dropless/data_axis", "08_dropless/dualpipev"}
+"""Those that take longest and whose plans or neighbours are trained in every run: their numerics with `-m slow`."""
+
 
 def name_of(schedule: Path) -> str:
     return f"{schedule.parent.name}/{schedule.stem}"
 
 
-each_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+each_schedule = pytest.mark.parametrize(
+    "schedule", [pytest.param(path, marks=pytest.mark.slow if name_of(path) in LONG else ()) for path in SCHEDULES], ids=name_of
+)
 often_or_slow = pytest.mark.parametrize(
     "schedule", [pytest.param(path, marks=() if name_of(path) in QUICK else pytest.mark.slow) for path in SCHEDULES], ids=name_of
 )

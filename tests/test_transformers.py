@@ -62,7 +62,7 @@ FAMILIES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 @FAMILIES
 def test_captured_by_module_path(model: Callable[[], nn.Module], first: list[Any], layers: tuple[str, ...], last: list[Any], stages: int) -> None:
     per = LAYERS // stages
