@@ -123,13 +123,38 @@ class Clock(Layers):
 
 
 def test_a_program_that_is_another_one_every_time() -> None:
+    for _ in range(6):  # two readings are on a line with integer slope every sixth time
+        with pytest.raises(PiperError) as found:
+            capture(Clock, square, vectors()).cut()
+        (diagnostic,) = found.value.diagnostics
+        assert diagnostic.code == "P0808"
+        assert "another program every time" in diagnostic.message
+        assert diagnostic.span is not None
+        assert "perf_counter_ns" in diagnostic.span.source.text.splitlines()[diagnostic.span.first.line - 1]
+
+
+class Sized(Layers):
+    """Scales by a function of the batch size."""
+
+    def __init__(self, scale: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale(x.shape[0]))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("scale", [lambda n: n**2, lambda n: n**2 - 5 * n, lambda n: 0.5**n, lambda n: n.bit_length(), lambda n: n > 8])
+def test_a_program_that_depends_on_the_batch_size(scale: Callable[[int], Any]) -> None:
+    """Two points always lie on a line: only a third size tells a square from it."""
     with pytest.raises(PiperError) as found:
-        capture(Clock, square, vectors()).cut()
-    (diagnostic,) = found.value.diagnostics
-    assert diagnostic.code == "P0808"
-    assert "another program every time" in diagnostic.message
-    assert diagnostic.span is not None
-    assert "perf_counter_ns" in diagnostic.span.source.text.splitlines()[diagnostic.span.first.line - 1]
+        capture(lambda: Sized(scale), square, vectors()).cut()
+    assert [diagnostic.code for diagnostic in found.value.diagnostics] == ["P0806"]
+
+
+@pytest.mark.parametrize("scale", [lambda n: n, lambda n: 3 * n - 1, lambda n: 1 / n])
+def test_numbers_that_grow_with_the_batch(scale: Callable[[int], Any]) -> None:
+    assert capture(lambda: Sized(scale), square, vectors()).cut().chunks
 
 
 # ---------------------------------------------------------------------------------------------------------- the guard

@@ -3,12 +3,15 @@
 The model is traced at two batch sizes. Node by node the two graphs must be the same but for constants and shapes; a number that
 differs is a linear function of the batch size (a dim of a view), or inverse to it (a factor of a mean), and can be
 computed for any other size. So pieces of any size come from two traces, and the dims that go through the samples are known.
+
+Two points always lie on a line: a square of the batch size does, and so may two readings of a clock. Numbers that are not in
+proportion to the batch are therefore foretold for a third size, and a third trace has to agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -30,8 +33,8 @@ class Sizes:
     small: Traced
     large: Traced
     twin: dict[fx.Node, fx.Node]
-    again: Callable[[], Traced]
-    """Traces at `small.samples` once more: to tell a program that depends on the batch size from one that is another every time."""
+    at: Callable[[int], Traced]
+    """Traces once more: to tell a program that depends on the batch size from one that is another every time."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the batch's tensors, as they were given."""
     dtypes: tuple[torch.dtype, ...] = ()
@@ -59,12 +62,12 @@ class Sizes:
         return pytree.tree_unflatten(flat, layout)  # type: ignore[no-any-return]
 
     def _at(self, x: Any, y: Any, samples: int, node: fx.Node) -> Any:
-        if x == y or not isinstance(x, int | float):
+        if _same(x, y):
             return x
-        if isinstance(x, int):
+        if type(x) is int and type(y) is int:
             a, b = self._line(x, y, node)
             return a * samples + b
-        if x * self.small.samples == y * self.large.samples:
+        if isinstance(x, float) and isinstance(y, float) and x * self.small.samples == y * self.large.samples:
             return x * self.small.samples / samples
         raise self._unclear(node)
 
@@ -75,7 +78,24 @@ class Sizes:
         return int(slope), x - int(slope) * self.small.samples
 
     def _unclear(self, node: fx.Node) -> Exception:
-        return _differing(self.small, self.again, node)
+        return _differing(self.small, self.at, node)
+
+    def verify(self) -> None:
+        """Numbers that are neither equal nor in proportion to the batch size hold for a third size, too."""
+        nodes = list(self.small.graph.nodes)
+        if all(self._proportional(node) for node in nodes):
+            return
+        third = self.at(3 * self.small.samples)
+        for node, other in _twins(self.small, third, self.at).items():
+            foretold = self.arguments(node, third.samples, lambda _: None)
+            found = fx.node.map_arg((other.args, other.kwargs), lambda _: None)
+            if repr(foretold) != repr(found) or any(self.shape(node, third.samples) != shape for shape in _shapes(other)):
+                raise self._unclear(node)
+
+    def _proportional(self, node: fx.Node) -> bool:
+        twin = self.twin[node]
+        mine, other = (pytree.tree_leaves((n.args, n.kwargs, _shapes(n))) for n in (node, twin))
+        return all(not isinstance(x, int) or x == y or x * self.large.samples == y * self.small.samples for x, y in zip(mine, other, strict=True))
 
 
 def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Sizes:
@@ -93,7 +113,9 @@ def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], 
     _refuse_loss(small, loss)
     large = at(2 * size)
     shapes, dtypes = tuple(tuple(t.shape) for t in flat), tuple(t.dtype for t in flat)
-    return replace(pair(small, large, lambda: at(size)), shapes=shapes, dtypes=dtypes, layout=layout, samples=samples)
+    sizes = Sizes(small, large, _twins(small, large, at), at, shapes, dtypes, layout, samples)
+    sizes.verify()
+    return sizes
 
 
 def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
@@ -108,14 +130,28 @@ def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
         )  # fmt: skip
 
 
-def pair(small: Traced, large: Traced, again: Callable[[], Traced]) -> Sizes:
+def _twins(small: Traced, large: Traced, at: Callable[[int], Traced]) -> dict[fx.Node, fx.Node]:
+    """Every node of a trace with the one of another that runs the same operator on the same values."""
     first, second = list(small.graph.nodes), list(large.graph.nodes)
-    for a, b in zip(first, second, strict=False):
+    twin = dict(zip(first, second, strict=False))
+    for a, b in twin.items():
         if (a.op, str(a.target) if a.op == "call_function" else "") != (b.op, str(b.target) if b.op == "call_function" else ""):
-            raise _differing(small, again, b, f"with {large.samples} samples it runs {b.target}, with {small.samples} samples {a.target}")
+            raise _differing(small, at, b, f"with {large.samples} samples it runs {b.target}, with {small.samples} samples {a.target}")
+        mine, other = (pytree.tree_flatten((n.args, n.kwargs)) for n in (a, b))
+        if mine[1] != other[1] or [twin[x] if isinstance(x, fx.Node) else None for x in mine[0]] != [x if isinstance(x, fx.Node) else None for x in other[0]]:
+            raise _differing(small, at, b, f"with {large.samples} samples it runs {b.target} on other values than with {small.samples} samples")
     if len(first) != len(second):
-        raise _differing(small, again, first[-1])
-    return Sizes(small, large, dict(zip(first, second, strict=True)), again)
+        raise _differing(small, at, first[-1])
+    return twin
+
+
+def _same(x: Any, y: Any) -> bool:
+    return bool(x == y or (x != x and y != y))  # a NaN is another NaN
+
+
+def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    value = node.meta.get("val")
+    return [tuple(value.shape)] if isinstance(value, torch.Tensor) else []
 
 
 def _resized(batch: tuple[Any, Any], samples: int, size: int) -> tuple[Any, Any]:
@@ -128,9 +164,9 @@ def _resized(batch: tuple[Any, Any], samples: int, size: int) -> tuple[Any, Any]
     return resized
 
 
-def _differing(small: Traced, again: Callable[[], Traced], node: fx.Node, what: str = "") -> Exception:
+def _differing(small: Traced, at: Callable[[int], Traced], node: fx.Node, what: str = "") -> Exception:
     """Why two traces differ where they must not: by the batch size, or because the program is another one every time."""
-    if written(small.graph) != written(again().graph):
+    if written(small.graph) != written(at(small.samples).graph):
         return error(
             "P0808", "the model runs another program every time it is called", line_of_operator(node),
             notes=["two traces with the same batch differ", *([what] if what else []), module_of(node)],
