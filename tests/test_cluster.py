@@ -186,6 +186,12 @@ def interrupted(job: subprocess.Popen[str], temporary: Path, again: float | None
     assert list(temporary.iterdir()) == []
 
 
+def test_an_interrupt(temporary: Path, tmp_path: Path) -> None:
+    job = endless(temporary, tmp_path)
+    trained(job)
+    interrupted(job, temporary)
+
+
 @pytest.mark.parametrize("delay", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.5, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
     job = endless(temporary, tmp_path)
