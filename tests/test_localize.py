@@ -14,8 +14,8 @@ from torch import fx, nn
 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.cut import Chunk, cut
-from piperlang.capture.differentiate import _Division
 from piperlang.capture.features import features_of
+from piperlang.capture.joint import Joint
 from piperlang.capture.keep import keep, signed, uniform
 from piperlang.capture.localize import Local, localize
 from piperlang.capture.random import mix
@@ -72,8 +72,8 @@ def apart(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def given(model: Callable[[], nn.Module], tag: str = "part", value: int | str = 0, batch: Any = None, loss: Any = apart) -> Given:
     traced = trace(model, loss, batch or (torch.randn(SAMPLES, LENGTH, WIDTH), torch.randn(SAMPLES, LENGTH, WIDTH)))
     (chunk,) = (chunk for chunk in cut(traced) if dict(chunk.tags).get(tag) == value)
-    division = _Division(traced, chunk)
-    return Given(traced, chunk, division.joint, list(division.slots.values()), division._gives())
+    joint = Joint(traced, chunk)
+    return Given(traced, chunk, joint.module, joint.takes, joint.gives)
 
 
 def part(value: torch.Tensor, places: Sequence[Place], divides: Sequence[Divide], at: Sequence[int]) -> torch.Tensor:

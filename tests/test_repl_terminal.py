@@ -157,6 +157,20 @@ def test_completion_blocks_history_and_leaving(terminal: Callable[..., Screen]) 
     assert screen.ended() == 0
 
 
+def test_tags_are_cut_while_the_next_statement_is_typed(terminal: Callable[..., Screen]) -> None:
+    screen = terminal("examples/02_gpt/model.py")
+    screen.shows(r"^piper:1>", 120)
+    screen.enter('tag part="up" at blocks[*].up', r"^piper:2>")
+    screen.enter("mesh gpu = tp: 2", r"^piper:3>")
+    screen.enter("place [stage=*] on gpu", r"^piper:4>")
+    screen.enter(':count [part="up"]', r"piper:4>[\s\S]*\d+[\s\S]*piper:4>\s*$")
+    screen.type('tag part="down" at blocks[*].down\r:quit\r')  # leaves while the chunks are traced
+    screen.shows("not saved")
+    screen.type(":quit\r")
+    assert screen.ended() == 0
+    assert "Traceback" not in screen.text
+
+
 def test_history_is_kept_between_sessions(terminal: Callable[..., Screen]) -> None:
     first = terminal()
     first.shows(r"^piper:1>")

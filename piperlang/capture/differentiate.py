@@ -1,12 +1,10 @@
 """Backward at compile time: explicit graphs for F, B, and the halves I and W of a chunk, none recomputing what another did.
 
-The joint graph of a chunk (torch's ahead-of-time autograd) is divided by dependency alone: F is what the outputs need; of the
+The joint graph of a chunk (joint.py) is divided by dependency alone: F is what the outputs need; of the
 rest, I is what the gradients of the inputs need, and W is what remains. B is I and W in one.
 
 Pieces know their values by slot (the third weight, the first input), not by name, so that equal chunks share them: sixteen
 equal layers are differentiated, and later compiled, once.
-
-Private API, kept in this file: `torch._functorch.aot_autograd.aot_export_joint_simple` (tried on torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
@@ -17,16 +15,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import aot_export_joint_simple
 
 from piperlang.capture.cost import Cost, bytes_of, cost
 from piperlang.capture.cut import Chunk
-from piperlang.capture.effects import without_effects
 from piperlang.capture.functions import identity
+from piperlang.capture.joint import Joint, sources
 from piperlang.capture.random import PLACE
 from piperlang.capture.sizes import Sizes
 from piperlang.capture.trace import Traced
-from piperlang.capture.untraceable import differentiating, refuse_sparse
 from piperlang.ir.model import Slot
 
 Localize: TypeAlias = Callable[[fx.GraphModule, Sequence[Slot], Sequence[Slot | None]], fx.GraphModule]
@@ -87,30 +83,21 @@ def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
     for chunk in chunks:
         key = signature(traced, chunk)
         if key not in known:
-            known[key] = _Division(traced, chunk).divide()
+            known[key] = divide(Joint(traced, chunk))
         found.append(known[key])
     return found
 
 
-def pieces_at(sizes: Sizes, chunk: Chunk, samples: int, local: Localize | None = None) -> Pieces:
-    """The pieces of a chunk for a batch of `samples`, and, with `local`, for one device of those that divide its weights."""
-    return _Division(sizes.small, chunk, sizes, samples, local).divide()
-
-
-def _sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
-    """What a chunk reads: slot, node of the traced graph, and whether it learns."""
-    nodes = {node.name: node for node in traced.graph.nodes}
-    found: list[tuple[Slot, fx.Node, bool]] = [(("weight", i), nodes[p], traced.weights[p].name in traced.trained) for i, p in enumerate(chunk.weights)]
-    found += [(("batch", i), nodes[p], False) for i, p in enumerate(chunk.batch)]
-    found += [(("rng", 0), nodes[PLACE], False)] if chunk.random else []
-    return found + [(("input", i), nodes[v.name], v.differentiable) for i, v in enumerate(chunk.inputs)]
+def divide(joint: Joint, local: Localize | None = None) -> Pieces:
+    """The pieces of a chunk; with `local`, for one device of those that divide its weights."""
+    return _Division(joint, local).divide()
 
 
 def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> object:
     """Equal for chunks that compute the same: operators, constants, shapes, and who reads whom; with `sizes`, at any size."""
     numbers: dict[fx.Node, int] = {}
     parts: list[object] = []
-    for slot, node, learns in _sources(traced, chunk):
+    for slot, node, learns in sources(traced, chunk):
         numbers[node] = len(numbers)
         value = traced.value(node)
         parts.append((slot, tuple(value.shape), value.dtype, value.stride(), learns))
@@ -140,11 +127,6 @@ def value_name(chunk: Chunk, slot: Slot) -> str:
     return (chunk.inputs if kind == "input" else chunk.outputs)[i].name
 
 
-def _stand_in(slot: Slot, value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor for tracing. What crosses between chunks, forward and backward, is contiguous: both sides count on it."""
-    return torch.empty_like(value, memory_format=torch.contiguous_format if slot[0] == "input" else torch.preserve_format)
-
-
 def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
 
@@ -164,72 +146,16 @@ def _copies(results: Sequence[tuple[Slot, fx.Node]]) -> list[bool]:
 
 
 class _Division:
-    def __init__(self, traced: Traced, chunk: Chunk, sizes: Sizes | None = None, samples: int = 0, local: Localize | None = None) -> None:
-        self.traced, self.chunk, self.sizes = traced, chunk, sizes
-        self.samples = samples or traced.samples
-        self.sources = _sources(traced, chunk)
-        incoming = [("grad_output", i) for i, v in enumerate(chunk.outputs) if v.differentiable] if self.learns else []
-        takes = [slot for slot, _, _ in self.sources] + incoming
-        self.joint = self._joint()
-        if local is not None:
-            self.joint = local(self.joint, takes, self._gives())
+    def __init__(self, joint: Joint, local: Localize | None) -> None:
+        self.mode = joint.traced.mode
+        self.joint = joint.module if local is None else local(joint.module, joint.takes, joint.gives)
         places = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
-        self.slots: dict[fx.Node, Slot] = dict(zip(places, takes, strict=True))
+        self.slots: dict[fx.Node, Slot] = dict(zip(places, joint.takes, strict=True))
         (output,) = (node for node in self.joint.graph.nodes if node.op == "output")
-        results: Sequence[Any] = output.args[0]
-        self.outputs: list[tuple[Slot, fx.Node]] = [(("output", i), node) for i, node in enumerate(results[: len(chunk.outputs)])]
-        back = results[len(chunk.outputs) :] if self.learns else []
-        self.grads: list[tuple[Slot, fx.Node]] = [
-            ((f"grad_{slot[0]}", slot[1]), node) for (slot, _, _), node in zip(self.sources, back, strict=False) if isinstance(node, fx.Node)
-        ]
+        results = [(slot, node) for slot, node in zip(joint.gives, output.args[0], strict=True) if slot is not None]
+        self.outputs = [(slot, node) for slot, node in results if slot[0] == "output"]
+        self.grads = [(slot, node) for slot, node in results if slot[0] != "output"]
         self.nodes = [node for node in self.joint.graph.nodes if node.op not in ("placeholder", "output")]
-
-    @property
-    def learns(self) -> bool:
-        return any(learns for _, _, learns in self.sources)
-
-    def _gives(self) -> list[Slot | None]:
-        """What the joint graph gives, in order; None where there is no gradient."""
-        (output,) = (node for node in self.joint.graph.nodes if node.op == "output")
-        slots = [("output", i) for i in range(len(self.chunk.outputs))] + [(f"grad_{slot[0]}", slot[1]) for slot, _, _ in self.sources]
-        return [slot if isinstance(node, fx.Node) else None for slot, node in zip(slots, output.args[0], strict=False)]
-
-    def _value(self, slot: Slot, node: fx.Node) -> torch.Tensor:
-        """A value of the traced graph as it is at our number of samples."""
-        value: torch.Tensor = self.traced.value(node)
-        if self.sizes is None or self.samples == self.traced.samples or slot[0] in ("weight", "rng"):
-            return value
-        return torch.empty(self.sizes.shape(node, self.samples), dtype=value.dtype, device=value.device)
-
-    def _joint(self) -> fx.GraphModule:
-        # What is known of each operator, its module above all, is carried over into the joint graph for messages.
-        with differentiating(), self.traced.mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
-            fakes = [_stand_in(slot, self._value(slot, node)).requires_grad_(learns) for slot, node, learns in self.sources]
-            try:
-                joint = aot_export_joint_simple(fx.Interpreter(self._runnable(copies=False)).run, tuple(fakes), trace_joint=self.learns)
-            except RuntimeError as problem:
-                if "alias" not in str(problem):
-                    raise
-                # An output is a view. What crosses to another chunk has to be a tensor of its own anyway.
-                joint = aot_export_joint_simple(fx.Interpreter(self._runnable(copies=True)).run, tuple(fakes), trace_joint=self.learns)
-        assert isinstance(joint, fx.GraphModule)
-        without_effects(joint)
-        refuse_sparse(joint.graph)
-        return joint
-
-    def _runnable(self, copies: bool) -> fx.GraphModule:
-        """The chunk's operators as a module of their own."""
-        graph = fx.Graph()
-        copied: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for _, node, _ in self.sources}
-        for node in self.chunk.nodes:
-            copied[node] = graph.node_copy(node, lambda n: copied[n])
-            if self.sizes is not None:
-                copied[node].args, copied[node].kwargs = self.sizes.arguments(node, self.samples, lambda n: copied[n])
-        names = {node.name: node for node in self.chunk.nodes}
-        results = [copied[names[value.name]] for value in self.chunk.outputs]
-        odd = [copies or not value.fake.is_contiguous() for value in self.chunk.outputs]
-        graph.output(tuple(_contiguous(graph, node) if copy else node for node, copy in zip(results, odd, strict=True)))
-        return fx.GraphModule(self.traced.root, graph)
 
     # ------------------------------------------------------------------------------------------------ division
 
@@ -300,4 +226,4 @@ class _Division:
                     copied[node].target = torch.ops.aten.reshape.default
         graph.output(tuple(_contiguous(graph, copied[node]) if copy else copied[node] for (_, node), copy in zip(results, _copies(results), strict=True)))
         module = fx.GraphModule(self.joint, graph)
-        return Piece(module, tuple(slots), tuple(slot for slot, _ in results), cost(module, [node.meta["val"] for node in outer], self.traced.mode))
+        return Piece(module, tuple(slots), tuple(slot for slot, _ in results), cost(module, [node.meta["val"] for node in outer], self.mode))

@@ -16,9 +16,9 @@ import logging
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,10 @@ class Local:
     places: dict[Slot, PerAxis]
 
 
+Tried: TypeAlias = dict[tuple[tuple[Slot, PerAxis], ...], Local | None]
+"""What came of places; None where they need communication."""
+
+
 def localize(
     joint: fx.GraphModule,
     takes: Sequence[Slot],
@@ -63,23 +67,34 @@ def localize(
     divides: Sequence[Divide],
     arriving: Mapping[Slot, PerAxis],
     rows: Collection[Slot] = (),
+    before: Mapping[Slot, PerAxis] | None = None,
+    tried: Tried | None = None,
 ) -> Local:
     """Divide a joint graph with the first places that need no communication: as the inputs arrive if that works, else as the styles ask.
 
-    `rows`: inputs of which each device gets the rows that chose its experts; here they are as if their first dimension were divided."""
+    `rows`: inputs of which each device gets the rows that chose its experts; here they are as if their first dimension were divided.
+    `before`: the places that were found for another number of samples. They are tried first, which is quick.
+    `tried`: what has come of the same graph and axes, however its inputs arrived."""
     nodes = dict(zip(takes, (node for node in joint.graph.nodes if node.op == "placeholder"), strict=True))
     values = {slot: node.meta["val"] for slot, node in nodes.items()}
     try:
         choices, asked = candidates(values, features, divides, arriving, rows)
-        problems: list[Unfit] = []
         with _fake_group(divides):
             localization = _Localization(joint, values, gives, divides)
+            if before is not None:
+                with suppress(Unfit):
+                    return localization.again(before)
+            tried = {} if tried is None else tried
             for choice in choices:
-                try:
-                    return localization.local(choice)
-                except Unfit as problem:
-                    problems.append(problem)
-        raise problems[asked]
+                known = tuple(choice.items())
+                if known not in tried:
+                    tried[known] = None
+                    with suppress(Unfit):
+                        tried[known] = localization.local(choice)
+                found = tried[known]
+                if found is not None:
+                    return found
+            raise localization.reason(choices[asked])
     except Unfit as problem:
         raise refusal(problem, divides, nodes, joint) from problem
 
@@ -125,20 +140,46 @@ class _Localization:
     def _mesh(self, device: str, ranks: torch.Tensor) -> DeviceMesh:
         return DeviceMesh(device, ranks.view([divide.size for divide in self.divides]), mesh_dim_names=tuple(divide.axis for divide in self.divides))
 
-    def local(self, places: dict[Slot, PerAxis]) -> Local:
+    def local(self, places: Mapping[Slot, PerAxis]) -> Local:
         check(places, {slot: self.values[slot] for slot in places}, self.divides)
         # A gradient of an output is divided as the output is: find that first.
-        outputs = [slot if slot is not None and slot[0] == "output" else None for slot in self.gives]
+        found = self._outputs(places)
+        incoming = {slot: tuple(WHOLE if place == SUM else place for place in found["output", slot[1]]) for slot in self._incoming}
+        return self._divided({**places, **incoming})
+
+    def again(self, places: Mapping[Slot, PerAxis]) -> Local:
+        """If these are the places that would be found."""
+        found = self._divided({slot: places[slot] for slot in self.values})
+        if found.places != places:
+            raise Unfit("other places")
+        return found
+
+    def reason(self, places: Mapping[Slot, PerAxis]) -> Unfit:
+        """Why these places do not work; where the forward has a reason already, that one says more."""
+        try:
+            check(places, {slot: self.values[slot] for slot in places}, self.divides)
+            self._everywhere(*self._forward(places))
+            self.local(places)
+        except Unfit as problem:
+            return problem
+        raise AssertionError("these places work")
+
+    @property
+    def _incoming(self) -> list[Slot]:
+        return [slot for slot in self.values if slot[0] == "grad_output"]
+
+    def _forward(self, places: Mapping[Slot, PerAxis]) -> tuple[dict[Slot, PerAxis], list[Slot | None]]:
+        """Places, and what is wanted, where only outputs are."""
         whole: PerAxis = (WHOLE,) * len(self.divides)
-        incoming = [slot for slot in self.values if slot[0] == "grad_output"]
-        _, found = self._everywhere(places | dict.fromkeys(incoming, whole), outputs)
-        places |= {slot: tuple(WHOLE if place == SUM else place for place in found["output", slot[1]]) for slot in incoming}
+        return {**places, **dict.fromkeys(self._incoming, whole)}, [slot if slot is not None and slot[0] == "output" else None for slot in self.gives]
+
+    def _divided(self, places: Mapping[Slot, PerAxis]) -> Local:
         graph, found = self._everywhere(places, self.gives)
         for (kind, i), chosen in found.items():
             source = (kind.removeprefix("grad_"), i)
             if kind != "output" and not all(map(_fits, places[source], chosen)):
                 raise Unfit(f"the {source[0]} is {places[source]}, but its gradient is {chosen}", self.results[list(self.gives).index((kind, i))])
-        return Local(graph, places | found)
+        return Local(graph, {**places, **found})
 
     def _everywhere(self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None]) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
         """The graph of every device, if they have one in common and it does not communicate."""
@@ -152,6 +193,7 @@ class _Localization:
             if ours != theirs:
                 origin = self._origin(node) if node is not None else None
                 raise Unfit(f"{operator_name(origin)} needs a part of a value that every device has whole", origin)
+        graph.recompile()
         return graph, found
 
     def _origin(self, node: fx.Node) -> fx.Node | None:
@@ -160,27 +202,42 @@ class _Localization:
         return self.nodes.get(origins[-1].name) if origins else None
 
     def _trace(self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None], mesh: DeviceMesh) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
-        wanted = [node if slot is not None else None for slot, node in zip(gives, self.results, strict=True)]
-        runner = _Runner(self.joint, _needed(wanted), mesh)
         found: dict[Slot, PerAxis] = {}
 
         def run(*parts: torch.Tensor) -> list[torch.Tensor | None]:
-            values = [_divided(part, mesh, list(map(_placement, places[slot])), whole) for part, (slot, whole) in zip(parts, self.values.items(), strict=True)]
-            results: list[torch.Tensor | None] = []
-            for slot, node, value in zip(gives, wanted, runner.run(*values, enable_io_processing=False), strict=True):
-                if slot is None or node is None:
-                    results.append(None)
-                else:
-                    part, found[slot] = self._part(value, node)
-                    results.append(part)
-            return results
+            results = self._run(parts, places, gives, mesh)
+            found.update({slot: place for slot, (_, place) in zip(gives, results, strict=True) if slot is not None})
+            return [part for part, _ in results]
 
+        with self._tracing():
+            graph = make_fx(run)(*self._fakes(places))
+        _drop_views(graph.graph)
+        return graph, found
+
+    def _outputs(self, places: Mapping[Slot, PerAxis]) -> dict[Slot, PerAxis]:
+        """The places of the outputs, without a graph; what needs communication is not noticed here."""
+        forward, gives = self._forward(places)
+        with self._tracing():
+            results = self._run(self._fakes(forward), forward, gives, self.meshes[0])
+        return {slot: place for slot, (_, place) in zip(gives, results, strict=True) if slot is not None}
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
         mode = next(iter(self.values.values())).fake_mode  # type: ignore[attr-defined]
         with mode, torch.no_grad(), implicit_replication(), traceback.preserve_node_meta():
-            graph = make_fx(run)(*(self._fake(slot, places[slot]) for slot in self.values))
-        _drop_views(graph.graph)
-        graph.recompile()
-        return graph, found
+            yield
+
+    def _run(
+        self, parts: Sequence[torch.Tensor], places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None], mesh: DeviceMesh
+    ) -> list[tuple[torch.Tensor | None, PerAxis]]:
+        """What a device has of what is wanted, and its places."""
+        values = [_divided(part, mesh, list(map(_placement, places[slot])), whole) for part, (slot, whole) in zip(parts, self.values.items(), strict=True)]
+        wanted = [node if slot is not None else None for slot, node in zip(gives, self.results, strict=True)]
+        results = _Runner(self.joint, _needed(wanted), mesh).run(*values, enable_io_processing=False)
+        return [self._part(value, node) if node is not None else (None, ()) for node, value in zip(wanted, results, strict=True)]
+
+    def _fakes(self, places: Mapping[Slot, PerAxis]) -> list[torch.Tensor]:
+        return [self._fake(slot, places[slot]) for slot in self.values]
 
     def _fake(self, slot: Slot, places: PerAxis) -> torch.Tensor:
         value = self.values[slot]

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture import routed
 from piperlang.capture.cut import Chunk, cut, matches, module_path
-from piperlang.capture.differentiate import Localize, Piece, Pieces, pieces_at, signature
+from piperlang.capture.differentiate import Localize, Piece, Pieces, divide, signature
 from piperlang.capture.features import Unfit, features_of, operator_name, refusal
-from piperlang.capture.localize import localize, written
+from piperlang.capture.joint import Joint
+from piperlang.capture.localize import Tried, localize, written
 from piperlang.capture.samples import Samples, samples
 from piperlang.capture.sizes import Sizes, trace_sizes
 from piperlang.capture.user_code import located
@@ -32,8 +33,14 @@ class Program:
 
     sizes: Sizes
     _known: dict[object, int] = field(default_factory=dict)
+    _joints: dict[tuple[int, int], Joint] = field(default_factory=dict)
     _pieces: dict[tuple[int, int, Arrangement], Pieces] = field(default_factory=dict)
     _places: dict[tuple[int, int, Arrangement], ir.Places] = field(default_factory=dict)
+    _found: dict[tuple[int, Arrangement], ir.Places] = field(default_factory=dict)
+    """The places of the latest number of samples, likely to be those of the next."""
+    _tried: dict[tuple[int, int, tuple[ir.Divide, ...]], Tried] = field(default_factory=dict)
+    _promised: dict[tuple[int, Arrangement], tuple[int, ir.Places]] = field(default_factory=dict)
+    """What passes have been told, and for how many samples it was found."""
 
     def cut(self, tags: Iterable[Tag] = ()) -> Captured:
         return Captured(self, cut(self.sizes.small, tags))
@@ -49,16 +56,32 @@ class Program:
     def pieces(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
         known = (key, samples, arranged)
         if known not in self._pieces:
-            made = pieces_at(self.sizes, chunk, samples, self._local(chunk, known) if arranged[0] else None)
+            made = divide(self._joint(chunk, key, samples), self._local(chunk, known) if arranged[0] else None)
             if any(ir.ROUTED in places for places in self._places.get(known, {}).values()):
                 self._any_rows(chunk, known, made)
+            promised = self._promised.get((key, arranged))
+            if promised is not None and 1 < samples < promised[0] and promised[1] != self._places[known]:
+                raise error("P0411", f"with {samples} samples {chunk} is divided otherwise than with {promised[0]}", help="split the batch, and replicate, before `shard`")
             self._pieces[known] = made
         return self._pieces[known]
 
+    def _joint(self, chunk: Chunk, key: int, samples: int) -> Joint:
+        if (key, samples) not in self._joints:
+            self._joints[key, samples] = Joint(self.sizes.small, chunk, self.sizes, samples)
+        return self._joints[key, samples]
+
     def places(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement) -> ir.Places:
-        """How everything of a chunk lies when its weights are divided."""
-        self.pieces(chunk, key, samples, arranged)
-        return self._places[key, samples, arranged]
+        """How everything of a chunk lies when its weights are divided.
+
+        As it lies for more samples, where that is known: styles divide features, so that how many samples there are, if there are several, has no part in it.
+        A device that has to run the chunk has it traced at its own size (`pieces`), and then it must be so."""
+        known = (key, samples, arranged)
+        promised = self._promised.get((key, arranged))
+        if known in self._places or promised is None or not 1 < samples < promised[0] or any(divide.style == "experts" for divide in arranged[0]):
+            self.pieces(chunk, key, samples, arranged)
+            promised = samples, self._places[known]
+            self._promised.setdefault((key, arranged), promised)
+        return promised[1]
 
     def _local(self, chunk: Chunk, known: tuple[int, int, Arrangement]) -> Localize:
         divides = known[2][0]
@@ -69,7 +92,10 @@ class Program:
             problem = self._unroutable(chunk, rows)
             if problem is not None:
                 raise refusal(problem, divides, {}, joint)
-            found = localize(joint, takes, gives, features_of(self.sizes.small, chunk), divides, arriving, rows)
+            key, samples, arranged = known
+            tried = self._tried.setdefault((key, samples, divides), {})
+            found = localize(joint, takes, gives, features_of(self.sizes.small, chunk), divides, arriving, rows, self._found.get((key, arranged)), tried)
+            self._found[key, arranged] = found.places
             self._places[known] = {slot: _routed(places, divides) if _of(slot) in rows else places for slot, places in found.places.items()}
             return found.joint
 
@@ -100,7 +126,7 @@ class Program:
         """The data decide how many rows there are: the pieces must be the same for any number of them."""
         key, samples, arranged = known
         twice = (key, 2 * samples, arranged)
-        other = pieces_at(self.sizes, chunk, 2 * samples, self._local(chunk, twice))
+        other = divide(self._joint(chunk, key, 2 * samples), self._local(chunk, twice))
         for name in "FBIW":
             one, two = getattr(made, name), getattr(other, name)
             for ours, theirs, node in zip(written(one.module.graph), written(two.module.graph), one.module.graph.nodes, strict=True) if one is not None else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,6 +66,7 @@ class Session:
         self.workers: Cluster | None = None
         """Started by the first `:run`, for it and those after it."""
         self._states: dict[tuple[str, ...], State] = {}
+        self._cutting: threading.Thread | None = None
         _ = self.state.estimate  # the model is cut once here, not by the first directive
 
     # ------------------------------------------------------------------------------------------------------- states
@@ -107,6 +109,8 @@ class Session:
 
     def execute(self, text: str) -> Shown:
         """A command or statements, as typed. What is wrong with them is raised, and the state is as it was."""
+        if self._cutting is not None:
+            self._cutting.join()
         try:
             if is_command(text):
                 from piperlang.repl.commands import run
@@ -119,6 +123,12 @@ class Session:
             if hint is None:
                 raise
             raise PiperError(*(replace(x, helps=(hint,)) for x in problem.diagnostics)) from None
+
+    def cut_ahead(self) -> None:
+        """To be called before the next input is waited for: chunks that a `tag` has made are traced while it is typed, not when it is executed."""
+        if not self.state.settled:
+            self._cutting = threading.Thread(target=self.state.cut)
+            self._cutting.start()
 
     def _command_meant(self, text: str) -> str | None:
         """`undo` and `undo 2`, where a command has its colon."""

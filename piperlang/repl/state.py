@@ -4,7 +4,9 @@ estimated. Each is worked out when asked for."""
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -48,18 +50,20 @@ def axis_of(unused: Diagnostic) -> str | None:
 
 
 class Cuts:
-    """A traced model that remembers how it was cut: the same tags give the same chunks, whichever statement asks."""
+    """A traced model that remembers how it was cut: the same tags give the same chunks, whichever statement asks, in whichever thread."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._known: dict[Tagged, Captured] = {}
+        self._one = threading.Lock()
 
     def cut(self, tags: Iterable[d.Tag]) -> Captured:
         every = list(tags)
         known = tuple((tag.tags, tuple(map(str, tag.paths))) for tag in every)
-        if known not in self._known:
-            self._known[known] = self.program.cut(every)
-        return self._known[known]
+        with self._one:
+            if known not in self._known:
+                self._known[known] = self.program.cut(every)
+            return self._known[known]
 
     def check_tag(self, directive: d.Tag) -> None:
         self.program.check_tag(directive)
@@ -174,6 +178,12 @@ class State:
             _ = self.scheduler.schedule.captured
             for name in ("trouble", "missing", "estimate", "timeline", "unordered"):
                 self.__dict__.pop(name, None)
+
+    def cut(self) -> None:
+        """Cut the model as the tags so far ask, for whoever needs these chunks later; what is wrong is for them to tell."""
+        if self.scheduler is not None:
+            with suppress(PiperError):
+                self.scheduler.schedule.program.cut(self.scheduler.schedule.tag_directives)
 
     def line_of(self, directive: d.Directive | d.Step) -> str:
         """Where a directive was written: the user's own line, not that of a library function."""

@@ -176,6 +176,7 @@ class Terminal:
                 continue
             try:
                 self._execute(text)
+                self.session.cut_ahead()
                 self.warned = self.warned and not text.strip()
             except Quit:
                 if self._may_leave("`:quit`"):
