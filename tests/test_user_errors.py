@@ -805,6 +805,11 @@ LATE = written(  # fails with the values of the second batch, so that the check 
         "    yield torch.full((8, 3), 9), torch.randn(8, 4)\n"
     ),
 )
+SINGULAR = written(  # the second batch makes matrices that cannot be inverted: eager PyTorch raises, too
+    "class Net(nn.Linear):\n    def forward(self, x):\n        matrices = torch.diag_embed((x != 0).float())\n"
+    "        return super().forward((torch.linalg.inv(matrices) @ x[..., None])[..., 0])  # here\n\n\ndef model():\n    return Net(4, 4)\n",
+    data="def data():\n    yield torch.ones(8, 4), torch.randn(8, 4)\n    yield torch.zeros(8, 4), torch.randn(8, 4)\n",
+)
 EAGER = LATE.replace("torch.zeros(8, 3, dtype=torch.int64)", "torch.full((8, 3), 9)", 1)
 KERNEL = written(
     "@torch.library.custom_op('user_errors::kernel{}', mutates_args=())\n"
@@ -822,6 +827,7 @@ STEPS = [
         "P0604",
         ("device 0 failed", "IndexError: index out of range in self", "in module table", "it was at F of"),
     ),
+    Mistake("a matrix that cannot be inverted", SINGULAR, "P0604", ("device 0 failed", "input matrix is singular", "it was at F of")),
     Mistake("kernel raises", KERNEL.format(1), "P0604", ("device 0 failed", "ValueError: in the kernel")),
     Mistake(
         "optimizer.step raises later",
@@ -1127,9 +1133,9 @@ WORKERS = [
     ),
     Mistake(
         "operator raises on a worker",
-        LATE,
+        SINGULAR,
         "P0604",
-        ("device 0 failed", "IndexError: index out of range in self", "in module table", "it was at F of"),
+        ("device 0 failed", "input matrix is singular", "it was at F of"),
     ),
     Mistake(
         "optimizer.step raises on a worker",

@@ -1,6 +1,9 @@
 """Operators with side effects, as ahead-of-time autograd writes them: `with_effects(token, operator, ...)`, with tokens that order them.
 
-Private API, kept in this file: the form of these nodes (tried on torch 2.11 and 2.13).
+What `torch.linalg` checks, whether its matrices could be solved, is such an effect: it only raises. It becomes a value that
+passes through the check, so that the check goes wherever the value is computed.
+
+Private API, kept in this file: the form of these nodes (tried on torch 2.11 and 2.13), and `aten._linalg_check_errors`.
 """
 
 from __future__ import annotations
@@ -14,22 +17,34 @@ from piperlang.capture.random import module_of
 from piperlang.capture.where import line_of_operator
 from piperlang.diagnostics import error
 
-_CHECKS = (torch.ops.aten._linalg_check_errors.default,)
-"""Only raise: without them a matrix that cannot be solved gives values that are not finite."""
+_CHECK = torch.ops.aten._linalg_check_errors.default
+
+
+@torch.library.custom_op("piper::checked", mutates_args=(), schema="(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor")
+def checked(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool) -> torch.Tensor:
+    """The value, if `info` says that it could be computed."""
+    _CHECK(info, name, is_matrix=is_matrix)
+    return value.clone()
+
+
+@checked.register_fake
+def _(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool) -> torch.Tensor:
+    return value.clone()
 
 
 def without_effects(joint: fx.GraphModule) -> None:
-    """Takes out what only checks, and the tokens, which come first among what a graph takes and gives. Refuses other effects."""
+    """Makes values of checks, and takes out the tokens, which come first among what a graph takes and gives. Refuses other effects."""
     graph = joint.graph
     found = [node for node in graph.nodes if node.target is torch.ops.higher_order.with_effects]
     if not found:
         return
     for node in found:
-        if node.args[1] not in _CHECKS:
+        if node.args[1] is not _CHECK:
             raise error(
                 "P0802", f"operator {node.args[1]} has side effects", line_of_operator(node), notes=[module_of(node)],
                 help="do it outside of the model: chunks run on several devices, and a step runs them once for every microbatch",
             )  # fmt: skip
+        _pass_through(graph, node)
     (output,) = (node for node in graph.nodes if node.op == "output")
     tokens = {user for node in found for user in node.users if user.target is operator.getitem and user.args[1] == 0}
     output.args = ([value for value in output.args[0] if value not in tokens],)
@@ -41,3 +56,16 @@ def without_effects(joint: fx.GraphModule) -> None:
         if isinstance(token, fx.Node) and token.op == "placeholder" and not token.users:
             graph.erase_node(token)
     joint.recompile()
+
+
+def _pass_through(graph: fx.Graph, check: fx.Node) -> None:
+    """Everything that is computed together with what the check reads is read through it."""
+    info, name = check.args[2], check.args[3]
+    assert isinstance(info, fx.Node)
+    together = [node for node in info.all_input_nodes[0].users if node.target is operator.getitem and node is not info]
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    for value in together:
+        with graph.inserting_after(max(value, info, key=lambda node: places[node])):
+            new = graph.call_function(torch.ops.piper.checked.default, (value, info, name, bool(check.kwargs.get("is_matrix", False))))
+        new.meta = {**check.meta, "val": value.meta["val"]}
+        value.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]
