@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:  # tests of the front end run without torch and Ray
 
 # A shell's background jobs ignore SIGINT, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Two threads of an operator wait for each other far longer than the work takes while other tests use the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _shared: list[Cluster] = []
 

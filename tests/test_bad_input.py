@@ -1,6 +1,6 @@
 """Wrong input of any kind: a located diagnostic within two seconds and bounded memory, never a traceback.
 
-Every case runs `python -m piperlang check FILE` in a process of its own, which is watched from outside: processor time and
+Every case runs `piperc check FILE` in a process of its own (tests/served.py), which is watched from outside: processor time and
 the highest resident size are measured, and a process that does not end is killed.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import random
 import re
-import resource
 import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,11 @@ from piperlang.elaborate.declare import MAX_DEVICES
 from piperlang.elaborate.interpret import MAX_CALLS, MAX_SPLIT
 from piperlang.syntax.lines import MAX_STATEMENTS, MAX_TOKENS
 from piperlang.syntax.parse import MAX_BYTES, MAX_LINE
+from tests.served import Call, Server
 
 SECONDS = 4.0
 """Twice what is promised, because test machines are shared and slow; by hand, on a quiet machine, set it to 2."""
 MEGABYTES = 500
-ENDLESS = 8
-"""Seconds of processor time after which a process is stopped: it counts as endless."""
 PATIENCE = 40.0
 """The same for time on the clock: for what waits without working. Other work on the machine must not matter."""
 MOST_TEXT = 100_000
@@ -62,38 +61,55 @@ class Outcome:
         return [(file, int(line), int(column)) for file, line, column in found]
 
 
-def _limits() -> None:
-    """The machine is shared: what runs away is stopped long before it hurts."""
-    resource.setrlimit(resource.RLIMIT_CPU, (ENDLESS, ENDLESS))
-    resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200 << 20, 200 << 20))
+@cache
+def _server() -> Server:
+    return Server()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    _server().close()
+    _server.cache_clear()
 
 
 def piperc(
     *arguments: str | bytes, cwd: Path, stdin: Path | None = None, env: Mapping[str, str] | None = None, patience: float = PATIENCE
 ) -> Outcome:
-    """Run `python -m piperlang`, watch it, and kill it when it takes too long."""
-    command = [sys.executable, "-m", "piperlang", *arguments]
+    """Run `python -m piperlang`, watch it, and kill it when it takes too long. With `env` it is a new Python, else a fork of one."""
     out, err = cwd / ".out", cwd / ".err"
-    with out.open("wb") as to_out, err.open("wb") as to_err, open(stdin or os.devnull, "rb") as given:
-        child = subprocess.Popen(
-            command, cwd=cwd, stdin=given, stdout=to_out, stderr=to_err, env={**os.environ, **(env or {})}, preexec_fn=_limits
-        )
-        peak, hung, started = 0.0, False, time.monotonic()
-        while True:
-            peak = max(peak, _peak(child.pid))
-            pid, status, used = os.wait4(child.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.monotonic() - started > patience and not hung:
-                child.kill()
-                hung = True
-            time.sleep(0.004)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    seconds = used.ru_utime + used.ru_stime
-    hung = hung or child.returncode in (-signal.SIGKILL, -signal.SIGXCPU)
+    out.touch()
+    err.touch()
+    watched = _Watched(patience)
+    if env is None:
+        status, seconds = _server().run(Call(list(arguments), cwd, str(stdin or os.devnull), str(out), str(err)), watched.watch)
+    else:
+        with out.open("wb") as to_out, err.open("wb") as to_err, open(stdin or os.devnull, "rb") as given:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "piperlang", *arguments], cwd=cwd, stdin=given, stdout=to_out, stderr=to_err, env={**os.environ, **env}
+            )
+            watched.watch(child.pid, lambda: os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+            _, status, used = os.wait4(child.pid, 0)
+        child.returncode, seconds = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+    code = os.waitstatus_to_exitcode(status)
     shown = [path.read_bytes().decode("utf-8", "backslashreplace") for path in (out, err)]
-    return Outcome(child.returncode, shown[0], shown[1], seconds, peak, hung)
+    return Outcome(code, shown[0], shown[1], seconds, watched.peak, watched.hung or code in (-signal.SIGKILL, -signal.SIGXCPU))
+
+
+@dataclass
+class _Watched:
+    patience: float
+    peak: float = 0.0
+    hung: bool = False
+
+    def watch(self, pid: int, ended: Callable[[], bool]) -> None:
+        started = time.monotonic()
+        while not ended():
+            self.peak = max(self.peak, _peak(pid))
+            if time.monotonic() - started > self.patience and not self.hung:
+                os.kill(pid, signal.SIGKILL)
+                self.hung = True
+            time.sleep(0.004)
 
 
 def _peak(pid: int) -> float:

@@ -38,23 +38,20 @@ QUICK = {
     "01_mlp/both", "01_mlp/data", "01_mlp/pipeline", "02_gpt/interleaved", "03_moe/data_axis", "04_zero/hybrid", "04_zero/prefetch", "04_zero/zero3_zbv",
     "05_tensor_parallel/pipeline", "08_dropless/data_axis", "08_dropless/dualpipev",
 }  # fmt: skip
-"""Trained step by step in every run of the tests; the others with `-m slow`."""
-
-LONG = {"03_moe/data_axis", "05_tensor_parallel/pipeline", "08_dropless/data_axis", "08_dropless/dualpipev"}
-"""Whose numerics check takes longest: with `-m slow`. They are among the quick ones, so that every run of the tests tries every schedule one way or the other."""
-assert LONG <= QUICK
+"""Trained step by step in every run of the tests, with their numerics by hand; of the others it is the other way round."""
 
 
 def name_of(schedule: Path) -> str:
     return f"{schedule.parent.name}/{schedule.stem}"
 
 
-each_schedule = pytest.mark.parametrize(
-    "schedule", [pytest.param(path, marks=pytest.mark.slow if name_of(path) in LONG else ()) for path in SCHEDULES], ids=name_of
-)
-often_or_slow = pytest.mark.parametrize(
-    "schedule", [pytest.param(path, marks=() if name_of(path) in QUICK else pytest.mark.slow) for path in SCHEDULES], ids=name_of
-)
+def schedules(often: Callable[[str], bool]) -> pytest.MarkDecorator:
+    """Those that are not run often are marked slow. All of an example go to one process, which traces its model once."""
+    params = [
+        pytest.param(path, id=name_of(path), marks=[pytest.mark.xdist_group(path.parent.name), *([] if often(name_of(path)) else [pytest.mark.slow])])
+        for path in SCHEDULES
+    ]
+    return pytest.mark.parametrize("schedule", params)
 
 
 @cache
@@ -100,7 +97,7 @@ def losses_of(text: str) -> list[float]:
     return [json.loads(line)["loss"] for line in text.splitlines()]
 
 
-@each_schedule
+@schedules(lambda name: name not in QUICK)
 def test_a_schedule_keeps_the_mathematics(schedule: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["check", str(schedule.parent / "model.py"), str(schedule), "--numerics", "--json"])
     result = json.loads(capsys.readouterr().out)
@@ -110,7 +107,7 @@ def test_a_schedule_keeps_the_mathematics(schedule: Path, capsys: pytest.Capture
     assert max(result["max_grad_rel_err"], result["max_weight_rel_err"]) <= LIMIT
 
 
-@often_or_slow
+@schedules(lambda name: name in QUICK)
 def test_a_plan_trains_like_the_plain_model(schedule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = schedule.parent / "model.py"
     code = main([str(model), str(schedule), "--steps", str(STEPS), "--executor", "inline", "--json", "--out", str(tmp_path / "run")])
@@ -184,8 +181,7 @@ def test_the_main_job(tmp_path: Path, temporary: Path) -> None:
     assert [losses[int(step)] for step, _ in shown] == pytest.approx([float(loss) for _, loss in shown], rel=1e-4)
 
 
-@pytest.mark.slow
-@each_schedule
+@schedules(lambda name: False)
 def test_a_schedule_on_workers(schedule: Path, tmp_path: Path, temporary: Path) -> None:
     model = schedule.parent / "model.py"
     losses, _ = train([str(model), str(schedule), "--steps", str(STEPS)], tmp_path / "run", temporary)

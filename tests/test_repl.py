@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +36,19 @@ MLP = ROOT / "examples" / "01_mlp" / "model.py"
 def repl(lines: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "piperlang", "repl", *arguments]
     return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300, cwd=cwd)
+
+
+_opened = cache(open_model)
+
+
+def repl_here(lines: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
+    """The same in this process, with a model that is traced once for all: where what is answered is looked at, and not how a process ends."""
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr("piperlang.repl.model.open_model", _opened)
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["repl", str(model)])
+    return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 
 def piperc(*arguments: str) -> str:
@@ -107,15 +122,15 @@ def _verbose() -> list[str]:
     return ["-v"] if " -v" in help else []
 
 
-def test_a_refused_statement_leaves_the_state_as_it_was() -> None:
-    done = repl("mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=0] on gpu[pp=1]\n:list\n", str(GPT))
+def test_a_refused_statement_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = repl_here("mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=0] on gpu[pp=1]\n:list\n", GPT, monkeypatch)
     assert "error[P0401]: stage=0 is placed twice" in done.stderr
     assert done.stdout.endswith("   1  mesh gpu = pp: 2\n   2  place [stage=0] on gpu[pp=0]\n")
 
 
-def test_a_circle_is_refused_at_once() -> None:
+def test_a_circle_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "split batch into 2 as mb\norder [stage=1, pass=F, mb=0] -> [stage=0, pass=F, mb=0]\n:list\n"
-    done = repl(text, str(GPT))
+    done = repl_here(text, GPT, monkeypatch)
     assert "error[P0501]" in done.stderr
     assert done.stdout.endswith("   1  split batch into 2 as mb\n")
 
@@ -158,7 +173,7 @@ def test_a_worker_that_dies_ends_the_run_and_not_the_session(alone: None) -> Non
     assert [line for line in said if line.startswith("starting")] == ["starting 2 workers"] * 2
 
 
-def test_why_explains_the_path_with_lines() -> None:
+def test_why_explains_the_path_with_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     text = """\
 mesh gpu = pp: 2
 place [stage=0:2] on gpu[pp=0]
@@ -172,7 +187,7 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
 :why [stage=2, pass=F, mb=0] before [stage=2, pass=F, mb=0]
 :why [stage=2, pass=F] before [stage=2, pass=F]
 """
-    done = repl(text, str(GPT))
+    done = repl_here(text, GPT, monkeypatch)
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
     assert "  -> F[stage=0, mb=0] on gpu[pp=0]  ordered by session:5" in done.stdout
     assert "  -> recv.F[stage=2, mb=0] on gpu[pp=1]  reads " in done.stdout
@@ -183,7 +198,7 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
     assert "nothing orders them: F[stage=2, mb=0] on gpu[pp=1] and F[stage=2, mb=1] on gpu[pp=1]" in done.stdout
 
 
-def test_looking_back_and_comparing() -> None:
+def test_looking_back_and_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
     text = """\
 mesh gpu = pp: 2
 place [stage=0:2] on gpu[pp=0]
@@ -199,7 +214,7 @@ split batch into 4 as mb
 :plan
 :list
 """
-    done = repl(text, str(GPT))
+    done = repl_here(text, GPT, monkeypatch)
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
     assert "nodes     19 new, 12 gone, 0 changed" in done.stdout  # two of its updates have the same name
     assert "missing   [stage=2], [stage=3] have no place" in done.stdout
@@ -216,9 +231,9 @@ def test_nodes_with_the_same_name_are_all_compared() -> None:
     assert _changes(old, new) == ["- a on x", "~ b on x", "+ b on x", "+ c on x", "+ c on x"]
 
 
-def test_tags_are_cut_when_they_are_used() -> None:
+def test_tags_are_cut_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'tag part="up" at blocks[*].up\ntag part="down" at blocks[*].dwn\ntag part="down" at blocks[*].down\n:count [part=*]\n:show [part="up", pass=F]\n'
-    done = repl(text, str(GPT))
+    done = repl_here(text, GPT, monkeypatch)
     assert "did you mean `blocks.0.down`?" in done.stderr or "P0306" in done.stderr
     assert "the model is cut when a directive uses the chunks" in done.stdout
     assert "16 nodes: 8 F, 8 B" in done.stdout
@@ -484,8 +499,8 @@ def test_every_axis_without_a_use_is_named() -> None:
     assert "missing   axes a.pp, b.x, b.y, c.q, c.r, c.s and 1 more have no use [P0404]" in answer
 
 
-def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along() -> None:
-    done = repl("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", str(GPT))
+def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = repl_here("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", GPT, monkeypatch)
     assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
     assert "gpu.dp has no use" not in done.stdout
     # Opening is told in the words of other commands.

@@ -178,3 +178,8 @@ class Model:
     mixing: Diagnostic | None = None
     """Why the batch cannot be divided, if it cannot."""
     divider: Divider | None = None
+
+    @property
+    def flops(self) -> int:
+        """Of forward and backward on the whole batch."""
+        return sum(done.flops for chunk in self.chunks for name, done in chunk.passes.items() if name in "FB")

@@ -30,7 +30,7 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instruction import Plan
 from piperlang.runtime.guard_optimizer import optimizer_errors
 from piperlang.runtime.job import Training
-from piperlang.runtime.room import free_bytes, gigabytes
+from piperlang.runtime.room import LITTLE, free_bytes, gigabytes, threads_for
 
 CALLS = 2
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -39,8 +39,6 @@ FLOOR = 1e-2
 """A gradient that is small beside the model's largest is rounding noise sooner: differences count relative to at least this part of the largest."""
 UPDATE_LIMIT = 1e-2
 """The same of an updated weight, relative to its change: both sides do the same operations on the same numbers."""
-WHOLE_BATCH = 10e9
-"""Floating-point operations of a step on the whole batch that take less time than tracing the model's chunks again."""
 SHARE = 0.5
 """Of the free memory, what the comparison may take."""
 
@@ -69,7 +67,7 @@ def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Tra
     if need > SHARE * free:
         return Verified(skipped=f"it would take {gigabytes(need)} of memory here, and {gigabytes(free)} are free")
     try:
-        with seeded(training.seed):
+        with seeded(training.seed), threads_for(captured.model.flops):
             difference = max(*(guard.compare(call) for call in range(CALLS)), guard.compare_optimizer())
     finally:
         guard.close()
@@ -97,8 +95,7 @@ class Guard:
         model = self.captured.model
         smallest = min((kind["samples"] for kind in self.plan.kinds), default=model.samples)
         there = {kind["chunk"] for kind in self.plan.kinds if kind["samples"] == smallest and not kind["arranged"][0]}
-        flops = sum(found.flops for chunk in model.chunks for found in chunk.passes.values())
-        return smallest if len(there) == len(model.chunks) or flops > WHOLE_BATCH else model.samples
+        return smallest if len(there) == len(model.chunks) or model.flops > LITTLE else model.samples
 
     @property
     def slice(self) -> int:

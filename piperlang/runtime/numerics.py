@@ -31,6 +31,7 @@ from piperlang.ir.layout import devices_of
 from piperlang.runtime.boxes import take
 from piperlang.runtime.inline import Captured, Inline
 from piperlang.runtime.optimize import default_optimizer
+from piperlang.runtime.room import threads_for
 from piperlang.runtime.user_optimizer import call_optimizer, call_schedule
 
 STEPS = 2
@@ -149,16 +150,17 @@ def compare(file: ModelFile, program: Program, graph: Graph, captured: Captured,
     plain = _Eager(file, make(), optimizer, seed, graph.model.samples)
     grad, weight, worst = 0.0, 0.0, ("", 0.0)
     noisy: dict[str, torch.Tensor] = {}
-    for batch in batches:
-        expected_loss, expected = plain.step(batch)
-        with located(line_of_function(file.data)):
-            loss, errors = run.step(batch, expected)
-        for name, value in expected.items():
-            small = value.abs() <= noise_of(expected)
-            if bool((small & (value != 0)).any()):  # zeros that are exact stay so, unless they are among noise
-                noisy[name] = noisy[name] | small if name in noisy else small
-        for name, error in errors.items():
-            grad, worst = _larger(grad, error), max(worst, (name, error), key=lambda item: item[1])
+    with threads_for(graph.model.flops):
+        for batch in batches:
+            expected_loss, expected = plain.step(batch)
+            with located(line_of_function(file.data)):
+                loss, errors = run.step(batch, expected)
+            for name, value in expected.items():
+                small = value.abs() <= noise_of(expected)
+                if bool((small & (value != 0)).any()):  # zeros that are exact stay so, unless they are among noise
+                    noisy[name] = noisy[name] | small if name in noisy else small
+            for name, error in errors.items():
+                grad, worst = _larger(grad, error), max(worst, (name, error), key=lambda item: item[1])
     trained = run.weights()
     read = {name for chunk in graph.model.chunks for name in chunk.weights}  # what nobody reads, nobody changes, and workers do not keep it
     for name, value in plain.weights().items():

@@ -1,10 +1,27 @@
-"""How much memory is free where something is to run."""
+"""How much memory is free where something is to run, and how many threads it is worth."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+LITTLE = 10e9
+"""Floating-point operations that one thread does in about a second."""
+
+
+@contextmanager
+def threads_for(flops: float) -> Iterator[None]:
+    """Little work is for one thread: on a busy machine several wait for each other at every operator, 40 times as long as the work takes (seen on two cores)."""
+    before = torch.get_num_threads()
+    if flops < LITTLE:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def free_bytes(device: torch.device) -> int:
