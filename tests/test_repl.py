@@ -499,8 +499,8 @@ def test_every_axis_without_a_use_is_named() -> None:
     assert "missing   axes a.pp, b.x, b.y, c.q, c.r, c.s and 1 more have no use [P0404]" in answer
 
 
-def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = repl_here("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", GPT, monkeypatch)
+def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along() -> None:
+    done = repl("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", str(GPT))
     assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
     assert "gpu.dp has no use" not in done.stdout
     # Opening is told in the words of other commands.

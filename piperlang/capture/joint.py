@@ -52,8 +52,8 @@ class Joint:
         self.takes: list[Slot] = [*given, *gradients]
         slots = [("output", i) for i in range(len(chunk.outputs))] + [(f"grad_{kind}", i) for kind, i in given if self.learns]
         (output,) = (node for node in self.module.graph.nodes if node.op == "output")
-        self.gives: list[Slot | None] = [slot if isinstance(node, fx.Node) else None for slot, node in zip(slots, output.args[0], strict=True)]
-        """None where there is no gradient."""
+        self.gives: list[Slot | None] = [slot if isinstance(node, fx.Node) else None for slot, node in zip(slots, output.args[0], strict=False)]
+        """None where there is no gradient; a chunk in which nothing that learns is reached gives outputs alone."""
 
     def _value(self, slot: Slot, node: fx.Node) -> torch.Tensor:
         """A value of the traced graph as it is at our number of samples."""

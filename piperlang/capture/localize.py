@@ -189,6 +189,9 @@ class _Localization:
                 origin = self._origin(node)
                 raise Unfit(f"{operator_name(origin)} needs communication between the devices: {operator_name(node)}", origin)
         other, _ = self._trace(places, gives, self.meshes[1])
+        if written(graph.graph) != written(other.graph):
+            # DTensor puts operators of its own into a graph where it needs a rule for the first time; it remembers rules.
+            graph, found = self._trace(places, gives, self.meshes[0])
         for ours, theirs, node in itertools.zip_longest(written(graph.graph), written(other.graph), graph.graph.nodes):
             if ours != theirs:
                 origin = self._origin(node) if node is not None else None
