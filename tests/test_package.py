@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import json
 import re
 import shutil
 import subprocess
@@ -134,7 +135,7 @@ def test_what_the_wheel_holds(installed: Installed) -> None:
 
 def test_it_is_small(installed: Installed) -> None:
     names = {name.replace("_", "-") for name in required(installed.wheel)}
-    assert names == {"lark", "prompt-toolkit", "pygments", "rich"}
+    assert names == {"lark", "prompt-toolkit", "pygls", "pygments", "rich"}
     assert not dependencies(required(installed.wheel)) & {"torch", "ray", "numpy"}
     assert installed.wheel.stat().st_size < 2**20
     site = next(installed.environment.glob("lib/python*/site-packages"))
@@ -157,6 +158,14 @@ def test_the_front_end_works(installed: Installed) -> None:
     assert "unknown name" in installed.piperc("check", "-", stdin="print x\n", code=1)
     assert "schedule.piper" in installed.piperc("init", "job")
     assert "pip install 'piperlang[run]'" in installed.piperc("doctor", code=1)
+    messages = [
+        {"id": 1, "method": "initialize", "params": {"capabilities": {}, "processId": None, "rootUri": None}},
+        {"id": 2, "method": "shutdown"},
+        {"method": "exit"},
+    ]
+    bodies = [json.dumps({"jsonrpc": "2.0", **message}) for message in messages]
+    spoken = "".join(f"Content-Length: {len(body)}\r\n\r\n{body}" for body in bodies)
+    assert '"completionProvider"' in installed.piperc("lsp", stdin=spoken)
 
 
 def test_models_say_what_to_install(installed: Installed) -> None:

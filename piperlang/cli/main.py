@@ -41,6 +41,7 @@ COMMANDS = {
     "init": "write a model and a schedule to begin with",
     "doctor": "tell what this machine has and what is missing",
     "completion": "print the completion script of a shell",
+    "lsp": "serve an editor",
 }
 """Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
 

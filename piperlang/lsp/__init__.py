@@ -1,0 +1,1 @@
+"""Schedules in an editor: the language server that `piperc lsp` runs."""

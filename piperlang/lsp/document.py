@@ -1,0 +1,106 @@
+"""A script as an editor has it: not saved, perhaps not finished, and yet to be checked, completed and explained."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.elaborate.values import Function, Value
+from piperlang.repl.answer import signature
+from piperlang.repl.commands import DIRECTIVE_HELP, library_function
+from piperlang.repl.completion import Candidate, complete
+from piperlang.repl.reading import Grouped
+from piperlang.repl.session import Session
+from piperlang.session import outline
+from piperlang.source import Source, Span
+from piperlang.syntax.format import format_source
+
+WORD = re.compile(r"[A-Za-z_]\w*")
+BINDS = r"^\s*(?:let|param|mesh|def)\s+({})\b"
+
+
+@dataclass(frozen=True)
+class Script:
+    text: str
+    path: Path | None = None
+    """None for text that has never been saved: it can import the library only."""
+
+    @cached_property
+    def source(self) -> Source:
+        return Source(str(self.path or "script"), self.text)
+
+    # --------------------------------------------------------------------------------------------------- diagnostics
+
+    def problems(self) -> list[Diagnostic]:
+        """What `piperc check` says of it."""
+        try:
+            found = outline(self.source, self.path, say=lambda _: None)
+            problems = found.problems or found.outline.finish()
+        except PiperError as problem:
+            problems = problem.diagnostics
+        return [problem.seen_by_user() for problem in problems]
+
+    def formatted(self) -> str | None:
+        """None where it cannot be parsed."""
+        try:
+            return format_source(self.source)
+        except PiperError:
+            return None
+
+    # ------------------------------------------------------------------------------------------------------ completion
+
+    def completions(self, offset: int) -> list[Candidate]:
+        """For the statement that is being written; what is before it has been said."""
+        *before, line = self.text[:offset].split("\n")
+        grouped = Grouped()
+        said = [statement for text in before for statement in grouped.take(text)]
+        begun = "\n".join([*grouped.lines, line])
+        return complete(self._session(said), begun)
+
+    def _session(self, said: list[str]) -> Session:
+        """That knows what these statements bind, as far as they are right."""
+        session = Session()
+        session.setting = replace(session.setting, path=self.path)
+        try:
+            session.apply("\n".join(said))
+        except PiperError:
+            for statement in said:
+                try:
+                    session.apply(statement)
+                except PiperError:
+                    continue
+        return session
+
+    # ----------------------------------------------------------------------------------------------------- words
+
+    def word(self, offset: int) -> str:
+        return next((found[0] for found in WORD.finditer(self.text) if found.start() <= offset <= found.end()), "")
+
+    def _value(self, word: str) -> Value | None:
+        grouped = Grouped()
+        said = [statement for text in self.text.split("\n") for statement in grouped.take(text)]
+        return self._session([*said, *grouped.rest()]).state.names.get(word)
+
+    def about(self, offset: int) -> str:
+        """Of a directive its form, of a function its signature and what it says of itself."""
+        word = self.word(offset)
+        if word in DIRECTIVE_HELP:
+            return DIRECTIVE_HELP[word]
+        function = self._value(word) or library_function(word) if word else None
+        if not isinstance(function, Function):
+            return ""
+        return f"{signature(function)}\n\n{(function.define.doc or '').strip()}".strip()
+
+    def definition(self, offset: int) -> tuple[Path | None, Span] | None:
+        """Where the name here is bound: the file, None for this one, and the place in it."""
+        word = self.word(offset)
+        bound = re.search(BINDS.format(word), self.text, re.MULTILINE) if word else None
+        if bound is not None:
+            return None, self.source.span(*bound.span(1))
+        function = self._value(word) if word else None
+        if isinstance(function, Function) and function.module.path is not None:
+            return function.module.path, function.define.name.span
+        return None

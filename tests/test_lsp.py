@@ -1,0 +1,190 @@
+"""`piperc lsp` as an editor uses it: a real process, spoken to by a client of the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from lsprotocol import types as lsp
+from pygls.lsp.client import LanguageClient
+from pygls.uris import from_fs_path
+
+SECONDS = 60.0
+GOOD = (
+    "from std.pipeline import loop, one_f_one_b\n\nmesh gpu = pp: 2\nloop(gpu, 2)\n"
+    "split batch into 4 as mb\none_f_one_b(gpu, 2, 4)\n"
+)
+
+
+class Editor:
+    """One open file, and what the server said of it last."""
+
+    def __init__(self, client: LanguageClient, path: Path) -> None:
+        self.client, self.uri, self.version = client, from_fs_path(str(path)) or "", 0
+        self.told: asyncio.Queue[lsp.PublishDiagnosticsParams] = asyncio.Queue()
+
+        @client.feature(lsp.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)
+        def told(params: lsp.PublishDiagnosticsParams) -> None:
+            self.told.put_nowait(params)
+
+    @property
+    def document(self) -> lsp.TextDocumentIdentifier:
+        return lsp.TextDocumentIdentifier(self.uri)
+
+    async def opens(self, text: str) -> list[lsp.Diagnostic]:
+        self.client.text_document_did_open(
+            lsp.DidOpenTextDocumentParams(lsp.TextDocumentItem(self.uri, "piper", self.version, text))
+        )
+        return await self.diagnostics()
+
+    async def types(self, text: str) -> list[lsp.Diagnostic]:
+        """Instead of everything that is there."""
+        self.version += 1
+        self.client.text_document_did_change(
+            lsp.DidChangeTextDocumentParams(
+                lsp.VersionedTextDocumentIdentifier(self.version, self.uri),
+                [lsp.TextDocumentContentChangeWholeDocument(text)],
+            )
+        )
+        return await self.diagnostics()
+
+    async def diagnostics(self) -> list[lsp.Diagnostic]:
+        found = await asyncio.wait_for(self.told.get(), SECONDS)
+        assert found.uri == self.uri
+        return list(found.diagnostics)
+
+
+def edited(path: Path, use: Callable[[Editor], Awaitable[None]]) -> None:
+    """Start the server, use it, and see it end as it should."""
+
+    async def run() -> None:
+        client = LanguageClient("test", "1")
+        await client.start_io(sys.executable, "-m", "piperlang", "lsp", "--stdio")
+        folder = from_fs_path(str(path.parent))
+        await client.initialize_async(lsp.InitializeParams(capabilities=lsp.ClientCapabilities(), root_uri=folder))
+        client.initialized(lsp.InitializedParams())
+        await use(Editor(client, path))
+        await client.shutdown_async(None)
+        client.exit(None)
+        process = client._server
+        assert process is not None
+        assert await asyncio.wait_for(process.wait(), SECONDS) == 0
+        await client.stop()
+
+    asyncio.run(run())
+
+
+def place(text: str, word: str) -> lsp.Position:
+    before = text[: text.index(word)]
+    return lsp.Position(before.count("\n"), len(before.rpartition("\n")[2]))
+
+
+def test_diagnostics_while_typing(tmp_path: Path) -> None:
+    async def use(editor: Editor) -> None:
+        assert await editor.opens(GOOD) == []
+        (found,) = await editor.types(GOOD.replace("loop(gpu", "lop(gpu"))
+        assert (found.code, found.source, found.severity) == ("P0201", "piperc", lsp.DiagnosticSeverity.Error)
+        assert found.range == lsp.Range(lsp.Position(3, 0), lsp.Position(3, 3))
+        assert "did you mean `loop`" in found.message
+        (found,) = await editor.types("mesh gpu = \n")
+        assert found.code == "P0102"
+        assert await editor.types(GOOD) == []
+        # Columns are counted as the protocol counts: a character outside of the first plane is two.
+        (found,) = await editor.types('print "\U0001f40d", nothing\n')
+        assert found.range.start == lsp.Position(0, 12)
+        editor.client.text_document_did_close(lsp.DidCloseTextDocumentParams(editor.document))
+        assert await editor.diagnostics() == []
+
+    edited(tmp_path / "a.piper", use)
+
+
+def test_mistakes_in_an_imported_script_and_in_the_library(tmp_path: Path) -> None:
+    (tmp_path / "mine.piper").write_text("def twice(x):\n    return x * nothing\n")
+    text = "from \"./mine.piper\" import twice\nlet a = twice(2)\n"
+
+    async def use(editor: Editor) -> None:
+        (found,) = await editor.opens(text)
+        assert (found.code, found.range.start) == ("P0201", lsp.Position(0, 0))
+        (beside, *_) = found.related_information or ()
+        assert beside.location.uri == from_fs_path(str(tmp_path / "mine.piper"))
+        assert beside.location.range.start == lsp.Position(1, 15)
+        # Repaired and saved there, this one is checked again.
+        (tmp_path / "mine.piper").write_text("def twice(x):\n    return x * 2\n")
+        editor.client.text_document_did_save(lsp.DidSaveTextDocumentParams(editor.document))
+        assert await editor.diagnostics() == []
+        # A call that fails inside of the library is the user's line.
+        (found,) = await editor.types("from std.pipeline import loop\nmesh gpu = pp: 2\nloop(gpu, 3)\n")
+        assert found.range.start.line == 2
+
+    edited(tmp_path / "a.piper", use)
+
+
+def test_completion_hover_definition_and_formatting(tmp_path: Path) -> None:
+    async def use(editor: Editor) -> None:
+        client = editor.client
+
+        async def completes(text: str) -> dict[str, lsp.CompletionItem]:
+            await editor.types(text)
+            at = lsp.Position(text.count("\n"), len(text.rpartition("\n")[2]))
+            items = await client.text_document_completion_async(lsp.CompletionParams(editor.document, at))
+            assert isinstance(items, list)
+            return {item.filter_text or item.label: item for item in items}
+
+        await editor.opens(GOOD)
+        # What is wrong before does not keep names from being known.
+        found = await completes("let x = nothing\nmesh gpu = pp: 2, dp: 2\npla")
+        assert "place SELECTOR on" in str(found["place"].detail)
+        found = await completes("mesh gpu = pp: 2, dp: 2\nplace [stage=0] on gpu[")
+        assert {"pp=", "dp="} <= found.keys()
+        found = await completes("from std.pipeline import one_f")
+        edit = found["one_f_one_b"].text_edit
+        assert isinstance(edit, lsp.TextEdit)
+        assert (edit.range.start.character, edit.range.end.character) == (25, 30)
+
+        await editor.types(GOOD)
+        hover = await client.text_document_hover_async(lsp.HoverParams(editor.document, place(GOOD, "one_f_one_b(")))
+        assert hover is not None
+        assert isinstance(hover.contents, lsp.MarkupContent)
+        assert hover.contents.value.startswith("one_f_one_b(gpu, ranks, microbatches)\n\nOne forward, one backward")
+        hover = await client.text_document_hover_async(lsp.HoverParams(editor.document, place(GOOD, "split")))
+        assert hover is not None
+        assert "split" in str(hover.contents)
+        nothing = await client.text_document_hover_async(lsp.HoverParams(editor.document, place(GOOD, "pp: 2")))
+        assert nothing is None
+
+        async def defined(word: str) -> lsp.Location:
+            at = lsp.DefinitionParams(editor.document, place(GOOD, word))
+            found = await client.text_document_definition_async(at)
+            assert isinstance(found, lsp.Location)
+            return found
+
+        library = await defined("one_f_one_b(")
+        assert library.uri.endswith("/pipeline.piper")
+        assert "def one_f_one_b" in Path(library.uri.removeprefix("file://")).read_text().splitlines()[library.range.start.line]
+        assert (await defined("gpu, 2)")).range.start == lsp.Position(2, 5)
+
+        await editor.types("mesh   gpu=pp:2\n")
+        options = lsp.FormattingOptions(4, True)
+        edits = await client.text_document_formatting_async(lsp.DocumentFormattingParams(editor.document, options))
+        assert edits is not None
+        assert [edit.new_text for edit in edits] == ["mesh gpu = pp: 2\n"]
+        await editor.types("mesh gpu = (\n")
+        assert not await client.text_document_formatting_async(lsp.DocumentFormattingParams(editor.document, options))
+
+    edited(tmp_path / "a.piper", use)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "é", "mesh gpu = pp: 2", "order on gpu:\n    ", "def f(x):\n", "[" * 50])
+def test_any_text_gets_an_answer(text: str, tmp_path: Path) -> None:
+    from piperlang.lsp.document import Script
+
+    script = Script(text, tmp_path / "a.piper")
+    for offset in range(len(text) + 1):
+        script.completions(offset)
+        script.about(offset)
+        script.definition(offset)
+    script.problems()
+    script.formatted()
