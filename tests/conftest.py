@@ -48,6 +48,12 @@ def pytest_sessionfinish() -> None:
     _end()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: more than there are cores, because much of what tests do is to wait for processes."""
+    return max(2, (os.cpu_count() or 1) * 3 // 2)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before it
     looks at the collected items. Slow tests may take their time."""
