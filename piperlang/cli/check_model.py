@@ -13,6 +13,7 @@ from piperlang.diagnostics.render import FOR_PROGRAMS, as_json
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import topological
+from piperlang.progress.lines import counted
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,7 +75,7 @@ def _devices(graph: Graph) -> set[int]:
 
 
 def _tell(model: str, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    size = f"{result['devices']:,} devices, {result['chunks']:,} chunks, {result['nodes']:,} nodes"
+    size = ", ".join(counted(result[f"{what}s"], what) for what in ("device", "chunk", "node"))
     if "loss" not in result:
         print(f"{options.script}: fine with {model} ({size})")
         return
