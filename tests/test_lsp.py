@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from lsprotocol import types as lsp
 from pygls.lsp.client import LanguageClient
 from pygls.uris import from_fs_path
 
+ROOT = Path(__file__).parent.parent
 SECONDS = 60.0
 GOOD = (
     "from std.pipeline import loop, one_f_one_b\n\nmesh gpu = pp: 2\nloop(gpu, 2)\n"
@@ -91,6 +94,8 @@ def test_diagnostics_while_typing(tmp_path: Path) -> None:
         assert "did you mean `loop`" in found.message
         (found,) = await editor.types("mesh gpu = \n")
         assert found.code == "P0102"
+        (found,) = await editor.types("mesh gpu = pp: 2\n")  # not finished, and no mistake
+        assert (found.code, found.severity) == ("P0404", lsp.DiagnosticSeverity.Warning)
         assert await editor.types(GOOD) == []
         # Columns are counted as the protocol counts: a character outside of the first plane is two.
         (found,) = await editor.types('print "\U0001f40d", nothing\n')
@@ -188,3 +193,37 @@ def test_any_text_gets_an_answer(text: str, tmp_path: Path) -> None:
         script.definition(offset)
     script.problems()
     script.formatted()
+
+
+NEOVIM = """
+local client = vim.lsp.start_client({ name = "piperc", cmd = { PYTHON, "-m", "piperlang", "lsp" }, root_dir = "." })
+vim.lsp.buf_attach_client(0, client)
+local function diagnostics() return vim.diagnostic.get(0) end
+vim.wait(60000, function() return #diagnostics() > 0 end, 20)
+for _, found in ipairs(diagnostics()) do print(found.lnum, found.col, found.code) end
+vim.api.nvim_buf_set_lines(0, 1, 2, false, { "let  a=1" })
+vim.wait(60000, function() return #diagnostics() == 0 end, 20)
+print("left", #diagnostics())
+local document = { uri = vim.uri_from_bufnr(0) }
+local asked = { textDocument = document, options = { tabSize = 4, insertSpaces = true } }
+for _, answer in pairs(vim.lsp.buf_request_sync(0, "textDocument/formatting", asked, 60000)) do
+  vim.lsp.util.apply_text_edits(answer.result, 0, "utf-16")
+end
+print(table.concat(vim.api.nvim_buf_get_lines(0, 0, -1, false), "|"))
+vim.lsp.stop_client(client)
+vim.wait(60000, function() return vim.lsp.get_client_by_id(client) == nil end, 20)
+vim.cmd("qa!")
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvim") is None, reason="needs Neovim")
+def test_in_neovim(tmp_path: Path) -> None:
+    script, steps = tmp_path / "a.piper", tmp_path / "steps.lua"
+    script.write_text("let b = 2\nlet a = nothing\n")
+    steps.write_text(NEOVIM.replace("PYTHON", repr(sys.executable)))
+    done = subprocess.run(
+        ["nvim", "--headless", "--clean", str(script), "-c", f"luafile {steps}"],
+        capture_output=True, text=True, timeout=200, check=True, cwd=ROOT,
+    )  # fmt: skip
+    lines = (done.stdout + done.stderr).replace("\r", "").splitlines()
+    assert [line.split() for line in lines] == [["1", "8", "P0201"], ["left", "0"], ["let", "b", "=", "2|let", "a", "=", "1"]]

@@ -34,14 +34,14 @@ class Script:
 
     # --------------------------------------------------------------------------------------------------- diagnostics
 
-    def problems(self) -> list[Diagnostic]:
-        """What `piperc check` says of it."""
+    def problems(self) -> tuple[list[Diagnostic], list[Diagnostic]]:
+        """What `piperc check` says of it: what is wrong, and, where nothing is, what is missing, perhaps because it is not written yet."""
         try:
             found = outline(self.source, self.path, say=lambda _: None)
-            problems = found.problems or found.outline.finish()
+            wrong, missing = found.problems, () if found.problems else found.outline.finish()
         except PiperError as problem:
-            problems = problem.diagnostics
-        return [problem.seen_by_user() for problem in problems]
+            wrong, missing = problem.diagnostics, ()
+        return [problem.seen_by_user() for problem in wrong], [problem.seen_by_user() for problem in missing]
 
     def formatted(self) -> str | None:
         """None where it cannot be parsed."""

@@ -55,11 +55,13 @@ class Server(LanguageServer):
 
     def check(self, uri: str) -> None:
         script = self.script(uri)
-        found = [self.diagnostic(problem, script, uri) for problem in script.problems()]
+        severities = (lsp.DiagnosticSeverity.Error, lsp.DiagnosticSeverity.Warning)
+        kinds = zip(script.problems(), severities, strict=True)
+        found = [self.diagnostic(problem, severity, script, uri) for problems, severity in kinds for problem in problems]
         version = self.workspace.get_text_document(uri).version
         self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, found, version))
 
-    def diagnostic(self, problem: Diagnostic, script: Script, uri: str) -> lsp.Diagnostic:
+    def diagnostic(self, problem: Diagnostic, severity: lsp.DiagnosticSeverity, script: Script, uri: str) -> lsp.Diagnostic:
         """In another file, an import's, it is shown at the start of this one, and that place beside it."""
         here = problem.span is not None and problem.span.source.text == script.text
         also = [(label.span, label.text) for label in problem.also]
@@ -69,7 +71,7 @@ class Server(LanguageServer):
         return lsp.Diagnostic(
             range=self.range(problem.span) if problem.span is not None and here else START,
             message="\n".join([*lines, *(f"help: {help}" for help in problem.helps)]),
-            severity=lsp.DiagnosticSeverity.Error,
+            severity=severity,
             code=problem.code,
             source=NAME,
             related_information=[
