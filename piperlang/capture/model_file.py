@@ -25,6 +25,7 @@ from piperlang.capture.user_code import (
 )
 from piperlang.capture.where import bind, line_at, line_of, remember
 from piperlang.diagnostics import Diagnostic, PiperError, error, listed, nearest
+from piperlang.diagnostics.files import unreadable
 from piperlang.source import Source, Span
 
 REQUIRED = ("model", "loss", "data")
@@ -58,7 +59,7 @@ def load_model(path: Path) -> ModelFile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise error("P0901", f"cannot read {path}", notes=[str(problem)], help="check the path") from None
+        raise unreadable(path, problem) from None
     return from_text(path, text)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.report import open_script, parameters, say
 from piperlang.diagnostics import error
+from piperlang.diagnostics.files import unreadable
 from piperlang.elaborate.modules import from_source
 from piperlang.ir.graph import Graph
 from piperlang.plan.instruction import Plan
@@ -28,6 +29,10 @@ doing = phase
 def load(name: str) -> ModelFile:
     if not name.endswith(".py"):
         raise error("P0902", f"{name} is no Python file", help="give the model first: MODEL.py SCHEDULE.piper")
+    try:
+        Path(name).stat()  # before torch is imported, which takes seconds
+    except OSError as problem:
+        raise unreadable(Path(name), problem) from None
     with doing(f"loading {name}", f"loaded {Path(name).name}"):
         from piperlang.capture.model_file import load_model
 

@@ -9,6 +9,7 @@ from piperlang.cli.model import Batches, captured, doing, load, scheduled
 from piperlang.cli.report import report
 from piperlang.cli.train import add_training, check_usage, execute, runs_on_cuda
 from piperlang.diagnostics import PiperError, error
+from piperlang.diagnostics.files import unreadable
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +22,12 @@ def run(options: argparse.Namespace) -> int:
     from piperlang.plan.check import check
 
     check_usage(options)
+    if options.plan.endswith(".piper"):
+        raise error("P0902", f"{options.plan} is a schedule, not a plan", help="`piperc MODEL.py SCHEDULE.piper` trains; `piperc plan MODEL.py SCHEDULE.piper -o FILE` writes a plan")
     try:
         text = Path(options.plan).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise error("P0901", f"cannot read {options.plan}", notes=[str(problem)], help="check the path") from None
+        raise unreadable(Path(options.plan), problem) from None
     with doing(f"checking {options.plan}"):
         plan = saved.load(text, options.plan)
         made = plan.about

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from piperlang.diagnostics import Diagnostic, PiperError, error
+from piperlang.diagnostics.files import unreadable
 from piperlang.elaborate.modules import Importer, Module
 from piperlang.elaborate.modules import load as load_module
 from piperlang.ir.model import Divide
@@ -144,7 +145,7 @@ def _hash(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as problem:
-        raise error("P0901", f"cannot read {path}", notes=[(problem.strerror or "").lower()], help="check the path") from None
+        raise unreadable(path, problem) from None
 
 
 def _versions() -> dict[str, str]:

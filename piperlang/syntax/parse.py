@@ -9,6 +9,7 @@ from typing import Any
 from lark.exceptions import UnexpectedToken
 
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
+from piperlang.diagnostics.files import unreadable
 from piperlang.source import Source
 from piperlang.syntax import grammar, tree
 from piperlang.syntax.build import documentation
@@ -30,8 +31,7 @@ def read(path: Path, name: str | None = None, *, library: bool = False) -> Sourc
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or str(problem)
-        raise error("P0901", f"cannot read {shown}", notes=[reason[0].lower() + reason[1:]], help="check the path") from None
+        raise unreadable(path, problem, shown) from None
     return decode(data, shown, library=library)
 
 
