@@ -52,10 +52,12 @@ class Evaluated:
         return self.interpreter.params if self.interpreter else {}
 
 
-def outline(source: Source, path: Path | None = None, overrides: Mapping[str, str] | None = None, say: Callable[[str], None] = print) -> Outlined:
-    """Parse, check and evaluate `source`; every mistake comes back as a diagnostic."""
+def outline(
+    source: Source, path: Path | None = None, overrides: Mapping[str, str] | None = None, say: Callable[[str], None] = print, texts: Mapping[Path, str] | None = None
+) -> Outlined:
+    """Parse, check and evaluate `source`; every mistake comes back as a diagnostic. `texts`: of files that it may import, in place of what they hold."""
     graph = Outline()
-    found = evaluate(graph, source, path, overrides, say)
+    found = evaluate(graph, source, path, overrides, say, texts)
     return Outlined(graph, found.problems, found.params)
 
 
@@ -68,13 +70,13 @@ def schedule(
     return Scheduled(scheduler, found.problems or (tuple(scheduler.finish()) if after is None else ()), found.params)
 
 
-def evaluate(graph: d.Graph, source: Source, path: Path | None, overrides: Mapping[str, str] | None, say: Callable[[str], None]) -> Evaluated:
+def evaluate(graph: d.Graph, source: Source, path: Path | None, overrides: Mapping[str, str] | None, say: Callable[[str], None], texts: Mapping[Path, str] | None = None) -> Evaluated:
     """Hand every directive of a script to a graph."""
     try:
         module = from_source(source, path.resolve() if path else None)
     except PiperError as problem:
         return Evaluated(problem.diagnostics)
-    importer = Importer()
+    importer = Importer(texts or {})
     if module.path is not None:
         importer.open.append((module.path, source.span(0, 0)))
     interpreter = Interpreter(graph, module, overrides, say, importer)

@@ -11,7 +11,7 @@ from piperlang.elaborate.builtins import BUILTINS
 from piperlang.elaborate.calling import bind_arguments
 from piperlang.elaborate.declare import declare_mesh, module_path, options, parameter
 from piperlang.elaborate.evaluate import Evaluator
-from piperlang.elaborate.modules import Importer, Module, load
+from piperlang.elaborate.modules import Importer, Module
 from piperlang.elaborate.names import bound_by
 from piperlang.elaborate.selector import Selector
 from piperlang.elaborate.values import Axis, Builtin, Function, Mesh, Slice, StepsValue, Value, kind, show
@@ -110,7 +110,7 @@ class Interpreter(Evaluator):
         if path in self.importer.failed:
             raise PiperError  # told where it was first imported
         self.importer.failed.add(path)
-        module = load(path, shown, library=library)
+        module = self.importer.load(path, shown, library)
         self.importer.open.append((path, wanted.span))
         inner = Interpreter(self.graph, module, say=self.say, importer=self.importer)
         inner.spent = self.spent

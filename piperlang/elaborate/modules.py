@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -67,6 +68,8 @@ def _checked(source: Source) -> tree.Script:
 class Importer:
     """Finds and keeps modules, and knows which are being evaluated: a cycle is an error that shows the path."""
 
+    texts: Mapping[Path, str] = field(default_factory=dict)
+    """Of files that somebody has open in an editor, in place of what the files hold."""
     loaded: dict[Path, Module] = field(default_factory=dict)
     open: list[tuple[Path, Span]] = field(default_factory=list)
     failed: set[Path] = field(default_factory=set)
@@ -80,13 +83,17 @@ class Importer:
             return modules()[name].resolve(), f"std/{modules()[name].name}", True
         return self._beside(module, importing)
 
+    def load(self, path: Path, shown: str, library: bool) -> Module:
+        text = self.texts.get(path)
+        return load(path, shown, library=library) if text is None else from_source(Source(shown, text), path)
+
     def _beside(self, module: tree.File, importing: Module) -> tuple[Path, str, bool]:
         if not module.path.endswith(".piper") or os.path.isabs(module.path) or "\0" in module.path:
             raise error("P0209", "an import names a .piper file relative to this one", module.span, help='import "./common.piper" as c')
         if importing.path is None:
             raise error("P0209", "this script is not a file, so nothing lies beside it", module.span)
         path = importing.path.parent / module.path
-        if not is_file(path):
+        if not is_file(path) and path.resolve() not in self.texts:
             near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.piper")]) if is_file(path.parent, folder=True) else None
             raise error("P0209", f"there is no file {module.path}", module.span, "relative to this script", help=near)
         shown = os.path.normpath(os.path.join(os.path.dirname(importing.script.source.name), module.path))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from piperlang.diagnostics import Diagnostic, PiperError
@@ -14,19 +17,27 @@ from piperlang.repl.commands import DIRECTIVE_HELP, library_function
 from piperlang.repl.completion import Candidate, complete
 from piperlang.repl.reading import Grouped
 from piperlang.repl.session import Session
+from piperlang.repl.state import Setting, State
 from piperlang.session import outline
 from piperlang.source import Source, Span
 from piperlang.syntax.format import format_source
+from piperlang.syntax.parse import newlines, parse
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 BINDS = r"^\s*(?:let|param|mesh|def)\s+({})\b"
+ATTEMPTS = 5
+"""How often statements with mistakes are left out of a script before nothing is known of it."""
 
 
 @dataclass(frozen=True)
 class Script:
-    text: str
+    given: str
     path: Path | None = None
     """None for text that has never been saved: it can import the library only."""
+
+    @cached_property
+    def text(self) -> str:
+        return newlines(self.given.removeprefix("\ufeff"))
 
     @cached_property
     def source(self) -> Source:
@@ -34,10 +45,11 @@ class Script:
 
     # --------------------------------------------------------------------------------------------------- diagnostics
 
-    def problems(self) -> tuple[list[Diagnostic], list[Diagnostic]]:
-        """What `piperc check` says of it: what is wrong, and, where nothing is, what is missing, perhaps because it is not written yet."""
+    def problems(self, texts: Mapping[Path, str] | None = None) -> tuple[list[Diagnostic], list[Diagnostic]]:
+        """What `piperc check` says of it: what is wrong, and, where nothing is, what is missing, perhaps because it is not
+        written yet. `texts`: of other files that are open."""
         try:
-            found = outline(self.source, self.path, say=lambda _: None)
+            found = outline(self.source, self.path, say=lambda _: None, texts=texts)
             wrong, missing = found.problems, () if found.problems else found.outline.finish()
         except PiperError as problem:
             wrong, missing = problem.diagnostics, ()
@@ -58,21 +70,7 @@ class Script:
         grouped = Grouped()
         said = [statement for text in before for statement in grouped.take(text)]
         begun = "\n".join([*grouped.lines, line])
-        return complete(self._session(said), begun)
-
-    def _session(self, said: list[str]) -> Session:
-        """That knows what these statements bind, as far as they are right."""
-        session = Session()
-        session.setting = replace(session.setting, path=self.path)
-        try:
-            session.apply("\n".join(said))
-        except PiperError:
-            for statement in said:
-                try:
-                    session.apply(statement)
-                except PiperError:
-                    continue
-        return session
+        return complete(_session(tuple(said), self.path), begun)
 
     # ----------------------------------------------------------------------------------------------------- words
 
@@ -82,7 +80,7 @@ class Script:
     def _value(self, word: str) -> Value | None:
         grouped = Grouped()
         said = [statement for text in self.text.split("\n") for statement in grouped.take(text)]
-        return self._session([*said, *grouped.rest()]).state.names.get(word)
+        return _session((*said, *grouped.rest()), self.path).state.names.get(word)
 
     def about(self, offset: int) -> str:
         """Of a directive its form, of a function its signature and what it says of itself."""
@@ -104,3 +102,31 @@ class Script:
         if isinstance(function, Function) and function.module.path is not None:
             return function.module.path, function.define.name.span
         return None
+
+
+@lru_cache(maxsize=8)
+def _session(said: tuple[str, ...], path: Path | None) -> Session:
+    """One that knows what these statements bind, as far as they are right."""
+    session = Session()
+    session.setting = replace(session.setting, path=path)
+    session.statements = _right(tuple(statement for statement in said if _parses(statement)), session.setting)
+    return session
+
+
+def _parses(statement: str) -> bool:
+    try:
+        return not parse(Source("", statement + "\n"))[1]
+    except PiperError:
+        return False
+
+
+def _right(statements: tuple[str, ...], setting: Setting) -> tuple[str, ...]:
+    """Without those that use names that are not there: a script with one of them is not evaluated at all."""
+    for _ in range(ATTEMPTS):
+        state = State(setting, statements)
+        if state.interpreter is not None:
+            return statements
+        starts = [0, *accumulate(len(statement) + 1 for statement in statements)]
+        wrong = {bisect_right(starts, problem.span.start) - 1 for problem in state.problems if problem.span is not None}
+        statements = tuple(statement for i, statement in enumerate(statements) if i not in wrong)
+    return ()

@@ -1,15 +1,19 @@
-"""The language server protocol: an editor's messages in, what a `Script` says out. Everything is worked out when asked
-for, but for diagnostics, which come when nothing has been typed for a moment."""
+"""The language server protocol: an editor's messages in, what a `Script` says out.
+
+Scripts run when they are checked, and may take seconds. So they are looked at in threads beside the one that reads
+messages, and diagnostics come when nothing has been typed for a moment."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from lsprotocol import types as lsp
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
-from pygls.workspace import TextDocument
 
 from piperlang import __version__
 from piperlang.diagnostics import Diagnostic
@@ -20,48 +24,87 @@ PAUSE = 0.2
 """Seconds without a key after which a script is checked."""
 NAME = "piperc"
 START = lsp.Range(lsp.Position(0, 0), lsp.Position(0, 0))
+T = TypeVar("T")
+Asked = lsp.CompletionParams | lsp.HoverParams | lsp.DefinitionParams
+
+
+async def aside(work: Callable[[], T]) -> T:
+    """In a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, problem: Exception | None) -> None:
+        if future.cancelled():
+            return
+        if problem is not None:
+            future.set_exception(problem)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, problem = None, None
+        try:
+            result = work()
+        except Exception as found:
+            problem = found
+        loop.call_soon_threadsafe(tell, result, problem)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
 
 
 class Server(LanguageServer):
     def __init__(self) -> None:
         super().__init__(NAME, __version__, text_document_sync_kind=lsp.TextDocumentSyncKind.Incremental)
-        self.waiting: dict[str, asyncio.TimerHandle] = {}
+        self.waiting: asyncio.TimerHandle | None = None
+        self.checking: asyncio.Task[None] | None = None
 
     def script(self, uri: str) -> Script:
         path = to_fs_path(uri) if uri.startswith("file:") else None
-        return Script(self.workspace.get_text_document(uri).source, Path(path) if path else None)
+        document = self.workspace.text_documents.get(uri)
+        return Script(document.source if document is not None else "", Path(path) if path else None)
 
-    def offset(self, params: lsp.CompletionParams | lsp.HoverParams | lsp.DefinitionParams) -> int:
-        return self.workspace.get_text_document(params.text_document.uri).offset_at_position(params.position)
+    def offset(self, script: Script, position: lsp.Position) -> int:
+        lines = script.text.splitlines(keepends=True)
+        if position.line >= len(lines):
+            return len(script.text)
+        plain = self.workspace.position_codec.position_from_client_units(lines, position)
+        line = lines[plain.line].rstrip("\n")
+        return script.source.line_starts[plain.line] + min(plain.character, len(line))
 
     def range(self, span: Span) -> lsp.Range:
         """As editors count, from 0, and most of them in units of UTF-16."""
-        first, last = span.first, span.last
         lines = span.source.text.splitlines(keepends=True)
-        codec = self.workspace.position_codec
-        plain = (lsp.Position(place.line - 1, place.column - 1) for place in (first, last))
-        return codec.range_to_client_units(lines, lsp.Range(*plain))
+        plain = (lsp.Position(place.line - 1, place.column - 1) for place in (span.first, span.last))
+        return self.workspace.position_codec.range_to_client_units(lines, lsp.Range(*plain))
 
     # ------------------------------------------------------------------------------------------------- diagnostics
 
-    def check_soon(self, uri: str) -> None:
-        self.forget(uri)
-        self.waiting[uri] = asyncio.get_running_loop().call_later(PAUSE, self.check, uri)
+    def check_soon(self) -> None:
+        if self.waiting is not None:
+            self.waiting.cancel()
+        self.waiting = asyncio.get_running_loop().call_later(PAUSE, self.check)
 
-    def forget(self, uri: str) -> None:
-        timer = self.waiting.pop(uri, None)
-        if timer is not None:
-            timer.cancel()
+    def check(self) -> None:
+        """All scripts that are open: one may import another. A check that is under way is for texts of before."""
+        if self.checking is not None:
+            self.checking.cancel()
+        self.checking = asyncio.get_running_loop().create_task(self._check())
 
-    def check(self, uri: str) -> None:
-        script = self.script(uri)
-        severities = (lsp.DiagnosticSeverity.Error, lsp.DiagnosticSeverity.Warning)
-        kinds = zip(script.problems(), severities, strict=True)
-        found = [self.diagnostic(problem, severity, script, uri) for problems, severity in kinds for problem in problems]
-        version = self.workspace.get_text_document(uri).version
-        self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, found, version))
+    async def _check(self) -> None:
+        documents = dict(self.workspace.text_documents)
+        scripts = {uri: self.script(uri) for uri in documents}
+        texts = {script.path.resolve(): script.text for script in scripts.values() if script.path is not None}
+        for uri, script in scripts.items():
+            wrong, missing = await aside(lambda script=script: script.problems(texts))  # type: ignore[misc]
+            found = [self.diagnostic(problem, lsp.DiagnosticSeverity.Error, script, uri) for problem in wrong]
+            found += [self.diagnostic(problem, lsp.DiagnosticSeverity.Warning, script, uri) for problem in missing]
+            version = documents[uri].version
+            self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, found, version))
 
-    def diagnostic(self, problem: Diagnostic, severity: lsp.DiagnosticSeverity, script: Script, uri: str) -> lsp.Diagnostic:
+    def diagnostic(
+        self, problem: Diagnostic, severity: lsp.DiagnosticSeverity, script: Script, uri: str
+    ) -> lsp.Diagnostic:
         """In another file, an import's, it is shown at the start of this one, and that place beside it."""
         here = problem.span is not None and problem.span.source.text == script.text
         also = [(label.span, label.text) for label in problem.also]
@@ -88,66 +131,65 @@ class Server(LanguageServer):
         return from_fs_path(str(Path(source.name).absolute())) if Path(source.name).exists() else None
 
 
-def whole(document: TextDocument) -> lsp.Range:
-    return lsp.Range(lsp.Position(0, 0), lsp.Position(len(document.lines), 0))
-
-
 def server() -> Server:
     made = Server()
 
     @made.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
-    def opened(params: lsp.DidOpenTextDocumentParams) -> None:
-        made.check(params.text_document.uri)
+    async def opened(params: lsp.DidOpenTextDocumentParams) -> None:
+        made.check()
 
     @made.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     async def changed(params: lsp.DidChangeTextDocumentParams) -> None:
-        made.check_soon(params.text_document.uri)
+        made.check_soon()
 
     @made.feature(lsp.TEXT_DOCUMENT_DID_SAVE)
-    def saved(params: lsp.DidSaveTextDocumentParams) -> None:
-        """Scripts that are imported may be other ones now: all that are open are checked."""
-        for uri in made.workspace.text_documents:
-            made.check(uri)
+    async def saved(params: lsp.DidSaveTextDocumentParams) -> None:
+        made.check()
 
     @made.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)
-    def closed(params: lsp.DidCloseTextDocumentParams) -> None:
-        made.forget(params.text_document.uri)
+    async def closed(params: lsp.DidCloseTextDocumentParams) -> None:
         made.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(params.text_document.uri, []))
+        made.check()
 
     @made.feature(lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionOptions(trigger_characters=["[", ".", "=", "("]))
-    def completion(params: lsp.CompletionParams) -> list[lsp.CompletionItem]:
-        document = made.workspace.get_text_document(params.text_document.uri)
-        offset = made.offset(params)
-        source = Source("", document.source)
+    async def completion(params: lsp.CompletionParams) -> list[lsp.CompletionItem]:
+        script = made.script(params.text_document.uri)
+        offset = made.offset(script, params.position)
         return [
             lsp.CompletionItem(
                 label=found.display or found.text,
                 detail=found.about or None,
                 filter_text=found.text,
                 sort_text=f"{i:04}",
-                text_edit=lsp.TextEdit(made.range(source.span(offset - found.replaces, offset)), found.text),
+                text_edit=lsp.TextEdit(made.range(script.source.span(offset - found.replaces, offset)), found.text),
             )
-            for i, found in enumerate(made.script(params.text_document.uri).completions(offset))
+            for i, found in enumerate(await aside(lambda: script.completions(offset)))
         ]
 
     @made.feature(lsp.TEXT_DOCUMENT_HOVER)
-    def hover(params: lsp.HoverParams) -> lsp.Hover | None:
-        text = made.script(params.text_document.uri).about(made.offset(params))
+    async def hover(params: lsp.HoverParams) -> lsp.Hover | None:
+        script = made.script(params.text_document.uri)
+        offset = made.offset(script, params.position)
+        text = await aside(lambda: script.about(offset))
         return lsp.Hover(lsp.MarkupContent(lsp.MarkupKind.PlainText, text)) if text else None
 
     @made.feature(lsp.TEXT_DOCUMENT_DEFINITION)
-    def definition(params: lsp.DefinitionParams) -> lsp.Location | None:
-        found = made.script(params.text_document.uri).definition(made.offset(params))
+    async def definition(params: lsp.DefinitionParams) -> lsp.Location | None:
+        uri = params.text_document.uri
+        script = made.script(uri)
+        offset = made.offset(script, params.position)
+        found = await aside(lambda: script.definition(offset))
         if found is None:
             return None
         path, span = found
-        return lsp.Location(from_fs_path(str(path)) or "" if path else params.text_document.uri, made.range(span))
+        return lsp.Location(from_fs_path(str(path)) or "" if path else uri, made.range(span))
 
     @made.feature(lsp.TEXT_DOCUMENT_FORMATTING)
-    def formatting(params: lsp.DocumentFormattingParams) -> list[lsp.TextEdit]:
-        uri = params.text_document.uri
-        text = made.script(uri).formatted()
-        document = made.workspace.get_text_document(uri)
-        return [] if text is None or text == document.source else [lsp.TextEdit(whole(document), text)]
+    async def formatting(params: lsp.DocumentFormattingParams) -> list[lsp.TextEdit]:
+        script = made.script(params.text_document.uri)
+        text = await aside(script.formatted)
+        if text is None or text == script.given:
+            return []
+        return [lsp.TextEdit(lsp.Range(lsp.Position(0, 0), lsp.Position(script.text.count("\n") + 1, 0)), text)]
 
     return made

@@ -7,6 +7,7 @@ that of its first to its last child. No intermediate tree is made.
 from __future__ import annotations
 
 import re
+import threading
 from math import isinf
 from typing import Any
 
@@ -31,8 +32,8 @@ def _names(children: Children) -> list[Token]:
     return [child for child in children if isinstance(child, Token) and child.type == "NAME"]
 
 
-class Builder:
-    """Set `source` before parsing: spans point into it."""
+class Builder(threading.local):
+    """Set `source` before parsing, in every thread that does: spans point into it."""
 
     source: Source
 

@@ -50,15 +50,16 @@ def decode(data: bytes, name: str, *, library: bool = False) -> Source:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         good = data[: problem.start].decode("utf-8-sig", errors="replace")
-        source = Source(name, _newlines(good) + "\ufffd", library)
+        source = Source(name, newlines(good) + "\ufffd", library)
         raise error(
             "P0101", "the file is not UTF-8 text", source.span(len(source.text) - 1, len(source.text)),
             f"byte 0x{data[problem.start]:02x}", help="save the script as UTF-8",
         ) from None  # fmt: skip
-    return Source(name, _newlines(text), library)
+    return Source(name, newlines(text), library)
 
 
-def _newlines(text: str) -> str:
+def newlines(text: str) -> str:
+    """However lines end, they end in one way."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
