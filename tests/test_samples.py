@@ -369,7 +369,7 @@ MIXING: dict[str, tuple[Function, str]] = {
     "all pairs": (lambda x: (x[None] - x[:, None]).abs().mean(1), "sub sets samples against each other"),
     "samples as a sequence": (attended, "scaled_dot_product_attention goes through the samples"),
     "convolution over samples": (convolved, "conv1d goes through the samples"),
-    "triangle of samples": (running_sum, "matmul gives a sum over the samples to every sample"),
+    "triangle of samples": (running_sum, "matmul depends on where in the batch a sample stands"),
     "first sample": (minus(lambda x: x[0]), "select takes some of the samples"),
     "last sample": (minus(lambda x: x[-1:]), "slice takes some of the samples"),
     "halves of the batch": (lambda x: torch.cat(x.chunk(2)[::-1]), "chunk takes some of the samples"),

@@ -17,11 +17,15 @@ import torch
 
 @dataclass(frozen=True)
 class Free:
-    """No data of the batch in it. Dimensions as long as the batch it may have (zeros, a mask): what they hold is trusted."""
+    """No data of the batch in it. Dimensions as long as the batch it may have (zeros, a mask)."""
 
     degree: int | None = 0
     """It is a constant times this power of the batch's size; None: it changes with that size in another way."""
     zero: bool = False
+    uniform: bool = True
+    """The same for every sample. What is not (`arange` over the batch) says where in the batch a sample stands, which is another place in a part of it."""
+    place: bool = False
+    """It is the number of the sample, and may be used to find that sample: `x[arange(len(x)), target]`."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,9 @@ class Call:
     def changed(self) -> bool:
         """Whether a number among the arguments is another in the large trace."""
         return any(a != b for a, b in zip(leaves(self.small.values()), leaves(self.large.values()), strict=False) if not isinstance(a, Operand))
+
+    def placed(self) -> Mixing:
+        return Mixing(f"{self.shown} depends on where in the batch a sample stands", Repair.EACH)
 
     def through(self) -> Mixing:
         return Mixing(f"{self.shown} goes through the samples", Repair.NORM if "norm" in self.shown else Repair.WITHIN)

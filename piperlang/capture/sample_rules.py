@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, Rule, State, growing
+from piperlang.capture.tried import holds
+from piperlang.capture.tried import uniform as uniform_by_numbers
 
 # ------------------------------------------------------------------------------------------- element by element
 
@@ -202,7 +204,7 @@ def _shifted(state: State, dim: int) -> State:
 
 
 def picked(call: Call) -> tuple[State, ...]:
-    """Elements found by index. An index that is free of data is trusted to stay with the sample; one made of data is not."""
+    """Elements found by index. An index that is free of data must stay with the sample, which is tried out; one made of data need not."""
     source = call.small.get("self", call.small.get("weight"))
     assert isinstance(source, Operand)
     through = [source.state.dim] if isinstance(source.state, Along) else growing(source.small, source.large)
@@ -216,7 +218,7 @@ def picked(call: Call) -> tuple[State, ...]:
     if call.name in ("scatter_add", "index_add") and source.state == Free(zero=True) and not growing(*call.results[0]):
         call.plain()
         return (Mixed(0),)
-    return trusted(call)
+    return trusted(call) if through else _by_sizes(call)  # rows of a table, found by what is in a sample
 
 
 def counted(call: Call) -> State:
@@ -225,7 +227,14 @@ def counted(call: Call) -> State:
 
 
 def trusted(call: Call) -> tuple[State, ...]:
-    """An operator about which nothing is known: the dimension that grows goes through the samples."""
+    """An operator about which nothing is known: the dimension that grows goes through the samples, if numbers bear that out."""
+    states = _by_sizes(call)
+    if not holds(call, states):
+        raise call.placed()
+    return states
+
+
+def _by_sizes(call: Call) -> tuple[State, ...]:
     operands = call.plain()
     return tuple(_by_size(call, operands, small, large) for small, large in call.results)
 
@@ -249,7 +258,7 @@ def _by_size(call: Call, operands: list[Operand], small: torch.Tensor, large: to
 
 def made(call: Call) -> State:
     """A constant in the shape of something."""
-    return Free(zero="zeros" in call.name)
+    return Free(call.degree("fill_value") if "fill_value" in call.small else 0, zero="zeros" in call.name)
 
 
 # ------------------------------------------------------------------------------------------------------ products
@@ -359,6 +368,52 @@ def dropped(call: Call) -> State:
     if not isinstance(state, Along) or state.dim != 0 or value.shape[0] != call.samples * state.inner:
         raise Mixing("the masks of dropout would depend on how the batch is divided", Repair.FIRST)
     return state
+
+
+# ------------------------------------------------------------------------------------------ constants as long as the batch
+
+CONSTANT = ("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+
+
+def is_place(call: Call) -> bool:
+    """`arange(len(batch))`, from 0 and in steps of 1: the number of each sample."""
+    numbers = [call.small.get("start", 0), call.small.get("step", 1)]
+    return call.name == "arange" and numbers == [0, 1] and call.small.get("end") == call.samples and not call.results[0][0].is_floating_point()
+
+
+def _is_uniform(operand: Operand) -> bool:
+    return isinstance(operand.state, Free) and operand.state.uniform
+
+
+def stays_uniform(call: Call) -> bool:
+    """Whether what is made of constants that are the same for all samples is so, too. `call` has no operands with data, and a result that grows."""
+    if call.name in CONSTANT:
+        return True
+    operands = call.operands
+    wide = [operand for operand in operands if growing(operand.small, operand.large)]
+    uniform = all(map(_is_uniform, operands))
+    if call.name in PICKED and "self" in call.small and isinstance(call.small["self"], Operand):
+        source, indices = call.small["self"], call.small.get("indices", call.small.get("index"))
+        places = [index for index in indices if isinstance(index, Operand)] if isinstance(indices, list) else [indices]
+        reads = call.name in ("index", "_unsafe_index", "gather", "index_select", "embedding")
+        # Samples that are all the same may be taken in any order.
+        found = uniform or (source in wide and all(isinstance(index, Operand) and (_is_uniform(index) or index.state == Free(uniform=False, place=True)) for index in places))
+        return reads and _is_uniform(source) and found
+    if not uniform or (call.changed and not wide):
+        return False
+    rule = rule_of(call.target)
+    if rule in (pointwise, added, scaled, kept, numbered, permuted):
+        return not call.changed or rule in (kept, numbered, permuted)
+    if rule in (reduced, scanned, sliced) and len(operands) == 1:
+        (operand,) = operands
+        named = _dims(call, operand.small.dim()) if rule is not sliced else {call.small["dim"] % operand.small.dim()}
+        return not named & set(growing(operand.small, operand.large))
+    if rule in (matrix, contracted, attended):
+        return all(dim < operand.small.dim() - 2 for operand in wide for dim in growing(operand.small, operand.large))
+    if rule is joined:
+        dim = call.small["dim"] % call.rank
+        return call.name == "stack" or not any(dim in growing(operand.small, operand.large) for operand in wide)
+    return uniform_by_numbers(call)
 
 
 # --------------------------------------------------------------------------------------------------------- table

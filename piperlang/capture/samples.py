@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -24,7 +24,19 @@ from torch.utils import _pytree as pytree
 from piperlang.capture.functions import Applied, backward_graph
 from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, State, growing
 from piperlang.capture.random import module_of
-from piperlang.capture.sample_rules import CLASSES, KEPT, NUMBERED, PERMUTED, REDUCED, name_of, rule_of, unknown
+from piperlang.capture.sample_rules import (
+    CLASSES,
+    KEPT,
+    NUMBERED,
+    PERMUTED,
+    PICKED,
+    REDUCED,
+    is_place,
+    name_of,
+    rule_of,
+    stays_uniform,
+    unknown,
+)
 from piperlang.capture.trace import Traced
 from piperlang.diagnostics import Diagnostic
 
@@ -183,6 +195,8 @@ class _Walk:
         if not results:
             raise Mixing(f"{call.shown} reads values of the batch as numbers", Repair.NUMBERS)
         rule = rule_of(a.target)
+        if any(isinstance(o.state, Free) and not o.state.uniform and not (o.state.place and name in PICKED) for o in call.operands):
+            raise call.placed()
         states = rule(call) if rule else self._decomposed(a, b, call)
         if isinstance(a.target, Applied):
             self._check_backward(a, b, states, call)
@@ -262,17 +276,18 @@ class _Walk:
         if schema is None or not schema.is_mutable:
             return
         new, twin = self.states[a], dict(_pairs(a.graph, b.graph))
+        part = not any(large == small * self.times for x, y in zip(_tensors(a), _tensors(b), strict=True) for small, large in zip(x.shape, y.shape, strict=True))
         for node in [node for node in self.states if node is not a and _root(node) is _root(a)]:
             if not isinstance(new, tuple) and not isinstance(old := self.states[node], tuple):
-                self.states[node] = self._blamed(_merged(old, new, growing(node.meta["val"], twin[node].meta["val"]), node.meta["val"], self.samples), a)
+                self.states[node] = self._blamed(_merged(old, new, growing(node.meta["val"], twin[node].meta["val"]), node.meta["val"], self.samples, part), a)
 
 
-def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, samples: int) -> State:
-    """A value that had one state, after something of another has been written into a part of it."""
+def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, samples: int, part: bool) -> State:
+    """A value that had one state, after something of another has been written into it; into a `part` of the samples, perhaps."""
     if isinstance(new, Mixing) or isinstance(old, Mixing):
         return new if isinstance(new, Mixing) else old
     if isinstance(old, Free) and isinstance(new, Free):
-        return Free(old.degree if old.degree == new.degree else None, old.zero and new.zero)
+        return Free(old.degree if old.degree == new.degree else None, old.zero and new.zero, old.uniform and new.uniform and not (part and grown))
     kept, other = (new, old) if isinstance(old, Free) else (old, new)
     if isinstance(kept, Mixed):
         fits = not grown and ((isinstance(other, Free) and (other.zero or kept.degree == -1)) or other == kept)
@@ -328,14 +343,14 @@ def _free(call: Call) -> Free:
     zero = call.name in ("zeros", "new_zeros", "zeros_like")
     states = [operand.state for operand in call.operands if isinstance(operand.state, Free)]
     given = [state.degree for state in states]
+    grows = any(growing(*result) for result in call.results)
     if states and call.name in (*KEPT, *NUMBERED, *PERMUTED):
-        return states[0]
+        return states[0] if grows or states[0].uniform else replace(states[0], degree=None, uniform=True, place=False)
     if "fill_value" in call.small and all(degree == 0 for degree in given):
         return Free(call.degree("fill_value"), zero)
-    grows = any(growing(*result) for result in call.results)
     lost = call.name in REDUCED and any(growing(operand.small, operand.large) for operand in call.operands)
-    changes = any(degree != 0 for degree in given) or (not grows and (lost or call.changed))
-    return Free(None if changes else 0, zero)
+    changes = any(degree != 0 for degree in given) or (not grows and (lost or call.changed or not all(state.uniform for state in states)))
+    return Free(None if changes else 0, zero, not grows or stays_uniform(call), grows and is_place(call))
 
 
 def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor) -> State:

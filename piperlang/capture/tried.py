@@ -1,0 +1,132 @@
+"""Whether an operator treats every sample by itself, tried out on numbers: for operators that no rule is known for.
+
+Two batches are put one behind the other. What the operator makes of both together must be what it makes of the first followed by
+what it makes of the second: the results of parts of a batch are then parts of the batch's result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from piperlang.capture.mixing import Along, Call, Free, Operand, State, growing
+
+LARGEST = 5e7
+"""Elements of an operand or a result past which an operator is not tried, because it might take too long."""
+TOLERANCE = 1e-3
+
+
+def holds(call: Call, states: Sequence[State]) -> bool:
+    """True also where it is not tried: the comparison with eager PyTorch before the first step is behind it."""
+    if not _is_torchs_own(call) or any(len(growing(*result)) > 1 for result in call.results):
+        return True
+    values = [(o.small, o.large) for o in call.operands] + list(call.results)
+    if not all(isinstance(state, Along) for state in states) or any(large.numel() > LARGEST for _, large in values):
+        return True
+    for whole_numbers in (True, False):  # where 0 and 1 are no indices, 0 alone is
+        try:
+            parts, together = _results(call, whole_numbers)
+        except Exception:
+            continue
+        return all(_equal([part[i] for part in parts], together[i], state, call) for i, state in enumerate(states) if isinstance(state, Along) and _divides(parts[0][i], state, call))
+    return True
+
+
+def uniform(call: Call) -> bool:
+    """Whether an operator makes something that is the same for all samples of constants that are so; False where it cannot be tried."""
+    if not _is_torchs_own(call) or any(small.numel() > LARGEST for small, _ in call.results):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for whole_numbers in (True, False):
+        try:
+            numbers = {id(operand): _number(operand, call, generator, whole_numbers) for operand in call.operands}
+            with torch.no_grad():
+                made = _run(call, call.small, numbers)
+        except Exception:
+            continue
+        return all(torch.equal(value.narrow(dim, 0, 1).expand_as(value), value) for value, result in zip(made, call.results, strict=True) for dim in growing(*result))
+    return False
+
+
+def _is_torchs_own(call: Call) -> bool:
+    """The user's operators may do more than compute."""
+    schema = getattr(call.target, "_schema", None)
+    return schema is not None and schema.name.startswith("aten::")
+
+
+def _results(call: Call, whole_numbers: bool) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Of every part, and of all of them together."""
+    generator = torch.Generator().manual_seed(0)
+    parts: list[dict[int, torch.Tensor]] = [{} for _ in range(call.times)]
+    together: dict[int, torch.Tensor] = {}
+    for operand in call.operands:
+        made = [_number(operand, call, generator, whole_numbers) for _ in range(call.times if isinstance(operand.state, Along) else 1)]
+        for i, part in enumerate(parts):
+            part[id(operand)] = made[i % len(made)]
+        together[id(operand)] = _joined(made, operand, call)
+    with torch.no_grad():
+        return [_run(call, call.small, part) for part in parts], _run(call, call.large, together)
+
+
+def _run(call: Call, arguments: dict[str, Any], numbers: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def filled(value: Any, small: Any) -> Any:
+        if isinstance(small, Operand):
+            return numbers[id(small)].clone()
+        return [filled(v, s) for v, s in zip(value, small, strict=True)] if isinstance(small, list) else value
+
+    found = call.target(**{name: filled(value, call.small[name]) for name, value in arguments.items()})
+    found = list(found) if isinstance(found, tuple | list) else [found]
+    return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def _number(operand: Operand, call: Call, generator: torch.Generator, whole_numbers: bool) -> torch.Tensor:
+    """Like an operand of the small batch. What is the same for all samples has one number for them."""
+    value, grown = operand.small, growing(operand.small, operand.large)
+    if isinstance(operand.state, Free) and operand.state.place:
+        return torch.arange(call.samples, dtype=value.dtype).view([call.samples if i in grown else 1 for i in range(value.dim())]).expand(value.shape)
+    constant = isinstance(operand.state, Free)
+    shape = [1 if constant and i in grown else size for i, size in enumerate(value.shape)]
+    if value.dtype is torch.bool:
+        numbers = torch.rand(shape, generator=generator) < 0.5
+    elif value.is_floating_point() or value.is_complex():
+        numbers = torch.randn(shape, generator=generator, dtype=torch.promote_types(value.dtype, torch.float32)).to(value.dtype)
+    else:
+        numbers = torch.randint(2 if whole_numbers else 1, shape, generator=generator).to(value.dtype)
+    return numbers.expand(value.shape)
+
+
+def _joined(made: list[torch.Tensor], operand: Operand, call: Call) -> torch.Tensor:
+    state = operand.state
+    if isinstance(state, Along):
+        return _behind(made, state, call)
+    if isinstance(state, Free) and state.place:
+        return torch.arange(call.samples * call.times, dtype=made[0].dtype).view([-1 if i in growing(operand.small, operand.large) else 1 for i in range(operand.small.dim())]).expand(operand.large.shape)
+    grown = growing(operand.small, operand.large)
+    return made[0][tuple(slice(0, 1) if i in grown else slice(None) for i in range(made[0].dim()))].expand(operand.large.shape)
+
+
+def _behind(parts: list[torch.Tensor], state: Along, call: Call) -> torch.Tensor:
+    """The samples of each behind those of the one before."""
+    shape = parts[0].shape
+    outer = shape[state.dim] // (call.samples * state.inner)
+    split = [part.reshape(*shape[: state.dim], outer, call.samples, state.inner, *shape[state.dim + 1 :]) for part in parts]
+    whole = torch.cat(split, state.dim + 1)
+    return whole.reshape(*shape[: state.dim], shape[state.dim] * len(parts), *shape[state.dim + 1 :])
+
+
+def _divides(part: torch.Tensor, state: Along, call: Call) -> bool:
+    return part.shape[state.dim] % (call.samples * state.inner) == 0
+
+
+def _equal(parts: list[torch.Tensor], together: torch.Tensor, state: Along, call: Call) -> bool:
+    expected = _behind(parts, state, call)
+    if expected.shape != together.shape:
+        return False
+    if not together.is_floating_point() and not together.is_complex():
+        return torch.equal(expected, together)
+    size = float(torch.nan_to_num(together.abs().float()).max()) if together.numel() else 0.0
+    coarse = TOLERANCE if together.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128) else 0.05
+    return torch.allclose(expected, together, rtol=coarse, atol=coarse * max(size, math.ulp(0.0)), equal_nan=True)
