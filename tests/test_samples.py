@@ -411,6 +411,76 @@ def test_models_that_mix_samples(name: str) -> None:
     assert not combines("sum", lambda: Whole(function), square)
 
 
+PLACED: dict[str, Function] = {
+    "arange": lambda x: x + torch.arange(len(x))[:, None, None],
+    "linspace": lambda x: x + torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None, None],
+    "logspace": lambda x: x * torch.logspace(0, 1, len(x), dtype=x.dtype)[:, None, None],
+    "window": lambda x: x * torch.hann_window(len(x), dtype=x.dtype)[:, None, None],
+    "eye": lambda x: x + torch.eye(len(x), x.shape[1], dtype=x.dtype)[..., None],
+    "meshgrid": lambda x: x + torch.meshgrid(torch.arange(len(x)), torch.arange(x.shape[1]), indexing="ij")[0][..., None],
+    "cumsum of ones": lambda x: x + torch.ones_like(x).cumsum(0),
+    "cumsum of new ones": lambda x: x + torch.ones(len(x), dtype=x.dtype).cumsum(0)[:, None, None],
+    "triangle of ones": lambda x: x + torch.ones(len(x), len(x), dtype=x.dtype).tril()[:, :1, None],
+    "remainder of the number": lambda x: x + torch.arange(3, dtype=x.dtype)[torch.arange(len(x)) % 3][:, None, None],
+    "share of the batch": lambda x: x + x.new_full((len(x), 1, 1), 1.0 / len(x)),
+    "one of the batch": lambda x: x + torch.cat([torch.ones(1, dtype=x.dtype), torch.zeros(len(x) - 1, dtype=x.dtype)])[:, None, None],
+    "padded": lambda x: x + f.pad(torch.zeros(len(x) - 1, dtype=x.dtype), (1, 0), value=1.0)[:, None, None],
+    "first row written": lambda x: x * _written(x, lambda mask: mask[0].fill_(0)),
+    "all but the first written": lambda x: x * _written(x, lambda mask: mask[1:].fill_(0)),
+    "index_fill": lambda x: x.index_fill(0, torch.tensor([0]), 0.0),
+    "index_put": lambda x: x.index_put((torch.tensor([0]),), torch.tensor(5.0, dtype=x.dtype)),
+    "index_add": lambda x: x.index_add(0, torch.tensor([0]), torch.ones_like(x[:1]) * 0 + 1),
+    "index_select": lambda x: x + x.index_select(0, torch.zeros(len(x), dtype=torch.long)),
+    "gather": lambda x: x.gather(0, torch.zeros(len(x), dtype=torch.long)[:, None, None].expand_as(x)),
+    "take": lambda x: x.take(torch.arange(x.numel()).view_as(x).flip(0)),
+    "take_along_dim": lambda x: torch.take_along_dim(x, torch.zeros(len(x), 1, 1, dtype=torch.long), 0),
+    "masked_scatter": lambda x: x.masked_scatter(x > 0, x.square()),
+    "put": lambda x: x.put(torch.tensor([0]), torch.ones(1, dtype=x.dtype)),
+    "select_scatter": lambda x: x.select_scatter(torch.zeros_like(x[0]), 0, 0),
+    "slice_scatter": lambda x: x.slice_scatter(torch.zeros_like(x[:1]), 0, 0, 1),
+    "pseudo-inverse": lambda x: x + torch.linalg.pinv(x.flatten(1)).T.view_as(x),
+    "strides": lambda x: x.contiguous().as_strided(x.shape, (0, x.stride(1), x.stride(2))),
+}
+"""What depends on where in the batch a sample stands, by constants as long as the batch or by operators without a rule."""
+
+
+def _written(x: torch.Tensor, write: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    mask = torch.ones(len(x), 1, 1, dtype=x.dtype)
+    write(mask)
+    return mask
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_where_a_sample_stands(name: str) -> None:
+    refused = analysed(lambda: Whole(PLACED[name]), square).mixing
+    assert refused is not None
+    assert refused.code == "P0805"
+
+
+ALIKE: dict[str, Function] = {
+    "its own row": lambda x: x[torch.arange(len(x))],
+    "its own element": lambda x: x + x[torch.arange(len(x)), x.argmax(1)[:, 0]][:, None],
+    "rows by number and position": lambda x: x[torch.arange(len(x))[:, None], torch.arange(x.shape[1])],
+    "positions": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype)[None, :, None].expand(len(x), -1, 1),
+    "positions by cumsum": lambda x: x + torch.ones(x.shape[:2], dtype=x.dtype).cumsum(1)[..., None],
+    "differences": lambda x: x + torch.diff(torch.arange(x.shape[1] + 1, dtype=x.dtype)[None].expand(len(x), -1), dim=1)[..., None],
+    "mask": lambda x: x * torch.ones(len(x), x.shape[1], x.shape[1], dtype=x.dtype).tril()[:, :, :1],
+    "constant column written": lambda x: x * _written(x, lambda mask: mask[:, 0].fill_(2)),
+    "padding": lambda x: torch.cat([x, x.new_zeros(len(x), 1, x.shape[2])], 1)[:, :-1],
+    "gather within": lambda x: x.gather(1, x.argsort(1)),
+    "take_along_dim within": lambda x: torch.take_along_dim(x, x.argmax(1, keepdim=True), 1) + x,
+    "one hot": lambda x: x + f.one_hot(x.argmax(2), x.shape[2]),
+    "searched": lambda x: x + torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype)),
+    "windows within": lambda x: x + x.unfold(1, 2, 1).mean(-1).mean(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_alike_for_all_samples(name: str) -> None:
+    assert analysed(lambda: Whole(ALIKE[name]), square).mixing is None
+    assert combines("mean", lambda: Whole(ALIKE[name]), square)
+
+
 MIXING_LOSSES: dict[str, tuple[Loss, str]] = {
     "root": (lambda o, t: square(o, t).sqrt(), "sqrt of a mean over the samples"),
     "exponential": (lambda o, t: ((o - t) ** 2).sum().exp(), "exp of a sum over the samples"),
