@@ -285,3 +285,33 @@ def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "free_bytes", lambda device: 1000)
     found = guarded(Layers)
     assert "not verified" in str(found)
+
+
+# ------------------------------------------------------------------------------------------------------ counts of losses
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weighted mean, the weights a table in the code."""
+    weight = torch.tensor([1.0, 2.0])[(target > 0).long()]
+    return ((output - target).square() * weight).sum(), weight.sum()
+
+
+def number_of_samples(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (output - target).square().sum(), torch.tensor(float(len(target)))
+
+
+@pytest.mark.parametrize("loss", [weighted, number_of_samples])
+@pytest.mark.parametrize("schedule", ["ddp", "zero3", "pp"])
+def test_counts_made_with_constants(loss: Callable[..., Any], schedule: str) -> None:
+    assert guarded(Layers, schedule=schedule, loss=loss).difference < 1e-5
+    batch = vectors()
+    captured = capture(Layers, loss, batch).cut()
+    assert captured.count(captured.flatten(batch)) == pytest.approx(float(loss(batch[1], batch[1])[1]))
+
+
+def test_a_count_that_follows_the_size_of_a_batch_of_one() -> None:
+    x, y = vectors()
+    one = (x[:1], y[:1])
+    assert capture(Layers, weighted, one).cut()
+    with pytest.raises(PiperError, match="follows the size of the batch"):
+        capture(Layers, number_of_samples, one)

@@ -7,10 +7,11 @@ batch alone before a step; the graph then has the sum only, and its gradient sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from piperlang.capture.random import module_of
 from piperlang.diagnostics import error
@@ -19,10 +20,10 @@ aten = torch.ops.aten
 MEAN, SUM = 1, 2
 
 
-def take_count(root: fx.GraphModule, batch: list[str], leaves: int) -> fx.GraphModule | None:
+def take_count(root: fx.GraphModule, batch: list[str], leaves: int, constants: Mapping[str, torch.Tensor]) -> fx.GraphModule | None:
     """Leave only the sum of the loss in the graph; gives a module from the batch's tensors to the count, or None where there is no count.
 
-    `leaves`: how many of the graph's outputs are the loss; those after it stay."""
+    `leaves`: how many of the graph's outputs are the loss; those after it stay. `constants`: what the code makes of numbers, by placeholder."""
     (output,) = (node for node in root.graph.nodes if node.op == "output")
     results, others = list(output.args[0][:leaves]), output.args[0][leaves:]
     if len(results) > 2 or not all(isinstance(node, fx.Node) for node in results):
@@ -30,7 +31,7 @@ def take_count(root: fx.GraphModule, batch: list[str], leaves: int) -> fx.GraphM
     if len(results) == 1 and not _is_mean_of_targets(results[0]):
         return None
     total, count = results if len(results) == 2 else _apart(root.graph, results[0])
-    counting = _counting(root, count, batch)
+    counting = _counting(root, count, batch, constants)
     output.args = ((total, *others),)
     root.graph.eliminate_dead_code()
     root.recompile()
@@ -70,8 +71,8 @@ def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) 
     return node
 
 
-def _counting(root: fx.GraphModule, count: fx.Node, batch: list[str]) -> fx.GraphModule:
-    """The part of the graph that makes the count, which must need nothing but the batch."""
+def _counting(root: fx.GraphModule, count: fx.Node, batch: list[str], constants: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    """The part of the graph that makes the count, which must need nothing but the batch and constants."""
     wanted: set[fx.Node] = set()
     todo = [count]
     while todo:
@@ -80,12 +81,16 @@ def _counting(root: fx.GraphModule, count: fx.Node, batch: list[str]) -> fx.Grap
             continue
         wanted.add(node)
         todo += node.all_input_nodes
-        if node.op == "placeholder" and node.name not in batch:
+        if node.op == "placeholder" and node.name not in batch and node.name not in constants:
             raise error("P0807", "the count of a loss depends on the model", notes=[f"{module_of(count)}"], help="count from the batch alone, such as the targets that are not masked")
-    graph = fx.Graph()
+    graph, held = fx.Graph(), nn.Module()
     copied = {node: graph.placeholder(node.name) for name in batch for node in root.graph.nodes if node.name == name}
+    for node in root.graph.nodes:
+        if node in wanted and node.name in constants:
+            held.register_buffer(node.name, constants[node.name])
+            copied[node] = graph.get_attr(node.name)
     for node in root.graph.nodes:
         if node in wanted and node not in copied:
             copied[node] = graph.node_copy(node, lambda n: copied[n])
     graph.output(copied[count])
-    return fx.GraphModule(root, graph)
+    return fx.GraphModule(held, graph)

@@ -113,6 +113,7 @@ def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], 
     _refuse_loss(small, loss)
     large = at(2 * size)
     shapes, dtypes = tuple(tuple(t.shape) for t in flat), tuple(t.dtype for t in flat)
+    _refuse_count(small, large, loss, samples)
     sizes = Sizes(small, large, _twins(small, large, at), at, shapes, dtypes, layout, samples)
     sizes.verify()
     return sizes
@@ -128,6 +129,15 @@ def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
             "P0807", "the loss does not depend on any weight that requires gradients", line_of_function(loss),
             help="look for `detach`, `torch.no_grad`, `argmax` and `requires_grad_(False)` in the loss and the model",
         )  # fmt: skip
+
+
+def _refuse_count(small: Traced, large: Traced, loss: Callable[[Any, Any], Any], samples: int) -> None:
+    """A constant that follows the size of the batch is known for the size that was traced, and a batch of one is traced as one of two."""
+    if small.count is None or large.count is None or samples == small.samples:
+        return
+    pairs = zip(small.count.buffers(), large.count.buffers(), strict=True)
+    if not all(torch.equal(one, two) for one, two in pairs):
+        raise error("P0807", "the count of a loss is a number that follows the size of the batch", line_of_function(loss), help="count elements of the target: `torch.ones_like(target).sum()`, or take batches of two or more")
 
 
 def _twins(small: Traced, large: Traced, at: Callable[[int], Traced]) -> dict[fx.Node, fx.Node]:

@@ -229,7 +229,7 @@ def _traced(
     refuse_backward_state(graph, mode)
     changes = _changes(program, training, weights)
     try:
-        count = take_count(program.graph_module, batch, training.seen.leaves)
+        count = take_count(program.graph_module, batch, training.seen.leaves, {place: weight.fake for place, weight in weights.items() if not isinstance(weight.fake, FakeTensor)})
     except PiperError as problem:
         raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None
     number_dropouts(graph)

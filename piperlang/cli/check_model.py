@@ -82,7 +82,7 @@ def _tell(model: str, options: argparse.Namespace, result: dict[str, Any]) -> No
     verdict = "same mathematics" if result["ok"] else "DIFFERENT"
     print(f"{options.script}: {verdict} ({size})")
     print(f"  loss after two steps  {result['loss']:.9g}   plain {result['loss_reference']:.9g}")
-    print(f"  largest difference    gradients {result['max_grad_rel_err']:.1e}, weights {result['max_weight_rel_err']:.1e} (relative, {result['worst']})")
+    print(f"  largest difference    gradients {result['max_grad_rel_err']:.1e}, weights {result['max_weight_rel_err']:.1e} (relative{', ' + result['worst'] if result['worst'] else ''})")
     noisy = result["judged_by_gradient"]
     if noisy:
         print(f"  judged by gradient    {', '.join(noisy[:3])}{f' and {len(noisy) - 3} more' if len(noisy) > 3 else ''}: elements whose gradient is rounding noise")

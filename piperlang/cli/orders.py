@@ -19,7 +19,7 @@ from piperlang.elaborate.directive import Order
 from piperlang.elaborate.lanes import Lane
 from piperlang.session import outline
 from piperlang.simulate.unit import simulate
-from piperlang.view.grid import grid, plain, summary
+from piperlang.view.grid import chain_text, grid, plain, summary
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
             print(grid(lanes, timeline, width, paint(sys.stdout)))
             print(f"\n{summary(lanes, timeline)}")
         for chain in found.outline.chains:
-            print(f"also: {_chain(chain)}")
+            print(f"also: {chain_text(chain)}")
     return 0
 
 
@@ -69,8 +69,3 @@ def _csv(lanes: Sequence[Lane]) -> None:
     for device, steps in rows:
         for number, step in enumerate(steps):
             writer.writerows([device, number, *(item.get(key, "") for key in keys)] for item in step)
-
-
-def _chain(chain: Order) -> str:
-    return " -> ".join(" & ".join(str(item) for item in step.items) for step in chain.steps)
-

@@ -19,7 +19,7 @@ from piperlang.plan.summary import bytes_text, time_text
 from piperlang.repl.show import Rows, Shown
 from piperlang.repl.state import UNPLACED, UNUSED, Estimate, State, axis_of
 from piperlang.simulate.unit import Timeline
-from piperlang.view.grid import changed, grid, summary
+from piperlang.view.grid import chain_text, changed, grid, summary
 
 MOST = 6
 """Rows of one label."""
@@ -115,6 +115,8 @@ def _matched(rows: Rows, after: State, new: Sequence[d.Directive]) -> None:
             ops = ", ".join(f"{n} {op}" for op, n in Counter(nodes.values()).most_common())
             many = f" by {len(new)} directives" if len(new) > 1 else ""
             rows.add("matched", f"{len(nodes):,} node{'s' if len(nodes) != 1 else ''}{many}: {ops}")
+    for chain in (x for x in new if isinstance(x, d.Order) and x.where is None):
+        rows.add("order", chain_text(chain))
     for split in new:
         if isinstance(split, d.Split):
             rows.add("split", f"{_samples(after, split)} in {split.count} as {split.name}")

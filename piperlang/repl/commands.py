@@ -32,6 +32,7 @@ from piperlang.repl.why import explain as explain_order
 from piperlang.simulate.unit import UnitCosts
 from piperlang.source import Source
 from piperlang.syntax.words import PASSES
+from piperlang.view.grid import chain_text
 
 LINES = 60
 """Of a listing: a screen or two; files take all of it."""
@@ -253,7 +254,8 @@ def show_orders(session: Session, argument: str) -> Shown:
 
     With the unit costs of `:cost`; `.` is idle time, `&` joins what may overlap."""
     found = orders(session.state, session.screen.width(), session.screen.paint)
-    return Shown(block=found or "nothing is ordered yet: the compiler chooses")
+    also = [f"also: {chain_text(chain)}" for chain in session.state.chains]
+    return Shown(block="\n".join([*([found] if found else []), *also]) or "nothing is ordered yet: the compiler chooses")
 
 
 def plan(session: Session, argument: str) -> Shown:

@@ -83,6 +83,15 @@ def statements(source: Source) -> list[str]:
     return [text[first + (first > 0) : last] for first, last in zip([0, *ends], ends, strict=False)]
 
 
+def inputs(text: str) -> list[str]:
+    """What was typed or pasted at once: statements together, which are applied all or none; one by one where commands are among them."""
+    lines = text.split("\n")
+    if not any(is_command(line) and not line.startswith(" ") for line in lines[1:]):
+        return [text]
+    grouped = Grouped()
+    return [one for line in lines for one in grouped.take(line)] + grouped.rest()
+
+
 class Grouped:
     """Statements of a text that comes line by line, without empty lines that end blocks: a line in the first column
     ends what is before it."""

@@ -155,6 +155,11 @@ class State:
         return self.scheduler.schedule.directives if self.scheduler else self._outline.directives
 
     @property
+    def chains(self) -> list[d.Order]:
+        """`order A -> B`: which of two comes first, on whatever device."""
+        return [x for x in self.directives if isinstance(x, d.Order) and x.where is None]
+
+    @property
     def names(self) -> Mapping[str, Value]:
         return self.interpreter.module.names if self.interpreter else {}
 

@@ -28,7 +28,7 @@ from piperlang.highlight import PiperLexer
 from piperlang.progress.lines import counted
 from piperlang.repl.commands import Quit
 from piperlang.repl.completion import complete
-from piperlang.repl.reading import INDENT, is_command, is_complete, next_indent
+from piperlang.repl.reading import INDENT, inputs, is_command, is_complete, next_indent
 from piperlang.repl.session import Session
 from piperlang.repl.state import UNPLACED
 
@@ -48,6 +48,10 @@ STYLE = Style.from_dict(
 )
 
 
+LONG = 400
+"""Characters after which completions come by Tab alone."""
+
+
 class _Completing(Completer):
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -55,6 +59,8 @@ class _Completing(Completer):
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         if event.text_inserted and not document.current_line_before_cursor.strip():
             return  # a new line is no question; Tab is
+        if len(document.text_before_cursor) > LONG and not event.completion_requested:
+            return  # the parser reads all of it for every key
         for one in complete(self.session, document.text_before_cursor):
             yield Completion(one.text, -one.replaces, display=one.display or one.text, display_meta=one.about)
 
@@ -192,9 +198,10 @@ class Terminal:
 
     def _execute(self, text: str) -> None:
         try:
-            answer = self.session.execute(text.rstrip()).text(self.session.screen.paint, self.session.screen.width())
-            if answer:
-                print(answer)
+            for one in inputs(text.rstrip()):
+                answer = self.session.execute(one).text(self.session.screen.paint, self.session.screen.width())
+                if answer:
+                    print(answer)
         except PiperError as problem:
             sys.stdout.flush()
             self.report(problem.diagnostics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from piperlang.diagnostics.render import Paint
+from piperlang.elaborate.directive import Order
 from piperlang.elaborate.lanes import Item, Lane
 from piperlang.simulate.unit import UNIT, Ran, Timeline, UnitCosts, computes
 
@@ -33,6 +34,11 @@ def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint, ma
     if len(lanes) > MOST_ROWS:
         lines[-1] = f"... and {len(lanes) - MOST_ROWS:,} more rows; --json and --csv have them all\n"
     return "\n".join(lines[:-1] if len(lanes) <= MOST_ROWS else lines)
+
+
+def chain_text(chain: Order) -> str:
+    """An `order A -> B`, which no grid shows."""
+    return " -> ".join(" & ".join(str(item) for item in step.items) for step in chain.steps)
 
 
 def idle_share(lanes: Sequence[Lane], timeline: Timeline) -> float:
