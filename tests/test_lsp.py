@@ -127,6 +127,29 @@ def test_mistakes_in_an_imported_script_and_in_the_library(tmp_path: Path) -> No
     edited(tmp_path / "a.piper", use)
 
 
+def test_unsaved_imports_and_lines_of_windows(tmp_path: Path) -> None:
+    (tmp_path / "mine.piper").write_text("let width = 2\n")
+
+    async def use(editor: Editor) -> None:
+        assert await editor.opens("\ufefffrom \"./mine.piper\" import width\r\nlet a = width\r\n") == []
+        other = Editor(editor.client, tmp_path / "mine.piper")
+        other.told = editor.told
+        editor.client.text_document_did_open(
+            lsp.DidOpenTextDocumentParams(lsp.TextDocumentItem(other.uri, "piper", 0, "let height = 2\n"))
+        )
+        told = {}
+        while len(told) < 2:  # both are checked again
+            found = await asyncio.wait_for(editor.told.get(), SECONDS)
+            told[found.uri] = [diagnostic.code for diagnostic in found.diagnostics]
+        assert told == {editor.uri: ["P0209"], other.uri: []}
+        asked = lsp.DocumentFormattingParams(editor.document, lsp.FormattingOptions(4, True))
+        edits = await editor.client.text_document_formatting_async(asked)
+        assert edits is not None
+        assert [edit.new_text for edit in edits] == ['from "./mine.piper" import width\nlet a = width\n']
+
+    edited(tmp_path / "a.piper", use)
+
+
 def test_completion_hover_definition_and_formatting(tmp_path: Path) -> None:
     async def use(editor: Editor) -> None:
         client = editor.client

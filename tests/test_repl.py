@@ -26,6 +26,7 @@ from piperlang.interrupts import uninterrupted
 from piperlang.progress import phase
 from piperlang.repl.commands import _changes
 from piperlang.repl.model import open_model
+from piperlang.repl.reading import inputs
 from piperlang.repl.session import Screen, Session
 
 ROOT = Path(__file__).parent.parent
@@ -265,6 +266,7 @@ sys.stdin = io.StringIO({(ORDERS + commands)!r})
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
 from piperlang.repl.model import open_model
+from piperlang.repl.reading import inputs
 from piperlang.repl.session import Screen, Session
 sys.exit(main(['repl']))
 """
@@ -537,3 +539,18 @@ def test_opening_a_model_gives_a_sign_of_life(
     said = capsys.readouterr()
     assert re.fullmatch(r"(tracing model\.py \.\.\. 0 s\n)+traced 0\.\d s\n", said.err)
     assert said.out == ""
+
+
+def test_an_order_between_two_steps_is_answered_and_shown() -> None:
+    text = (
+        "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nsplit batch into 2 as mb\n"
+        "order [stage=0, pass=F, mb=1] -> [stage=0, pass=F, mb=0]\n:orders\n"
+    )
+    chain = "[stage=0, pass=F, mb=1] -> [stage=0, pass=F, mb=0]"
+    assert repl(text).stdout.endswith(f"  applied   order {chain}\nalso: {chain}\n")
+
+
+def test_statements_and_commands_pasted_together() -> None:
+    assert inputs("let a = 1\nlet b = 2") == ["let a = 1\nlet b = 2"]
+    pasted = "let a = 1\n:list\nfor i in range(2):\n    print i\n\n:quit"
+    assert [one.strip() for one in inputs(pasted)] == ["let a = 1", ":list", "for i in range(2):\n    print i", ":quit"]

@@ -35,7 +35,8 @@ def answer(before: State, after: State, known: Estimate | None, width: int, pain
     if not new:
         return Shown(tuple(rows.found))
     if after.scheduler is None:
-        rows.all("applied", resolved(x for x in new if not isinstance(x, d.UseMesh | d.Order)).splitlines(), MOST)
+        shown = (x for x in new if not isinstance(x, d.UseMesh | d.Order) or x in after.chains)  # a grid shows other orders
+        rows.all("applied", resolved(shown).splitlines(), MOST)
     else:
         _matched(rows, after, new)
     if after.scheduler is not None and after.settled:
