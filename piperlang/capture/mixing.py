@@ -120,7 +120,8 @@ class Call:
     @property
     def changed(self) -> bool:
         """Whether a number among the arguments is another in the large trace."""
-        return any(a != b for a, b in zip(leaves(self.small.values()), leaves(self.large.values()), strict=False) if not isinstance(a, Operand))
+        pairs = zip(leaves(self.small.values()), leaves(self.large.values()), strict=False)
+        return any(not same_number(a, b) for a, b in pairs if not isinstance(a, Operand))
 
     def placed(self) -> Mixing:
         return Mixing(f"{self.shown} depends on where in the batch a sample stands", Repair.EACH)
@@ -168,9 +169,14 @@ def leaves(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
+def same_number(a: Any, b: Any) -> bool:
+    """A NaN is the same as another."""
+    return bool(a == b or (a != a and b != b))
+
+
 def power(small: Any, large: Any, times: int) -> int | None:
     """Which power of the batch's size leads from one number to the other."""
-    if small == large:
+    if same_number(small, large):
         return 0
     if not small or not large:
         return None

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.mixing import same_number
 from piperlang.capture.random import module_of
 from piperlang.capture.trace import Traced, trace, written
 from piperlang.capture.untraceable import refuse_cond, refuse_unknown_shapes
@@ -62,7 +63,7 @@ class Sizes:
         return pytree.tree_unflatten(flat, layout)  # type: ignore[no-any-return]
 
     def _at(self, x: Any, y: Any, samples: int, node: fx.Node) -> Any:
-        if _same(x, y):
+        if same_number(x, y):
             return x
         if type(x) is int and type(y) is int:
             a, b = self._line(x, y, node)
@@ -153,10 +154,6 @@ def _twins(small: Traced, large: Traced, at: Callable[[int], Traced]) -> dict[fx
     if len(first) != len(second):
         raise _differing(small, at, first[-1])
     return twin
-
-
-def _same(x: Any, y: Any) -> bool:
-    return bool(x == y or (x != x and y != y))  # a NaN is another NaN
 
 
 def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
