@@ -3,7 +3,7 @@
 What `torch.linalg` checks, whether its matrices could be solved, is such an effect: it only raises. It becomes a value that
 passes through the check, so that the check goes wherever the value is computed.
 
-Private API, kept in this file: the form of these nodes (tried on torch 2.11 and 2.13), and `aten._linalg_check_errors`.
+Private API, kept in this file: the form of these nodes (tried on torch 2.11 and 2.13), and `aten._linalg_check_errors` (2.13).
 """
 
 from __future__ import annotations

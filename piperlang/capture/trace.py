@@ -1,6 +1,6 @@
 """A model and its loss as one aten graph, traced on fake tensors.
 
-Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode`, its shape environment, and how fake tensors are copied (tried on torch 2.11 and 2.13). Fake tensors on the
+Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` and its shape environment (tried on torch 2.11 and 2.13), and how fake tensors are copied (2.13). Fake tensors on the
 device that will run, not meta ones, because operators such as attention choose their kernel by device while they are traced.
 """
 
