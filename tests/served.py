@@ -73,10 +73,14 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         answers.flush()
 
 
+def limit() -> None:
+    for what, value in LIMITS:
+        resource.setrlimit(what, (value, value))
+
+
 def _call(call: Call) -> int:
     """What `python -m piperlang` does, on other streams."""
-    for limit, value in LIMITS:
-        resource.setrlimit(limit, (value, value))
+    limit()
     os.chdir(call.folder)
     for number, path, flags in ((0, call.stdin, os.O_RDONLY), (1, call.stdout, os.O_WRONLY), (2, call.stderr, os.O_WRONLY)):
         os.dup2(os.open(path, flags), number)

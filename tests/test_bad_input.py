@@ -25,7 +25,7 @@ from piperlang.elaborate.declare import MAX_DEVICES
 from piperlang.elaborate.interpret import MAX_CALLS, MAX_SPLIT
 from piperlang.syntax.lines import MAX_STATEMENTS, MAX_TOKENS
 from piperlang.syntax.parse import MAX_BYTES, MAX_LINE
-from tests.served import Call, Server
+from tests.served import Call, Server, limit
 
 SECONDS = 4.0
 """Twice what is promised, because test machines are shared and slow; by hand, on a quiet machine, set it to 2."""
@@ -86,7 +86,7 @@ def piperc(
     else:
         with out.open("wb") as to_out, err.open("wb") as to_err, open(stdin or os.devnull, "rb") as given:
             child = subprocess.Popen(
-                [sys.executable, "-m", "piperlang", *arguments], cwd=cwd, stdin=given, stdout=to_out, stderr=to_err, env={**os.environ, **env}
+                [sys.executable, "-m", "piperlang", *arguments], cwd=cwd, stdin=given, stdout=to_out, stderr=to_err, env={**os.environ, **env}, preexec_fn=limit
             )
             watched.watch(child.pid, lambda: os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
             _, status, used = os.wait4(child.pid, 0)

@@ -157,7 +157,7 @@ def test_signs_of_life_and_none_after_the_end() -> None:
             emit(Workers(1, 2))
             time.sleep(2.2)
     said = out.getvalue().splitlines()
-    assert said == ["traced 1.0 s", "workers 1/2 ... 2 s", "workers 2/2 2.2 s"]
+    assert re.fullmatch(r"(tracing model\.py \.\.\. [2-9] s\n)*traced \d+\.\d s\n(workers 1/2 \.\.\. \d+ s\n)+workers 2/2 \d+\.\d s", "\n".join(said))
     time.sleep(2.2)
     display.close()
     assert out.getvalue().splitlines() == said
@@ -216,7 +216,7 @@ def test_json_on_a_terminal() -> None:
     with terminal(command, 200) as seen:
         assert seen.end() == 0
     assert [json.loads(line)["step"] for line in seen.lines] == list(range(40))
-    assert "tracing model.py ... 0 s" in seen.seen
+    assert any(re.fullmatch(r"tracing model\.py \.\.\. \d+ s", line) for line in seen.seen)
     assert not any("ETA" in line for line in seen.seen)
 
 

@@ -36,8 +36,6 @@ class Program:
     _joints: dict[tuple[int, int], Joint] = field(default_factory=dict)
     _pieces: dict[tuple[int, int, Arrangement], Pieces] = field(default_factory=dict)
     _places: dict[tuple[int, int, Arrangement], ir.Places] = field(default_factory=dict)
-    _found: dict[tuple[int, Arrangement], ir.Places] = field(default_factory=dict)
-    """The places of the latest number of samples, likely to be those of the next."""
     _tried: dict[tuple[int, int, tuple[ir.Divide, ...]], Tried] = field(default_factory=dict)
     _promised: dict[tuple[int, Arrangement], tuple[int, ir.Places]] = field(default_factory=dict)
     """What passes have been told, and for how many samples it was found."""
@@ -94,8 +92,8 @@ class Program:
                 raise refusal(problem, divides, {}, joint)
             key, samples, arranged = known
             tried = self._tried.setdefault((key, samples, divides), {})
-            found = localize(joint, takes, gives, features_of(self.sizes.small, chunk), divides, arriving, rows, self._found.get((key, arranged)), tried)
-            self._found[key, arranged] = found.places
+            _, before = self._promised.get((key, arranged), (0, None))
+            found = localize(joint, takes, gives, features_of(self.sizes.small, chunk), divides, arriving, rows, before, tried)
             self._places[known] = {slot: _routed(places, divides) if _of(slot) in rows else places for slot, places in found.places.items()}
             return found.joint
 

@@ -25,7 +25,6 @@ PAUSE = 0.2
 NAME = "piperc"
 START = lsp.Range(lsp.Position(0, 0), lsp.Position(0, 0))
 T = TypeVar("T")
-Asked = lsp.CompletionParams | lsp.HoverParams | lsp.DefinitionParams
 
 
 async def aside(work: Callable[[], T]) -> T:
@@ -106,7 +105,7 @@ class Server(LanguageServer):
         self, problem: Diagnostic, severity: lsp.DiagnosticSeverity, script: Script, uri: str
     ) -> lsp.Diagnostic:
         """In another file, an import's, it is shown at the start of this one, and that place beside it."""
-        here = problem.span is not None and problem.span.source.text == script.text
+        here = problem.span is not None and problem.span.source is script.source
         also = [(label.span, label.text) for label in problem.also]
         if problem.span is not None and not here:
             also.insert(0, (problem.span, problem.message))
@@ -126,14 +125,19 @@ class Server(LanguageServer):
 
     @staticmethod
     def place(source: Source, script: Script, uri: str) -> str | None:
-        if source.text == script.text:
+        if source is script.source:
             return uri
         return from_fs_path(str(Path(source.name).absolute())) if Path(source.name).exists() else None
 
 
 def server() -> Server:
     made = Server()
+    _follow_documents(made)
+    _answer_requests(made)
+    return made
 
+
+def _follow_documents(made: Server) -> None:
     @made.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
     async def opened(params: lsp.DidOpenTextDocumentParams) -> None:
         made.check()
@@ -151,6 +155,8 @@ def server() -> Server:
         made.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(params.text_document.uri, []))
         made.check()
 
+
+def _answer_requests(made: Server) -> None:
     @made.feature(lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionOptions(trigger_characters=["[", ".", "=", "("]))
     async def completion(params: lsp.CompletionParams) -> list[lsp.CompletionItem]:
         script = made.script(params.text_document.uri)
@@ -191,5 +197,3 @@ def server() -> Server:
         if text is None or text == script.given:
             return []
         return [lsp.TextEdit(lsp.Range(lsp.Position(0, 0), lsp.Position(script.text.count("\n") + 1, 0)), text)]
-
-    return made
