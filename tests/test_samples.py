@@ -457,6 +457,12 @@ def test_where_a_sample_stands(name: str) -> None:
     assert refused.code == "P0805"
 
 
+def test_what_can_be_neither_known_nor_tried() -> None:
+    refused = analysed(lambda: Whole(lambda x: torch.segment_reduce(x, "sum", lengths=torch.full((len(x), 2), 2), axis=1).repeat(1, 2, 1)), square).mixing
+    assert refused is not None
+    assert "nothing is known of segment_reduce, and it could not be tried on two batches: RuntimeError" in refused.message
+
+
 ALIKE: dict[str, Function] = {
     "its own row": lambda x: x[torch.arange(len(x))],
     "its own element": lambda x: x + x[torch.arange(len(x)), x.argmax(1)[:, 0]][:, None],
@@ -472,6 +478,8 @@ ALIKE: dict[str, Function] = {
     "one hot": lambda x: x + f.one_hot(x.argmax(2), x.shape[2]),
     "searched": lambda x: x + torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype)),
     "windows within": lambda x: x + x.unfold(1, 2, 1).mean(-1).mean(1, keepdim=True),
+    "pixels by place": lambda x: x + f.grid_sample(x[:, None], torch.tanh(x)[..., None].expand(-1, -1, -1, 2), align_corners=True)[:, 0],
+    "unpooled": lambda x: f.max_unpool1d(*f.max_pool1d(x, 2, return_indices=True), 2),
 }
 
 

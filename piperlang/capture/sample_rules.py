@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, Rule, State, growing
-from piperlang.capture.tried import holds
+from piperlang.capture.tried import objection
 from piperlang.capture.tried import uniform as uniform_by_numbers
 
 # ------------------------------------------------------------------------------------------- element by element
@@ -229,8 +229,9 @@ def counted(call: Call) -> State:
 def trusted(call: Call) -> tuple[State, ...]:
     """An operator about which nothing is known: the dimension that grows goes through the samples, if numbers bear that out."""
     states = _by_sizes(call)
-    if not holds(call, states):
-        raise call.placed()
+    found = objection(call, states)
+    if found is not None:
+        raise found
     return states
 
 

@@ -224,7 +224,10 @@ class _Walk:
         inside.run(graphs[0], graphs[1], [self.states[leaf] for leaf in pytree.tree_leaves((a.args, a.kwargs)) if isinstance(leaf, fx.Node)])
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
         found = pytree.tree_leaves(output.args)
-        return tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
+        states = tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
+        if any(isinstance(state, Mixing) and state.message == call.placed().message for state in states):  # grid_sample finds samples by their numbers
+            return unknown(call)
+        return states
 
     def _graph(self, node: fx.Node, mode: FakeTensorMode) -> fx.Graph | None:
         """The operator as a graph of others, or None if there are no others."""

@@ -12,27 +12,30 @@ from typing import Any
 
 import torch
 
-from piperlang.capture.mixing import Along, Call, Free, Operand, State, growing
+from piperlang.capture.mixing import Along, Call, Free, Mixing, Operand, Repair, State, growing
 
 LARGEST = 5e7
 """Elements of an operand or a result past which an operator is not tried, because it might take too long."""
 TOLERANCE = 1e-3
 
 
-def holds(call: Call, states: Sequence[State]) -> bool:
-    """True also where it is not tried: the comparison with eager PyTorch before the first step is behind it."""
+def objection(call: Call, states: Sequence[State]) -> Mixing | None:
+    """None also where it is not tried: the comparison with eager PyTorch before the first step is behind it."""
     if not _is_torchs_own(call) or any(len(growing(*result)) > 1 for result in call.results):
-        return True
+        return None
     values = [(o.small, o.large) for o in call.operands] + list(call.results)
     if not all(isinstance(state, Along) for state in states) or any(large.numel() > LARGEST for _, large in values):
-        return True
+        return None
+    problem = ""
     for whole_numbers in (True, False):  # where 0 and 1 are no indices, 0 alone is
         try:
             parts, together = _results(call, whole_numbers)
-        except Exception:
+        except Exception as found:
+            problem = f"{type(found).__name__}: {found}".partition("\n")[0]
             continue
-        return all(_equal([part[i] for part in parts], together[i], state, call) for i, state in enumerate(states) if isinstance(state, Along) and _divides(parts[0][i], state, call))
-    return True
+        pairs = [(state, i) for i, state in enumerate(states) if isinstance(state, Along) and _divides(parts[0][i], state, call)]
+        return None if all(_equal([part[i] for part in parts], together[i], state, call) for state, i in pairs) else call.placed()
+    return Mixing(f"nothing is known of {call.shown}, and it could not be tried on two batches: {problem}", Repair.KNOWN)
 
 
 def uniform(call: Call) -> bool:
