@@ -88,7 +88,7 @@ def test_a_package_that_hangs_leaves_nothing(
     assert time.monotonic() - started < 30
     assert (code, found["torch"]["found"]) == (1, "does not load within 3 s")
     for pid in marker.read_text().split():
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while os.path.exists(f"/proc/{pid}") and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
             assert time.monotonic() < deadline, f"{pid} is still there"
             time.sleep(0.05)

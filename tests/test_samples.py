@@ -412,6 +412,7 @@ def test_models_that_mix_samples(name: str) -> None:
 
 
 PLACED: dict[str, Function] = {
+    "bags of half a sample": lambda x: x + f.embedding_bag(x.argmax(2).flatten(), torch.eye(WIDE, dtype=x.dtype), torch.arange(0, LONG * len(x), 2))[::2, None],
     "arange": lambda x: x + torch.arange(len(x))[:, None, None],
     "linspace": lambda x: x + torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None, None],
     "logspace": lambda x: x * torch.logspace(0, 1, len(x), dtype=x.dtype)[:, None, None],
@@ -479,6 +480,7 @@ ALIKE: dict[str, Function] = {
     "searched": lambda x: x + torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype)),
     "windows within": lambda x: x + x.unfold(1, 2, 1).mean(-1).mean(1, keepdim=True),
     "pixels by place": lambda x: x + f.grid_sample(x[:, None], torch.tanh(x)[..., None].expand(-1, -1, -1, 2), align_corners=True)[:, 0],
+    "bags": lambda x: x + f.embedding_bag(x.argmax(2), torch.eye(WIDE, dtype=x.dtype))[:, None],
     "unpooled": lambda x: f.max_unpool1d(*f.max_pool1d(x, 2, return_indices=True), 2),
 }
 

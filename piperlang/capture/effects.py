@@ -3,7 +3,8 @@
 What `torch.linalg` checks, whether its matrices could be solved, is such an effect: it only raises. It becomes a value that
 passes through the check, so that the check goes wherever the value is computed.
 
-Private API, kept in this file: the form of these nodes (tried on torch 2.11 and 2.13), and `aten._linalg_check_errors` (2.13).
+Private API, kept in this file, tried on torch 2.11 and 2.13: the form of these nodes, `aten._linalg_check_errors`, and the register of
+effects, which has that operator since 2.13. Before, autograd drops it, and the program goes on with what could not be computed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import operator
 
 import torch
 from torch import fx
+from torch._higher_order_ops import effects
+from torch._library.effects import EffectType
 
 from piperlang.capture.random import module_of
 from piperlang.capture.where import line_of_operator
 from piperlang.diagnostics import error
 
 _CHECK = torch.ops.aten._linalg_check_errors.default
+if effects._get_effect(_CHECK) is None:
+    effects._register_effectful_op(_CHECK, EffectType.ORDERED)
 
 
 @torch.library.custom_op("piper::checked", mutates_args=(), schema="(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor")

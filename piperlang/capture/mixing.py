@@ -24,8 +24,8 @@ class Free:
     zero: bool = False
     uniform: bool = True
     """The same for every sample. What is not (`arange` over the batch) says where in the batch a sample stands, which is another place in a part of it."""
-    place: bool = False
-    """It is the number of the sample, and may be used to find that sample: `x[arange(len(x)), target]`."""
+    place: int = 0
+    """It is this many times the number of the sample, and may be used to find that sample: `x[arange(len(x)), target]`."""
 
 
 @dataclass(frozen=True)

@@ -363,6 +363,15 @@ def chosen(call: Call) -> State:
     return state
 
 
+def bagged(call: Call) -> tuple[State, ...]:
+    """Bags of rows of a table, one of each sample; what else it returns is only for its backward."""
+    places = [o.state for o in call.operands if isinstance(o.state, Free) and o.state.place]
+    if not places:
+        raise call.through()
+    call.plain()
+    return Along(0, 1), *(call.placed() for _ in call.results[1:])
+
+
 def dropped(call: Call) -> State:
     """Our dropout numbers elements by their place in a batch that is the first dimension."""
     state, value = call.operands[0].state, call.operands[0].small
@@ -376,10 +385,18 @@ def dropped(call: Call) -> State:
 CONSTANT = ("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 
 
-def is_place(call: Call) -> bool:
-    """`arange(len(batch))`, from 0 and in steps of 1: the number of each sample."""
-    numbers = [call.small.get("start", 0), call.small.get("step", 1)]
-    return call.name == "arange" and numbers == [0, 1] and call.small.get("end") == call.samples and not call.results[0][0].is_floating_point()
+def place_of(call: Call) -> int:
+    """1 for `arange(len(batch))`, the number of each sample; 5 for `arange(0, 5 * len(batch), 5)`; 0 for everything else."""
+    start, step = call.small.get("start", 0), call.small.get("step", 1)
+    found = call.name == "arange" and start == 0 and call.small.get("end") == call.samples * step and not call.results[0][0].is_floating_point()
+    return int(step) if found else 0
+
+
+def finds_its_sample(call: Call, place: int) -> bool:
+    if call.name != "embedding_bag":
+        return place == 1 and call.name in PICKED
+    indices = call.small["indices"]
+    return isinstance(indices.state, Along) and indices.state.inner == place and indices.small.dim() == 1
 
 
 def _is_uniform(operand: Operand) -> bool:
@@ -398,7 +415,7 @@ def stays_uniform(call: Call) -> bool:
         places = [index for index in indices if isinstance(index, Operand)] if isinstance(indices, list) else [indices]
         reads = call.name in ("index", "_unsafe_index", "gather", "index_select", "embedding")
         # Samples that are all the same may be taken in any order.
-        found = uniform or (source in wide and all(isinstance(index, Operand) and (_is_uniform(index) or index.state == Free(uniform=False, place=True)) for index in places))
+        found = uniform or (source in wide and all(isinstance(index, Operand) and (_is_uniform(index) or index.state == Free(uniform=False, place=1)) for index in places))
         return reads and _is_uniform(source) and found
     if not uniform or (call.changed and not wide):
         return False
@@ -451,6 +468,7 @@ _FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
     (("cat", "concat", "concatenate", "stack"), joined), (PICKED, picked), (MADE, made), (_LETTERS, contracted), (("scaled_dot_product_attention",), attended),
     (MATRIX, matrix), (CLASSES, lost), (("copy",), copied),
     (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
+    (("embedding_bag",), bagged),
 )  # fmt: skip
 _OWN: dict[str, Rule] = {"counter_dropout": dropped, "routed_linear": chosen, "routed_rows": chosen}
 RULES: dict[str, Rule] = {name: rule for names, rule in _FAMILIES for name in names}

@@ -29,10 +29,10 @@ from piperlang.capture.sample_rules import (
     KEPT,
     NUMBERED,
     PERMUTED,
-    PICKED,
     REDUCED,
-    is_place,
+    finds_its_sample,
     name_of,
+    place_of,
     rule_of,
     stays_uniform,
     unknown,
@@ -195,7 +195,7 @@ class _Walk:
         if not results:
             raise Mixing(f"{call.shown} reads values of the batch as numbers", Repair.NUMBERS)
         rule = rule_of(a.target)
-        if any(isinstance(o.state, Free) and not o.state.uniform and not (o.state.place and name in PICKED) for o in call.operands):
+        if any(isinstance(o.state, Free) and not o.state.uniform and not finds_its_sample(call, o.state.place) for o in call.operands):
             raise call.placed()
         states = rule(call) if rule else self._decomposed(a, b, call)
         if isinstance(a.target, Applied):
@@ -353,7 +353,7 @@ def _free(call: Call) -> Free:
         return Free(call.degree("fill_value"), zero)
     lost = call.name in REDUCED and any(growing(operand.small, operand.large) for operand in call.operands)
     changes = any(degree != 0 for degree in given) or (not grows and (lost or call.changed or not all(state.uniform for state in states)))
-    return Free(None if changes else 0, zero, not grows or stays_uniform(call), grows and is_place(call))
+    return Free(None if changes else 0, zero, not grows or stays_uniform(call), place_of(call) if grows else 0)
 
 
 def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor) -> State:

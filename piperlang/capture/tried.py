@@ -89,7 +89,7 @@ def _number(operand: Operand, call: Call, generator: torch.Generator, whole_numb
     """Like an operand of the small batch. What is the same for all samples has one number for them."""
     value, grown = operand.small, growing(operand.small, operand.large)
     if isinstance(operand.state, Free) and operand.state.place:
-        return torch.arange(call.samples, dtype=value.dtype).view([call.samples if i in grown else 1 for i in range(value.dim())]).expand(value.shape)
+        return _numbered(operand.state, call.samples, value.dtype).view([call.samples if i in grown else 1 for i in range(value.dim())]).expand(value.shape)
     constant = isinstance(operand.state, Free)
     shape = [1 if constant and i in grown else size for i, size in enumerate(value.shape)]
     if value.dtype is torch.bool:
@@ -101,12 +101,16 @@ def _number(operand: Operand, call: Call, generator: torch.Generator, whole_numb
     return numbers.expand(value.shape)
 
 
+def _numbered(state: Free, samples: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(samples, dtype=dtype) * state.place
+
+
 def _joined(made: list[torch.Tensor], operand: Operand, call: Call) -> torch.Tensor:
     state = operand.state
     if isinstance(state, Along):
         return _behind(made, state, call)
     if isinstance(state, Free) and state.place:
-        return torch.arange(call.samples * call.times, dtype=made[0].dtype).view([-1 if i in growing(operand.small, operand.large) else 1 for i in range(operand.small.dim())]).expand(operand.large.shape)
+        return _numbered(state, call.samples * call.times, made[0].dtype).view([-1 if i in growing(operand.small, operand.large) else 1 for i in range(operand.small.dim())]).expand(operand.large.shape)
     grown = growing(operand.small, operand.large)
     return made[0][tuple(slice(0, 1) if i in grown else slice(None) for i in range(made[0].dim()))].expand(operand.large.shape)
 
