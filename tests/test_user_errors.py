@@ -200,7 +200,7 @@ MODELS = [
         ("`model` raised E",),
     ),
 ]
-if torch.cuda.is_available():
+if torch.version.cuda is not None:  # such a build makes fake tensors on GPUs that are not there
     MODELS = [mistake for mistake in MODELS if mistake.name != "constructor wants a GPU"]
 
 FORWARDS = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
+from piperlang.diagnostics.files import unreadable
 from piperlang.diagnostics.render import FOR_PROGRAMS, Paint, printable, render
 from piperlang.source import Source
 from piperlang.syntax.parse import MAX_BYTES, decode, is_file, read
@@ -95,12 +96,7 @@ def scripts(names: Iterable[str]) -> tuple[list[str], list[Diagnostic]]:
             continue
         inside, unread = _inside(name)
         found += inside
-        problems += [
-            Diagnostic(
-                "P0901", f"cannot read {p.filename}", notes=((p.strerror or "").lower(),), helps=("check the path",)
-            )
-            for p in unread
-        ]
+        problems += [unreadable(Path(p.filename), p).diagnostics[0] for p in unread]
         if not inside and not unread:
             problems.append(
                 Diagnostic(
