@@ -211,6 +211,12 @@ FORWARDS = [
         ("model.forward raised ValueError: no such thing", "in module blocks.1"),
     ),
     Mistake(
+        "the size of the batch as a number",
+        forward("return self.layer(x.view(8, 4))  # here"),
+        "P0802",
+        ("raised RuntimeError: shape '[8, 4]' is invalid", "this is with 16 samples", "use `x.shape[0]`"),
+    ),
+    Mistake(
         "forward has no such attribute",
         forward("return self.lyer(x)  # here"),
         "P0802",

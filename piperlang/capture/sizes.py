@@ -11,7 +11,7 @@ proportion to the batch are therefore foretold for a third size, and a third tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +24,7 @@ from piperlang.capture.random import module_of
 from piperlang.capture.trace import Traced, trace, written
 from piperlang.capture.untraceable import refuse_cond, refuse_unknown_shapes
 from piperlang.capture.where import line_of_function, line_of_operator
-from piperlang.diagnostics import error
+from piperlang.diagnostics import Diagnostic, PiperError, error
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,10 @@ def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], 
     size = max(2, samples)
 
     def at(samples_traced: int) -> Traced:
-        return trace(make_model, loss, _resized(batch, samples, samples_traced), seed)
+        try:
+            return trace(make_model, loss, _resized(batch, samples, samples_traced), seed)
+        except PiperError as problem:
+            raise PiperError(*(_at_another_size(d, samples_traced, samples) for d in problem.diagnostics)) from None
 
     small = at(size)
     refuse_unknown_shapes(small.graph)
@@ -118,6 +121,15 @@ def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], 
     sizes = Sizes(small, large, _twins(small, large, at), at, shapes, dtypes, layout, samples)
     sizes.verify()
     return sizes
+
+
+def _at_another_size(problem: Diagnostic, traced: int, given: int) -> Diagnostic:
+    """What model code raises with a number of samples that its author has never seen."""
+    if traced == given or problem.code != "P0802":
+        return problem
+    note = f"this is with {traced} samples: a batch may be divided, so the model is traced with other sizes than {given}, too"
+    size = ("use `x.shape[0]`, or -1 in a view, instead of a number that is the size of the batch",)
+    return replace(problem, notes=(*problem.notes, note), helps=size if traced > 2 else problem.helps)  # with 2 for 1, anything may be wrong
 
 
 def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
