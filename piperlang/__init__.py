@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from piperlang.capture.annotate import annotate
     from piperlang.capture.routed import routed_linear
+    from piperlang.diagnostics import PiperError
     from piperlang.runtime.api import compile
 
 _HOME = {
+    "PiperError": "piperlang.diagnostics",
     "annotate": "piperlang.capture.annotate",
     "routed_linear": "piperlang.capture.routed",
     "compile": "piperlang.runtime.api",
 }
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "annotate", "compile", "routed_linear"]
+__all__ = ["PiperError", "__version__", "annotate", "compile", "routed_linear"]
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -160,7 +160,9 @@ def endless(temporary: Path, tmp_path: Path, *options: str) -> subprocess.Popen[
 def trained(job: subprocess.Popen[str]) -> None:
     """Wait until the job has trained a step."""
     assert job.stdout is not None
-    assert json.loads(job.stdout.readline())["step"] == 0
+    line = job.stdout.readline()
+    assert line, job.communicate(timeout=60)[1]
+    assert json.loads(line)["step"] == 0
 
 
 def started(job: subprocess.Popen[str], temporary: Path) -> None:

@@ -61,6 +61,7 @@ class Repair(StrEnum):
     EACH = "treat every sample alike: the first sample of a part is not the first of the batch"
     PAIRS = "compare within a sample; a loss over pairs of samples needs the whole batch in one place"
     ALIKE = "let the model run the same operators for every size of the batch"
+    FREQUENCIES = "leave `scale_grad_by_freq` out"
     KNOWN = "write it with other operators"
     ALONE = "use it without the samples"
     NUMBERS = "compute with tensors"

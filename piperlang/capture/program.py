@@ -135,6 +135,8 @@ class Program:
     def samples(self) -> Samples:
         """How losses of parts of the batch combine, and whether they do at all."""
         found = samples(self.sizes.small, self.sizes.large)
+        if self.sizes.small.count is not None and found.loss != "sum" and found.mixing is None:
+            return replace(found, mixing=_not_a_sum())
         return replace(found, mixing=_weights_differ(found.weighted)) if found.weighted and found.mixing is None else found
 
     @property
@@ -278,6 +280,13 @@ def _written(layout: pytree.TreeSpec) -> str:
 
 def _other_shape(message: str) -> PiperError:
     return error("P0801", message, help="give batches of equal shapes: drop or fill up the last one")
+
+
+def _not_a_sum() -> Diagnostic:
+    return Diagnostic(
+        "P0805", "the batch cannot be divided: the loss is a pair (sum, count), and its first part is no sum over the samples", notes=("in the loss",),
+        helps=("return the sum over all that is counted, and how many there are; or the mean alone",),
+    )  # fmt: skip
 
 
 def _weights_differ(nodes: Sequence[str]) -> Diagnostic:

@@ -22,6 +22,17 @@ def pointwise(call: Call) -> State:
     return call.aligned(operands)
 
 
+def masked(call: Call) -> State:
+    """Some elements of a combination of samples, where the mask is free of data, and 0 elsewhere: that is linear."""
+    mask = call.small.get("condition", call.small.get("mask"))
+    mixed = {o.state for o in call.data if isinstance(o.state, Mixed)}
+    numbers = [call.small[name] for name in ("self", "other", "value") if name in call.small and not isinstance(call.small[name], Operand)]
+    others = [o for o in call.operands if o is not mask and o.state not in mixed]
+    if len(mixed) == 1 and isinstance(mask.state, Free) and not any(numbers) and all(o.state == Free(zero=True) for o in others):  # type: ignore[union-attr]
+        return mixed.pop()
+    return pointwise(call)
+
+
 def kept(call: Call) -> State:
     """Linear, element by element, without a second operand; or data that is only repeated, which adds to `outer`."""
     (operand, *_) = call.operands
@@ -205,8 +216,11 @@ def _shifted(state: State, dim: int) -> State:
 
 def picked(call: Call) -> tuple[State, ...]:
     """Elements found by index. An index that is free of data must stay with the sample, which is tried out; one made of data need not."""
+    _refuse_frequencies(call)
     source = call.small.get("self", call.small.get("weight"))
     assert isinstance(source, Operand)
+    if call.name == "index_put" and isinstance(source.state, Mixed) and call.data == [source] and call.small["values"].state == Free(zero=True):
+        return (source.state,)
     through = [source.state.dim] if isinstance(source.state, Along) else growing(source.small, source.large)
     indices = call.small["indices"] if "indices" in call.small else call.small["index"]
     if isinstance(indices, Operand):
@@ -219,6 +233,11 @@ def picked(call: Call) -> tuple[State, ...]:
         call.plain()
         return (Mixed(0),)
     return trusted(call) if through else _by_sizes(call)  # rows of a table, found by what is in a sample
+
+
+def _refuse_frequencies(call: Call) -> None:
+    if call.small.get("scale_grad_by_freq"):
+        raise Mixing(f"{call.shown} divides gradients by how often an index is in the batch", Repair.FREQUENCIES)
 
 
 def counted(call: Call) -> State:
@@ -365,8 +384,8 @@ def chosen(call: Call) -> State:
 
 def bagged(call: Call) -> tuple[State, ...]:
     """Bags of rows of a table, one of each sample; what else it returns is only for its backward."""
-    places = [o.state for o in call.operands if isinstance(o.state, Free) and o.state.place]
-    if not places:
+    _refuse_frequencies(call)
+    if not any(isinstance(o.state, Free) and o.state.place for o in call.operands):
         raise call.through()
     call.plain()
     return Along(0, 1), *(call.placed() for _ in call.results[1:])
@@ -383,6 +402,16 @@ def dropped(call: Call) -> State:
 # ------------------------------------------------------------------------------------------ constants as long as the batch
 
 CONSTANT = ("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+
+
+def loses_samples(call: Call) -> bool:
+    """Whether an operator on constants as long as the batch may go through that dimension, and so make something of the batch's size of it."""
+    made = max((len(growing(*result)) for result in call.results), default=0)
+    given = [len(growing(operand.small, operand.large)) for operand in call.operands]
+    rule = rule_of(call.target)
+    if rule in (pointwise, added, scaled, kept, numbered, permuted, sliced, joined) or call.name in CONSTANT:
+        return False
+    return sum(given) - made >= 2 if rule is contracted else any(count > made for count in given)
 
 
 def place_of(call: Call) -> int:
@@ -467,7 +496,7 @@ _FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
     (ADDED, added), (SCALED, scaled), (KEPT, kept), (REDUCED, reduced), (SCANNED, scanned), (NUMBERED, numbered), (PERMUTED, permuted), (SLICED, sliced),
     (("cat", "concat", "concatenate", "stack"), joined), (PICKED, picked), (MADE, made), (_LETTERS, contracted), (("scaled_dot_product_attention",), attended),
     (MATRIX, matrix), (CLASSES, lost), (("copy",), copied),
-    (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
+    (("where", "masked_fill"), masked), (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
     (("embedding_bag",), bagged),
 )  # fmt: skip
 _OWN: dict[str, Rule] = {"counter_dropout": dropped, "routed_linear": chosen, "routed_rows": chosen}
@@ -490,7 +519,7 @@ def rule_of(target: Any) -> Rule | None:
         return _OWN.get(name, trusted)
     if name in RULES:
         return RULES[name]
-    if torch.Tag.pointwise in target.tags or name == "masked_fill":
+    if torch.Tag.pointwise in target.tags:
         return pointwise
     if any(argument.name == "reduction" for argument in schema.arguments):
         return lost

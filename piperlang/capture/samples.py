@@ -29,8 +29,8 @@ from piperlang.capture.sample_rules import (
     KEPT,
     NUMBERED,
     PERMUTED,
-    REDUCED,
     finds_its_sample,
+    loses_samples,
     name_of,
     place_of,
     rule_of,
@@ -166,7 +166,7 @@ class _Walk:
                 self.states[a] = self._after(a, b)
                 self._write(a, b)
             elif a.op != "output":
-                self.states[a] = Free()
+                self.states[a] = Free(zero=_is_zero(a))
 
     def _after(self, a: fx.Node, b: fx.Node) -> States:
         if a.target is operator.getitem:
@@ -191,6 +191,8 @@ class _Walk:
         name = name_of(a.target)
         call = Call(name, self.shown or name.strip("_"), a.target, self._operands(a, a, b), self._operands(b, a, b), results, self.samples, self.times)
         if not call.data and name != "counter_dropout":
+            if isinstance(a.target, Applied):
+                self._check_backward(a, b, tuple(Free() for _ in results), call)
             return _free(call)
         if not results:
             raise Mixing(f"{call.shown} reads values of the batch as numbers", Repair.NUMBERS)
@@ -257,7 +259,8 @@ class _Walk:
     def _check_backward(self, a: fx.Node, b: fx.Node, states: States, call: Call) -> None:
         """The backward that a user wrote must treat every sample by itself, as autograd's own does where the forward does."""
         given = [self.states[leaf] for leaf in a.args if isinstance(leaf, fx.Node)]
-        coming = [Along(s.dim, s.inner) if isinstance(s, Along) else Free() for s in _several(states)]
+        # The gradient of what is free of data, a weight, is a sum over the samples.
+        coming = [Along(s.dim, s.inner) if isinstance(s, Along) else Mixed(0) for s in _several(states)]
         graphs = [backward_graph(node, mode, _table()) for node, mode in zip((a, b), self.modes, strict=True)]
         if not _same(graphs[0], graphs[1]):
             raise Mixing(f"the backward of {call.shown} depends on the size of the batch", Repair.ALIKE)
@@ -343,7 +346,8 @@ def _replaced(value: Any, operands: dict[fx.Node, Operand | None]) -> Any:
 
 def _free(call: Call) -> Free:
     """Of values without data. One that lost a dimension through the samples, or that a number was made into, changes with the batch's size."""
-    zero = call.name in ("zeros", "new_zeros", "zeros_like")
+    number = call.small.get("fill_value", call.small.get("s"))
+    zero = call.name in ("zeros", "new_zeros", "zeros_like") or (isinstance(number, int | float) and number == 0)
     states = [operand.state for operand in call.operands if isinstance(operand.state, Free)]
     given = [state.degree for state in states]
     grows = any(growing(*result) for result in call.results)
@@ -351,9 +355,14 @@ def _free(call: Call) -> Free:
         return states[0] if grows or states[0].uniform else replace(states[0], degree=None, uniform=True, place=False)
     if "fill_value" in call.small and all(degree == 0 for degree in given):
         return Free(call.degree("fill_value"), zero)
-    lost = call.name in REDUCED and any(growing(operand.small, operand.large) for operand in call.operands)
-    changes = any(degree != 0 for degree in given) or (not grows and (lost or call.changed or not all(state.uniform for state in states)))
+    changes = any(degree != 0 for degree in given) or loses_samples(call) or (not grows and (call.changed or not all(state.uniform for state in states)))
     return Free(None if changes else 0, zero, not grows or stays_uniform(call), place_of(call) if grows else 0)
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """A 0 that the code has as a number."""
+    value = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1 and not value.item()
 
 
 def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor) -> State:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.buffers import make_functional, new_values
 from piperlang.capture.counted import take_count
+from piperlang.capture.dims import name_dims
 from piperlang.capture.functions import Call, recorded, refuse_backward_state, restore
 from piperlang.capture.held import hold
 from piperlang.capture.hooks import only_forward, refuse_hooks
@@ -34,7 +35,7 @@ from piperlang.capture.random import make_counted, module_of, number_dropouts
 from piperlang.capture.seeding import seeded
 from piperlang.capture.state import Frozen, refuse_state
 from piperlang.capture.tensors import named_tensors
-from piperlang.capture.untraceable import quiet, untraceable
+from piperlang.capture.untraceable import quiet, refuse_mistraced, untraceable
 from piperlang.capture.where import line_of_function, line_of_operator
 from piperlang.diagnostics import PiperError, error
 
@@ -226,6 +227,8 @@ def _traced(
     graph = program.graph_module.graph
     inline_regions(program.graph_module)
     restore(graph, calls)
+    name_dims(graph)
+    refuse_mistraced(graph)
     refuse_backward_state(graph, mode)
     changes = _changes(program, training, weights)
     try:

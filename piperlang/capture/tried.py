@@ -2,6 +2,8 @@
 
 Two batches are put one behind the other. What the operator makes of both together must be what it makes of the first followed by
 what it makes of the second: the results of parts of a batch are then parts of the batch's result.
+
+Private API, kept in this file: the list of operators that torch.library.custom_op made (tried on torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
@@ -11,31 +13,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
 from piperlang.capture.mixing import Along, Call, Free, Mixing, Operand, Repair, State, growing
 
 LARGEST = 5e7
 """Elements of an operand or a result past which an operator is not tried, because it might take too long."""
+SIZES = (1.0, 100.0)
+"""Of the numbers. The user's operators are tried with large ones, too, as they may have thresholds."""
 TOLERANCE = 1e-3
 
 
 def objection(call: Call, states: Sequence[State]) -> Mixing | None:
     """None also where it is not tried: the comparison with eager PyTorch before the first step is behind it."""
-    if not _is_torchs_own(call) or any(len(growing(*result)) > 1 for result in call.results):
+    own = _is_torchs_own(call)
+    if not (own or _is_of_python(call)) or any(len(growing(*result)) > 1 for result in call.results):
         return None
     values = [(o.small, o.large) for o in call.operands] + list(call.results)
     if not all(isinstance(state, Along) for state in states) or any(large.numel() > LARGEST for _, large in values):
         return None
-    problem = ""
-    for whole_numbers in (True, False):  # where 0 and 1 are no indices, 0 alone is
+    problems = []
+    for size in SIZES[:1] if own else SIZES:
         try:
-            parts, together = _results(call, whole_numbers)
-        except Exception as found:
-            problem = f"{type(found).__name__}: {found}".partition("\n")[0]
+            parts, together = _results(call, size)
+        except Exception as problem:  # the user's operators need not work with any numbers, torch's have been traced with them
+            problems.append(f"{type(problem).__name__}: {problem}".partition("\n")[0])
             continue
         pairs = [(state, i) for i, state in enumerate(states) if isinstance(state, Along) and _divides(parts[0][i], state, call)]
-        return None if all(_equal([part[i] for part in parts], together[i], state, call) for state, i in pairs) else call.placed()
-    return Mixing(f"nothing is known of {call.shown}, and it could not be tried on two batches: {problem}", Repair.KNOWN)
+        if not all(_equal([part[i] for part in parts], together[i], state, call) for state, i in pairs):
+            return call.placed() if own else Mixing(f"{call.shown} does not treat every sample by itself", Repair.WITHIN)
+    return Mixing(f"nothing is known of {call.shown}, and it could not be tried on two batches: {problems[0]}", Repair.KNOWN) if own and problems else None
 
 
 def uniform(call: Call) -> bool:
@@ -60,17 +67,30 @@ def _is_torchs_own(call: Call) -> bool:
     return schema is not None and schema.name.startswith("aten::")
 
 
-def _results(call: Call, whole_numbers: bool) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Of every part, and of all of them together."""
+def _is_of_python(call: Call) -> bool:
+    """An operator of the user's that torch.library.custom_op made: one of C++ might end the process when an index is out of range."""
+    schema = getattr(call.target, "_schema", None)
+    return schema is not None and schema.name in OPDEFS and not schema.name.startswith("piper::") and not schema.is_mutable
+
+
+def _results(call: Call, size: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Of every part, and of all of them together. Where 0 and 1 are no indices, 0 alone is."""
+    try:
+        return _computed(call, True, size)
+    except Exception:
+        return _computed(call, False, size)
+
+
+def _computed(call: Call, whole_numbers: bool, size: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     parts: list[dict[int, torch.Tensor]] = [{} for _ in range(call.times)]
     together: dict[int, torch.Tensor] = {}
     for operand in call.operands:
-        made = [_number(operand, call, generator, whole_numbers) for _ in range(call.times if isinstance(operand.state, Along) else 1)]
+        made = [_number(operand, call, generator, whole_numbers, size) for _ in range(call.times if isinstance(operand.state, Along) else 1)]
         for i, part in enumerate(parts):
             part[id(operand)] = made[i % len(made)]
         together[id(operand)] = _joined(made, operand, call)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return [_run(call, call.small, part) for part in parts], _run(call, call.large, together)
 
 
@@ -85,7 +105,7 @@ def _run(call: Call, arguments: dict[str, Any], numbers: dict[int, torch.Tensor]
     return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-def _number(operand: Operand, call: Call, generator: torch.Generator, whole_numbers: bool) -> torch.Tensor:
+def _number(operand: Operand, call: Call, generator: torch.Generator, whole_numbers: bool, size: float = 1.0) -> torch.Tensor:
     """Like an operand of the small batch. What is the same for all samples has one number for them."""
     value, grown = operand.small, growing(operand.small, operand.large)
     if isinstance(operand.state, Free) and operand.state.place:
@@ -95,7 +115,7 @@ def _number(operand: Operand, call: Call, generator: torch.Generator, whole_numb
     if value.dtype is torch.bool:
         numbers = torch.rand(shape, generator=generator) < 0.5
     elif value.is_floating_point() or value.is_complex():
-        numbers = torch.randn(shape, generator=generator, dtype=torch.promote_types(value.dtype, torch.float32)).to(value.dtype)
+        numbers = torch.randn(shape, generator=generator, dtype=torch.promote_types(value.dtype, torch.float32)).mul(size).to(value.dtype)
     else:
         numbers = torch.randint(2 if whole_numbers else 1, shape, generator=generator).to(value.dtype)
     return numbers.expand(value.shape)

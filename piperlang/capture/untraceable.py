@@ -176,6 +176,16 @@ def refuse_cond(graph: fx.Graph) -> None:
             )  # fmt: skip
 
 
+def refuse_mistraced(graph: fx.Graph) -> None:
+    """Operators whose decompositions in torch compute something else than the operators (tried: 2.13)."""
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.multilabel_margin_loss.default, torch.ops.aten.multilabel_margin_loss_forward.default):
+            raise error(
+                "P0802", "torch does not trace multilabel_margin_loss as it computes it", line_of_operator(node), notes=[module_of(node)],
+                help="compute it with `clamp`, or use multilabel_soft_margin_loss",
+            )  # fmt: skip
+
+
 def refuse_loss(result: object, loss: Callable[..., Any]) -> None:
     """A loss that cannot be differentiated, by its type."""
     wrong = wrong_loss(result)

@@ -43,7 +43,8 @@ def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients
             plain.step()
         for update in updates:
             given = [part.of(gradients[part.weight]) / (step + 1) for part in update.parts]
-            ours.update(update.device, update.key, [part.now for part in update.parts], given)
+            with eagerly(model, training.optimizer, "a step of the optimizer on what one device has of the weights"):
+                ours.update(update.device, update.key, [part.now for part in update.parts], given)
         if schedule is not None:
             with eagerly(model, training.optimizer, "a step of the learning rate schedule"):
                 schedule.step()

@@ -82,7 +82,7 @@ class Optimizers:
         check_options(self.user, self.options, self.make)
         if self.schedule is None:
             return
-        step_schedule(self.schedule, self.make_schedule)
+        step_schedule(self.schedule, self.user, self.make_schedule)
         for name, reference, flag in self.flags:
             parameter = reference()
             if parameter is not None and parameter.requires_grad != flag:
@@ -167,10 +167,21 @@ class Optimizers:
         for group, copies in zip(self.user.param_groups, self.groups, strict=True):
             one = copied_group(group, local)
             if one["params"]:
+                self._refuse_tensors(group, [part for part, parameter in pairs if any(parameter is its for its in one["params"])])
                 made.param_groups.append(one)
                 copies.append(one)
         optimizer = LocalOptimizer(made, len(updates))
         self.local |= {(update.device, update.key): (optimizer, its) for update, its in zip(updates, parameters, strict=True)}
+
+    def _refuse_tensors(self, group: Mapping[str, Any], parts: Sequence[Part]) -> None:
+        """Options that may belong to the elements of a weight, of which there is only a part here."""
+        divided = next((part.weight for part in parts if part.partial), None)
+        name = next((name for name, value in options(group).items() if isinstance(value, torch.Tensor) and value.numel() > 1), None)
+        if divided is not None and name is not None:
+            raise error(
+                "P0601", f"option `{name}` of a group is a tensor of shape {list(group[name].shape)}, and weight {divided} of the group is divided", line_of_function(self.make),
+                help="keep what belongs to the elements of a weight in the optimizer's state: `self.state[p]`, which is divided with it",
+            )  # fmt: skip
 
     def _parameter(self, part: Part) -> nn.Parameter | None:
         """With data of its own only for a float32 master: `update` puts the weight itself there. None for a part without elements."""

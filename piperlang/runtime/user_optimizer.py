@@ -75,7 +75,8 @@ def call_schedule(make: Callable[[Any], Any], optimizer: optim.Optimizer) -> Any
     return made
 
 
-def step_schedule(schedule: Any, make: Callable[..., Any]) -> None:
+def step_schedule(schedule: Any, optimizer: optim.Optimizer, make: Callable[..., Any]) -> None:
+    methods = _replaced(optimizer)
     try:
         schedule.step()
     except PiperError:
@@ -83,6 +84,13 @@ def step_schedule(schedule: Any, make: Callable[..., Any]) -> None:
     except (Exception, SystemExit) as problem:
         help = "repair this line, or make the schedule last for all training steps"
         raise error("P0801", "the schedule of `lr_schedule` cannot be stepped", line_of(problem) or _line(make), notes=[said(problem)], help=help) from problem
+    if _replaced(optimizer) != methods:
+        raise _unsupported(make, f"the schedule replaces a method of {type(optimizer).__name__}, and copies of the optimizer train", "let it change options of the groups: a learning rate of 0 stops training")
+
+
+def _replaced(optimizer: optim.Optimizer) -> dict[str, Any]:
+    """Methods that the instance has instead of those of its class, as LRScheduler wraps `step`."""
+    return {name: value for name, value in vars(optimizer).items() if callable(value) and callable(getattr(type(optimizer), name, None))}
 
 
 def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
@@ -95,6 +103,8 @@ def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
         raise _unsupported(make, message, "use an optimizer whose step needs no argument, such as AdamW")
     if not getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", "step" not in vars(optimizer)):
         raise _unsupported(make, f"`step` of this {name} is replaced on the instance", "override `step` in a subclass")
+    if type(optimizer).zero_grad is not optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        raise _unsupported(make, f"{name} has a `zero_grad` of its own, and gradients are new in every step here", "keep what is to last from step to step in the optimizer's state, in `step`")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise _unsupported(make, f"{name} has differentiable=True, and updates are not differentiated", "leave `differentiable` out")
     if _has_step_hooks(optimizer):

@@ -12,6 +12,7 @@ from tests.habits.autograd import AUTOGRAD
 from tests.habits.buffers import BUFFERS
 from tests.habits.crossing import CROSSING
 from tests.habits.habit import Category, Habit
+from tests.habits.hidden import HIDDEN
 from tests.habits.hooks import HOOKS
 from tests.habits.inplace import INPLACE
 from tests.habits.inputs import INPUTS
@@ -24,7 +25,7 @@ from tests.habits.state import STATE
 from tests.habits.weights import WEIGHTS
 
 CATEGORIES: list[Category] = [AUTOGRAD, HOOKS, WEIGHTS, BUFFERS, STATE, OPTIMIZERS, LOSSES, MODES, INPLACE, INPUTS,
-    LATE, OPERATORS, CROSSING,
+    LATE, HIDDEN, OPERATORS, CROSSING,
 ]  # fmt: skip
 HABITS: dict[str, Habit] = {habit.name: habit for category in CATEGORIES for habit in category.habits}
 assert len(HABITS) == sum(len(category.habits) for category in CATEGORIES), "two habits have one name"

@@ -1,0 +1,54 @@
+"""Batches like a given one, with other numbers: what a model does only with some values is not seen in its first batch.
+
+A flag that is 0 for every sample at first, weights of samples that come later, indices that are all different: the first batch
+may leave out what a later one has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.sample_rules import name_of
+
+CONVERTS = ("to", "_to_copy", "type_as", "type")
+
+
+def varied(batch: tuple[Any, Any], seed: int, keeps_range: bool) -> Iterator[tuple[Any, Any]]:
+    """Batches in which fewer and fewer numbers are other ones: a model need not work with any, so whoever asks takes the first that does.
+
+    An element becomes that of another sample at the same place, so that columns keep their kind; to real numbers noise is added,
+    unless `keeps_range`."""
+    for noise, whole_numbers in ((not keeps_range, True), (not keeps_range, False), (False, True), (False, False)):
+        generator = torch.Generator().manual_seed(seed)
+
+        def other(
+            tensor: torch.Tensor, noise: bool = noise, whole_numbers: bool = whole_numbers, generator: torch.Generator = generator
+        ) -> torch.Tensor:
+            real = tensor.is_floating_point() or tensor.is_complex()
+            if not tensor.dim() or not tensor.numel() or not (real or whole_numbers):
+                return tensor
+            rows = torch.randint(len(tensor), tensor.shape, generator=generator).to(tensor.device)
+            mixed = tensor.gather(0, rows)
+            return mixed + _noise(tensor, generator) if real and noise else mixed
+
+        yield pytree.tree_map(other, batch)
+
+
+def _noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    spread = float(torch.nan_to_num(tensor.detach().abs().double(), posinf=0.0).std(correction=0)) or 1.0
+    return (torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread).to(tensor.device, tensor.dtype)
+
+
+def converts_to_indices(graph: fx.Graph) -> bool:
+    """Whether real numbers become whole ones. An index out of range ends a process that uses CUDA, so numbers must keep their range there."""
+    return any(name_of(node.target) in CONVERTS and _is_whole(node) and not any(map(_is_whole, node.all_input_nodes[:1])) for node in graph.nodes)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
