@@ -3,7 +3,7 @@
 Two traces of one program, at two sizes of the batch, are read side by side: where shapes differ, a dimension goes through the samples. Rules
 per operator (`sample_rules.py`) follow the samples to the loss. An operator without a rule is decomposed, and where that is impossible its shapes are trusted.
 
-Private API, kept in this file: `torch._decomp.decomposition_table` (tried on torch 2.13).
+Private API, kept in this file: `torch._decomp.decomposition_table` (tried on torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
