@@ -71,6 +71,7 @@ class Probabilities(Layers):
     "habit",
     [
         Habit("logarithms", "numbers", Logarithm, batch=positive),
+        Habit("one class", "numbers", Layers, loss=f.cross_entropy, batch=lambda step: (torch.randn(SAMPLES, WIDTH), torch.full((SAMPLES,), WIDTH - 1))),
         Habit("inputs as probabilities", "numbers", Probabilities, loss=lambda o, t: f.binary_cross_entropy(t, o.detach()) * 0 + f.binary_cross_entropy(o, t), batch=positive),
     ],
     ids=lambda habit: habit.name,
@@ -80,15 +81,19 @@ def test_models_that_need_their_own_numbers(habit: Habit) -> None:
 
 
 def test_other_numbers_of_the_same_kind() -> None:
-    columns = torch.stack([torch.arange(8), torch.arange(8) + 100], 1)
-    inputs, target = torch.zeros(8, 3), torch.randn(8, 2)
-    (first, ids), other = next(varied(((inputs, columns), target), 0, keeps_range=False))
+    columns = torch.stack([torch.arange(8), torch.arange(8) + 100, torch.zeros(8, dtype=torch.long)], 1)
+    inputs, mask = torch.zeros(8, 3), torch.ones(8, 2, dtype=torch.bool)
+    first, ids, flags = next(varied((inputs, columns, mask), 0))  # type: ignore[arg-type, misc]
     assert bool((first != 0).all())  # a flag that was never set is
     assert ids[:, 0].max() < 8
     assert ids[:, 1].min() >= 100
     assert len(set(ids[:, 0].tolist())) < 8
-    assert not torch.equal(other, target)
-    (kept, _), _ = next(varied(((inputs, columns), target), 0, keeps_range=True))
+    assert set(ids[:, 2].tolist()) == {0, 1}
+    assert set(flags.flatten().tolist()) == {True, False}
+    kept, ids, flags = next(varied((inputs, columns, mask), 0, noise=False, more=False))  # type: ignore[arg-type, misc]
     assert torch.equal(kept, inputs)
-    *_, last = varied(((inputs, columns), target), 0, keeps_range=False)
-    assert torch.equal(last[0][1], columns)
+    assert not torch.equal(ids, columns)
+    assert torch.equal(ids[:, 2], columns[:, 2])
+    assert torch.equal(flags, mask)
+    *_, last = varied((inputs, columns, mask), 0)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(last, (inputs, columns, mask), strict=True))

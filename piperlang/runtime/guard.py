@@ -138,8 +138,8 @@ class Guard:
             return self._compare_other(CALLS + 1)
 
     def _compare_other(self, call: int) -> float:
-        keeps_range = self.device.type == "cuda" and converts_to_indices(self.traced.graph)
-        for batch in varied(self._slice(call), self.seed + call, keeps_range):
+        cpu = self.device.type == "cpu"  # an index out of range ends a process that uses CUDA
+        for batch in varied(self._slice(call), self.seed + call, cpu or not converts_to_indices(self.traced.graph), cpu):
             before, gradients = self._buffers(), self.gradients
             try:
                 plain = forward_and_backward(self.model, self.traced.loss, batch, self.seed, call, self.slice)

@@ -7,6 +7,8 @@ may leave out what a later one has.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,25 +20,38 @@ from piperlang.capture.sample_rules import name_of
 CONVERTS = ("to", "_to_copy", "type_as", "type")
 
 
-def varied(batch: tuple[Any, Any], seed: int, keeps_range: bool) -> Iterator[tuple[Any, Any]]:
+class Whole(Enum):
+    """What becomes of whole numbers and of truth values."""
+
+    KEPT = "as they are"
+    MIXED = "those of other samples"
+    MORE = "those of other samples, and where all samples have the same one, that or the next"
+
+
+def varied(batch: tuple[Any, Any], seed: int, noise: bool = True, more: bool = True) -> Iterator[tuple[Any, Any]]:
     """Batches in which fewer and fewer numbers are other ones: a model need not work with any, so whoever asks takes the first that does.
 
-    An element becomes that of another sample at the same place, so that columns keep their kind; to real numbers noise is added,
-    unless `keeps_range`."""
-    for noise, whole_numbers in ((not keeps_range, True), (not keeps_range, False), (False, True), (False, False)):
+    An element becomes that of another sample at the same place, so that columns keep their kind; to real numbers `noise` is added.
+    `more`: whole numbers that the batch does not have, too."""
+    ways = [(noise, Whole.MORE)] if more else []
+    for noisy, whole in (*ways, (noise, Whole.MIXED), (noise, Whole.KEPT), (False, Whole.MIXED), (False, Whole.KEPT)):
         generator = torch.Generator().manual_seed(seed)
+        yield pytree.tree_map(partial(_other, noise=noisy, whole=whole, generator=generator), batch)
 
-        def other(
-            tensor: torch.Tensor, noise: bool = noise, whole_numbers: bool = whole_numbers, generator: torch.Generator = generator
-        ) -> torch.Tensor:
-            real = tensor.is_floating_point() or tensor.is_complex()
-            if not tensor.dim() or not tensor.numel() or not (real or whole_numbers):
-                return tensor
-            rows = torch.randint(len(tensor), tensor.shape, generator=generator).to(tensor.device)
-            mixed = tensor.gather(0, rows)
-            return mixed + _noise(tensor, generator) if real and noise else mixed
 
-        yield pytree.tree_map(other, batch)
+def _other(tensor: torch.Tensor, noise: bool, whole: Whole, generator: torch.Generator) -> torch.Tensor:
+    real = tensor.is_floating_point() or tensor.is_complex()
+    if not tensor.dim() or not tensor.numel() or (not real and whole is Whole.KEPT):
+        return tensor
+    rows = torch.randint(len(tensor), tensor.shape, generator=generator).to(tensor.device)
+    mixed = tensor.gather(0, rows)
+    if real:
+        return mixed + _noise(tensor, generator) if noise else mixed
+    if whole is Whole.MORE:
+        alike = (tensor == tensor[:1]).all(0, keepdim=True)
+        more = alike & (torch.rand(tensor.shape, generator=generator) < 0.5).to(tensor.device)
+        return mixed ^ more if tensor.dtype is torch.bool else mixed + more.to(tensor.dtype)
+    return mixed
 
 
 def _noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -45,7 +60,7 @@ def _noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def converts_to_indices(graph: fx.Graph) -> bool:
-    """Whether real numbers become whole ones. An index out of range ends a process that uses CUDA, so numbers must keep their range there."""
+    """Whether real numbers become whole ones, which may be indices."""
     return any(name_of(node.target) in CONVERTS and _is_whole(node) and not any(map(_is_whole, node.all_input_nodes[:1])) for node in graph.nodes)
 
 
