@@ -69,7 +69,7 @@ def terminal(command: list[str], columns: int, rows: int = 24, cwd: Path = ROOT,
         dimensions=(rows, columns),
         cwd=str(cwd),
         env={**inherited, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **environment},
-        timeout=60,
+        timeout=600,
     )
     try:
         yield Terminal(child, screen, pyte.ByteStream(screen))

@@ -134,7 +134,7 @@ def _one_cpu(self: Cluster, count: int, start: object = Cluster._start) -> None:
 
 def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     job = piperc([str(ROOT / "examples" / "01_mlp" / "pipeline.piper"), "--address", "nowhere"], tmp_path / "run")
-    _, err = job.communicate(timeout=120)
+    _, err = job.communicate(timeout=600)
     assert job.returncode == 1
     assert "error[P0605]: cannot join a Ray cluster at nowhere" in err
     assert "Traceback" not in err
@@ -161,7 +161,7 @@ def trained(job: subprocess.Popen[str]) -> None:
     """Wait until the job has trained a step."""
     assert job.stdout is not None
     line = job.stdout.readline()
-    assert line, job.communicate(timeout=60)[1]
+    assert line, job.communicate(timeout=600)[1]
     assert json.loads(line)["step"] == 0
 
 
@@ -179,7 +179,7 @@ def interrupted(job: subprocess.Popen[str], temporary: Path, again: float | None
         time.sleep(again)
         os.killpg(job.pid, signal.SIGINT)
     try:
-        _, err = job.communicate(timeout=120)
+        _, err = job.communicate(timeout=600)
     finally:
         job.kill()
     assert job.returncode == 130, err
@@ -216,7 +216,7 @@ def test_a_cluster_that_is_joined(address: str, temporary: Path, tmp_path: Path)
     trained(job)
     interrupted(job, temporary)
     following = piperc([str(tmp_path / "two.piper"), "--steps", "2", "--address", address], tmp_path / "next")
-    out, err = following.communicate(timeout=120)
+    out, err = following.communicate(timeout=600)
     assert following.returncode == 0, err
     assert [json.loads(line)["step"] for line in out.splitlines()] == [0, 1]
 

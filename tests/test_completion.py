@@ -50,7 +50,7 @@ def started(folder: Path, command: str, *arguments: str) -> pexpect.spawn:
         cwd=str(folder),
         env=environment,
         encoding="utf-8",
-        timeout=20,
+        timeout=300,
         dimensions=(100, 200),
         echo=False,
     )
@@ -87,7 +87,7 @@ def fish(folder: Path) -> Complete:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=True,
             env={"PATH": "/usr/bin:/bin", "HOME": str(folder)},
         )

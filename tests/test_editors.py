@@ -38,7 +38,7 @@ def missing(reason: str) -> None:
 
 
 def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=600, **options)
 
 
 @cache

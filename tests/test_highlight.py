@@ -325,7 +325,7 @@ def test_pygmentize(tmp_path: Path, by_name: bool) -> None:
     script = tmp_path / "a.piper"
     script.write_text("place [stage=0] on gpu\n", encoding="utf-8")
     command = [sys.executable, "-m", "pygments", *(["-l", "piper"] if by_name else []), "-f", "raw", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert "Token.Keyword\t'place'" in done.stdout
     assert "Token.Name.Attribute\t'stage'" in done.stdout
 

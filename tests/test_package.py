@@ -39,7 +39,7 @@ class Installed:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
 
@@ -63,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     shutil.rmtree(copy)
     (wheel,) = (top / "dist").glob("*.whl")
     environment = top / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=600)
     (site,) = environment.glob("lib/python*/site-packages")
     for name in dependencies(required(wheel)):
         _copy(name, site)

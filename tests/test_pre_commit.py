@@ -33,7 +33,7 @@ def committed(repository: Path) -> tuple[int, str]:
     subprocess.run(["git", "add", "-A"], cwd=repository, check=True)
     command = [sys.executable, "-m", "pre_commit", "run", "--color", "never"]
     done = subprocess.run(
-        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -118,7 +118,7 @@ def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
 def _verbose() -> list[str]:
     """`piperc graph` prints everything: with -v where it has that flag."""
     help = subprocess.run(
-        [sys.executable, "-m", "piperlang", "graph", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "piperlang", "graph", "--help"], capture_output=True, text=True, timeout=600
     ).stdout
     return ["-v"] if " -v" in help else []
 
@@ -270,7 +270,7 @@ from piperlang.repl.reading import inputs
 from piperlang.repl.session import Screen, Session
 sys.exit(main(['repl']))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert re.findall(r"error\[.*", done.stderr) == [
         "error[P0902]: `:run` needs a model, and this session has none",
@@ -285,7 +285,7 @@ sys.exit(main(['repl']))
 def test_a_model_without_torch_says_what_installs_it() -> None:
     code = f"import sys; sys.modules['torch'] = None; from piperlang.cli.main import main; sys.exit(main(['repl', {str(GPT)!r}]))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 2
     assert "`torch` is not installed" in done.stderr
@@ -489,7 +489,7 @@ def test_run_and_numerics_import_before_they_are_interrupted(
 def test_closed_standard_streams(closed: str, code: int) -> None:
     """Closed input is empty input; answers to a closed output are lost, and refusals are not."""
     command = f"{shlex.quote(sys.executable)} -m piperlang repl {closed}"
-    done = subprocess.run(["sh", "-c", command], input="1\n:lst\n", capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(["sh", "-c", command], input="1\n:lst\n", capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert (done.returncode, "bug" in done.stderr) == (code, False), done.stderr
 
 

@@ -49,7 +49,7 @@ class Screen:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def until(self, seen: Callable[[Screen], bool], seconds: float = 60.0) -> None:
+    def until(self, seen: Callable[[Screen], bool], seconds: float = 300.0) -> None:
         """Read what the program writes until the screen shows it."""
         end = time.monotonic() + seconds
         while not seen(self):
@@ -65,7 +65,7 @@ class Screen:
                 assert seen(self), self.text
                 return
 
-    def shows(self, pattern: str, seconds: float = 60.0) -> None:
+    def shows(self, pattern: str, seconds: float = 300.0) -> None:
         self.until(lambda screen: re.search(pattern, screen.text, re.MULTILINE) is not None, seconds)
 
     def type(self, keys: str) -> None:
@@ -79,7 +79,7 @@ class Screen:
         self.shows(shows)
 
     def ended(self) -> int:
-        self.process.expect(pexpect.EOF, timeout=30)
+        self.process.expect(pexpect.EOF, timeout=300)
         self.process.close()
         assert self.process.exitstatus is not None
         return int(self.process.exitstatus)

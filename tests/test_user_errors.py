@@ -1010,7 +1010,7 @@ def test_torch_writes_nothing_to_standard_error(mistake: Mistake, tmp_path: Path
     (tmp_path / "model.py").write_text(mistake.text)
     (tmp_path / "schedule.piper").write_text("")
     command = [sys.executable, "-m", "piperlang", "check", "model.py", "schedule.piper", "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     assert_told(mistake, Answer(done.returncode, done.stdout, done.stderr))
 
