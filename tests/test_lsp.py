@@ -210,11 +210,12 @@ def test_any_text_gets_an_answer(text: str, tmp_path: Path) -> None:
 
     script = Script(text, tmp_path / "a.piper")
     for offset in range(len(text) + 1):
-        script.completions(offset)
-        script.about(offset)
-        script.definition(offset)
-    script.problems()
-    script.formatted()
+        assert all(candidate.text for candidate in script.completions(offset))
+        assert isinstance(script.about(offset), str)
+        found = script.definition(offset)
+        assert found is None or found[0] is None  # nothing is imported
+    wrong, _ = script.problems()
+    assert (script.formatted() is None) == any(problem.code.startswith("P01") for problem in wrong)
 
 
 NEOVIM = """

@@ -78,6 +78,10 @@ class Mixing(Exception):
         self.message, self.help = message, help.value
 
 
+class Placed(Mixing):
+    """It depends on where in the batch a sample stands."""
+
+
 State: TypeAlias = Free | Along | Mixed | Mixing
 
 
@@ -125,8 +129,8 @@ class Call:
         pairs = zip(leaves(self.small.values()), leaves(self.large.values()), strict=False)
         return any(not same_number(a, b) for a, b in pairs if not isinstance(a, Operand))
 
-    def placed(self) -> Mixing:
-        return Mixing(f"{self.shown} depends on where in the batch a sample stands", Repair.EACH)
+    def placed(self) -> Placed:
+        return Placed(f"{self.shown} depends on where in the batch a sample stands", Repair.EACH)
 
     def through(self) -> Mixing:
         return Mixing(f"{self.shown} goes through the samples", Repair.NORM if "norm" in self.shown else Repair.WITHIN)

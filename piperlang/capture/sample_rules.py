@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 
-from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, Rule, State, growing
+from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, State, growing
 from piperlang.capture.tried import objection
-from piperlang.capture.tried import uniform as uniform_by_numbers
 
 # ------------------------------------------------------------------------------------------- element by element
 
@@ -96,7 +93,7 @@ def _degree(operand: Operand) -> int | None:
 # -------------------------------------------------------------------------------------------- along a dimension
 
 
-def _dims(call: Call, rank: int) -> set[int]:
+def dims_of(call: Call, rank: int) -> set[int]:
     """The dimensions that an operator names; all where it names none."""
     given = next((call.small[name] for name in ("dim", "dims", "dimension") if name in call.small), None)
     dims = [given] if isinstance(given, int) else list(given or range(rank))
@@ -116,7 +113,7 @@ def reduced(call: Call) -> State:
         call.plain()
     if not isinstance(state, Along):
         return state
-    dims = _dims(call, operand.small.dim())
+    dims = dims_of(call, operand.small.dim())
     if state.dim not in dims:
         return _less(state, dims, bool(call.small.get("keepdim")))
     if not linear:
@@ -129,7 +126,7 @@ def scanned(call: Call) -> State:
     (operand, *_) = call.operands
     if call.name not in ("cumsum", "flip", "roll"):
         call.plain()
-    if isinstance(operand.state, Along) and operand.state.dim in _dims(call, operand.small.dim()):
+    if isinstance(operand.state, Along) and operand.state.dim in dims_of(call, operand.small.dim()):
         raise call.through()
     return operand.state
 
@@ -263,7 +260,7 @@ def unknown(call: Call) -> tuple[State, ...]:
     """The same, unless the operator names the samples' dimension."""
     state, value = call.operands[0].state, call.operands[0].small
     named = call.small.keys() & {"dim", "dims", "dimension"}
-    if isinstance(state, Along) and named and state.dim in _dims(call, value.dim()):
+    if isinstance(state, Along) and named and state.dim in dims_of(call, value.dim()):
         raise call.through()
     return trusted(call)
 
@@ -283,13 +280,13 @@ def made(call: Call) -> State:
 
 # ------------------------------------------------------------------------------------------------------ products
 
-_LETTERS = {"mm": "ik kj ij", "bmm": "bik bkj bij", "mv": "ik k i", "dot": "k k ", "addmm": "ik kj ij", "baddbmm": "bik bkj bij", "addmv": "ik k i"}
+LETTERS = {"mm": "ik kj ij", "bmm": "bik bkj bij", "mv": "ik k i", "dot": "k k ", "addmm": "ik kj ij", "baddbmm": "bik bkj bij", "addmv": "ik k i"}
 
 
 def contracted(call: Call) -> State:
     """Matrix products. To sum over the samples products of values of the same sample is a sum."""
     *_, a, b = call.operands
-    *letters, out = _LETTERS[call.name].split(" ")
+    *letters, out = LETTERS[call.name].split(" ")
     product = Operand(_product(call, a, b, letters, out), *call.results[0])
     if len(call.operands) == 2:
         return product.state
@@ -397,130 +394,3 @@ def dropped(call: Call) -> State:
     if not isinstance(state, Along) or state.dim != 0 or value.shape[0] != call.samples * state.inner:
         raise Mixing("the masks of dropout would depend on how the batch is divided", Repair.FIRST)
     return state
-
-
-# ------------------------------------------------------------------------------------------ constants as long as the batch
-
-CONSTANT = ("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
-
-
-def loses_samples(call: Call) -> bool:
-    """Whether an operator on constants as long as the batch may go through that dimension, and so make something of the batch's size of it."""
-    made = max((len(growing(*result)) for result in call.results), default=0)
-    given = [len(growing(operand.small, operand.large)) for operand in call.operands]
-    rule = rule_of(call.target)
-    if rule in (pointwise, added, scaled, kept, numbered, permuted, sliced, joined) or call.name in CONSTANT:
-        return False
-    return sum(given) - made >= 2 if rule is contracted else any(count > made for count in given)
-
-
-def place_of(call: Call) -> int:
-    """1 for `arange(len(batch))`, the number of each sample; 5 for `arange(0, 5 * len(batch), 5)`; 0 for everything else."""
-    start, step = call.small.get("start", 0), call.small.get("step", 1)
-    found = call.name == "arange" and start == 0 and call.small.get("end") == call.samples * step and not call.results[0][0].is_floating_point()
-    return int(step) if found else 0
-
-
-def finds_its_sample(call: Call, place: int) -> bool:
-    if call.name != "embedding_bag":
-        return place == 1 and call.name in PICKED
-    indices = call.small["indices"]
-    return isinstance(indices.state, Along) and indices.state.inner == place and indices.small.dim() == 1
-
-
-def _is_uniform(operand: Operand) -> bool:
-    return isinstance(operand.state, Free) and operand.state.uniform
-
-
-def stays_uniform(call: Call) -> bool:
-    """Whether what is made of constants that are the same for all samples is so, too. `call` has no operands with data, and a result that grows."""
-    if call.name in CONSTANT:
-        return True
-    operands = call.operands
-    wide = [operand for operand in operands if growing(operand.small, operand.large)]
-    uniform = all(map(_is_uniform, operands))
-    if call.name in PICKED and "self" in call.small and isinstance(call.small["self"], Operand):
-        source, indices = call.small["self"], call.small.get("indices", call.small.get("index"))
-        places = [index for index in indices if isinstance(index, Operand)] if isinstance(indices, list) else [indices]
-        reads = call.name in ("index", "_unsafe_index", "gather", "index_select", "embedding")
-        # Samples that are all the same may be taken in any order.
-        found = uniform or (source in wide and all(isinstance(index, Operand) and (_is_uniform(index) or index.state == Free(uniform=False, place=1)) for index in places))
-        return reads and _is_uniform(source) and found
-    if not uniform or (call.changed and not wide):
-        return False
-    rule = rule_of(call.target)
-    if rule in (pointwise, added, scaled, kept, numbered, permuted):
-        return not call.changed or rule in (kept, numbered, permuted)
-    if rule in (reduced, scanned, sliced) and len(operands) == 1:
-        (operand,) = operands
-        named = _dims(call, operand.small.dim()) if rule is not sliced else {call.small["dim"] % operand.small.dim()}
-        return not named & set(growing(operand.small, operand.large))
-    if rule in (matrix, contracted, attended):
-        return all(dim < operand.small.dim() - 2 for operand in wide for dim in growing(operand.small, operand.large))
-    if rule is joined:
-        dim = call.small["dim"] % call.rank
-        return call.name == "stack" or not any(dim in growing(operand.small, operand.large) for operand in wide)
-    return uniform_by_numbers(call)
-
-
-# --------------------------------------------------------------------------------------------------------- table
-
-ADDED, SCALED = ("add", "sub", "rsub"), ("mul", "div")
-KEPT = (
-    "neg", "to", "_to_copy", "clone", "detach", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "type_as", "positive", "expand", "expand_as",
-    "broadcast_to", "repeat", "dropout", "_conj", "real",
-)  # fmt: skip
-REDUCED = (
-    "sum", "mean", "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm",
-    "logsumexp", "median", "nanmedian", "mode", "kthvalue", "quantile", "any", "all", "count_nonzero",
-)  # fmt: skip
-SCANNED = (
-    "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "topk", "argsort", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax",
-    "flip", "roll", "_fft_c2c", "_fft_r2c", "_fft_c2r",
-)  # fmt: skip
-NUMBERED = ("view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze", "ravel")
-PERMUTED = ("permute", "transpose", "t", "movedim", "moveaxis", "swapdims", "swapaxes", "mT", "mH", "numpy_T", "matrix_H", "adjoint")
-SLICED = ("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk")
-PICKED = (
-    "index", "_unsafe_index", "index_put", "gather", "index_select", "embedding", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy",
-    "index_fill",
-)  # fmt: skip
-MATRIX = (
-    "tril", "triu", "cholesky", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_qr", "_linalg_det", "_linalg_slogdet", "_linalg_svd", "_linalg_eigh",
-    "_linalg_solve_ex",
-)  # fmt: skip
-MADE = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "rand_like", "randn_like")
-LEADING = ("convolution", "_convolution", "avg_pool", "max_pool", "adaptive_", "_adaptive_", "upsample_", "fractional_max_pool")
-
-_FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
-    (ADDED, added), (SCALED, scaled), (KEPT, kept), (REDUCED, reduced), (SCANNED, scanned), (NUMBERED, numbered), (PERMUTED, permuted), (SLICED, sliced),
-    (("cat", "concat", "concatenate", "stack"), joined), (PICKED, picked), (MADE, made), (_LETTERS, contracted), (("scaled_dot_product_attention",), attended),
-    (MATRIX, matrix), (CLASSES, lost), (("copy",), copied),
-    (("where", "masked_fill"), masked), (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
-    (("embedding_bag",), bagged),
-)  # fmt: skip
-_OWN: dict[str, Rule] = {"counter_dropout": dropped, "routed_linear": chosen, "routed_rows": chosen}
-RULES: dict[str, Rule] = {name: rule for names, rule in _FAMILIES for name in names}
-
-
-def name_of(target: Any) -> str:
-    """`add` for `aten.add_.Tensor`; operators that write are known by the name of those that do not."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return str(getattr(target, "__name__", target))
-    name: str = schema.name.split("::")[-1]
-    return name.removesuffix("_") if schema.is_mutable else name
-
-
-def rule_of(target: Any) -> Rule | None:
-    """None: an operator to be decomposed, or trusted if it cannot be."""
-    schema, name = getattr(target, "_schema", None), name_of(target)
-    if schema is None or not schema.name.startswith("aten::"):
-        return _OWN.get(name, trusted)
-    if name in RULES:
-        return RULES[name]
-    if torch.Tag.pointwise in target.tags:
-        return pointwise
-    if any(argument.name == "reduction" for argument in schema.arguments):
-        return lost
-    return leading if name.startswith(LEADING) else None

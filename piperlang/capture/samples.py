@@ -1,7 +1,7 @@
 """Whether the batch may be divided, and how the losses of its parts make the loss of the whole.
 
 Two traces of one program, at two sizes of the batch, are read side by side: where shapes differ, a dimension goes through the samples. Rules
-per operator (`sample_rules.py`) follow the samples to the loss. An operator without a rule is decomposed, and where that is impossible its shapes are trusted.
+per operator (`sample_rules.py`, by name in `sample_table.py`) follow the samples to the loss. An operator without a rule is decomposed, and where that is impossible its shapes are trusted.
 
 Private API, kept in this file: `torch._decomp.decomposition_table` (tried on torch 2.11 and 2.13).
 """
@@ -22,21 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.functions import Applied, backward_graph
-from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, State, growing
+from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Placed, Repair, State, growing
 from piperlang.capture.random import module_of
-from piperlang.capture.sample_rules import (
-    CLASSES,
-    KEPT,
-    NUMBERED,
-    PERMUTED,
-    finds_its_sample,
-    loses_samples,
-    name_of,
-    place_of,
-    rule_of,
-    stays_uniform,
-    unknown,
-)
+from piperlang.capture.sample_constants import finds_its_sample, loses_samples, place_of, stays_uniform
+from piperlang.capture.sample_rules import CLASSES, unknown
+from piperlang.capture.sample_table import KEPT, NUMBERED, PERMUTED, name_of, rule_of
 from piperlang.capture.trace import Traced
 from piperlang.diagnostics import Diagnostic
 
@@ -227,7 +217,7 @@ class _Walk:
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
         found = pytree.tree_leaves(output.args)
         states = tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
-        if any(isinstance(state, Mixing) and state.message == call.placed().message for state in states):  # grid_sample finds samples by their numbers
+        if any(isinstance(state, Placed) for state in states):  # grid_sample finds samples by their numbers
             return unknown(call)
         return states
 
@@ -352,7 +342,7 @@ def _free(call: Call) -> Free:
     given = [state.degree for state in states]
     grows = any(growing(*result) for result in call.results)
     if states and call.name in (*KEPT, *NUMBERED, *PERMUTED):
-        return states[0] if grows or states[0].uniform else replace(states[0], degree=None, uniform=True, place=False)
+        return states[0] if grows or states[0].uniform else replace(states[0], degree=None, uniform=True, place=0)
     if "fill_value" in call.small and all(degree == 0 for degree in given):
         return Free(call.degree("fill_value"), zero)
     changes = any(degree != 0 for degree in given) or loses_samples(call) or (not grows and (call.changed or not all(state.uniform for state in states)))

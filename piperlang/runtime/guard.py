@@ -54,9 +54,13 @@ class Verified:
     """What it took, without graphs that the job differentiates in any case."""
     skipped: str = ""
     """Why there was none."""
+    first_batch_only: bool = False
+    """The model computes with no other numbers than those of its first batch."""
 
     def __str__(self) -> str:
-        return f"not verified against eager PyTorch: {self.skipped}" if self.skipped else f"verified against eager PyTorch: {self.difference:.0e}"
+        if self.skipped:
+            return f"not verified against eager PyTorch: {self.skipped}"
+        return f"verified against eager PyTorch: {self.difference:.0e}{', with the numbers of the first batch only' if self.first_batch_only else ''}"
 
 
 def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> Verified:
@@ -70,10 +74,12 @@ def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Tra
         return Verified(skipped=f"it would take {gigabytes(need)} of memory here, and {gigabytes(free)} are free")
     try:
         with seeded(training.seed), threads_for(captured.model.flops):
-            difference = max(*(guard.compare(call) for call in range(CALLS)), guard.compare_varied(), guard.compare_optimizer())
+            difference = max(guard.compare(call) for call in range(CALLS))
+            other = guard.compare_varied()
+            difference = max(difference, other or 0.0, guard.compare_optimizer())
     finally:
         guard.close()
-    return Verified(difference, time.perf_counter() - started)
+    return Verified(difference, time.perf_counter() - started, first_batch_only=other is None)
 
 
 class Guard:
@@ -130,27 +136,28 @@ class Guard:
         self.gradients = plain.gradients
         return self._difference(plain, ours, before, call)
 
-    def compare_varied(self) -> float:
-        """One more call, with other numbers. Rounding may tip a choice of the model's (a rank, a sign), so a difference counts if it shows twice."""
+    def compare_varied(self) -> float | None:
+        """One more call, with other numbers; None where the model computes with none. Rounding may tip a choice of the model's (a rank, a
+        sign), so a difference counts if other numbers show one, too."""
         try:
             return self._compare_other(CALLS)
-        except PiperError:
-            return self._compare_other(CALLS + 1)
+        except PiperError as first:
+            again = self._compare_other(CALLS + 1)
+            if again is None:
+                raise first
+            return again
 
-    def _compare_other(self, call: int) -> float:
+    def _compare_other(self, call: int) -> float | None:
         cpu = self.device.type == "cpu"  # an index out of range ends a process that uses CUDA
         for batch in varied(self._slice(call), self.seed + call, cpu or not converts_to_indices(self.traced.graph), cpu):
-            before, gradients = self._buffers(), self.gradients
+            before = self._buffers()
             try:
                 plain = forward_and_backward(self.model, self.traced.loss, batch, self.seed, call, self.slice)
             except PiperError:  # these numbers are not for this model
                 continue
             if math.isfinite(plain.loss) and all(bool(gradient.isfinite().all()) for gradient in plain.gradients.values()):
-                ours = self._captured(before, pytree.tree_leaves(batch), call, plain)
-                difference = self._difference(plain, ours, before, call)
-                self.gradients = gradients
-                return difference
-        return 0.0
+                return self._difference(plain, self._captured(before, pytree.tree_leaves(batch), call, plain), before, call)
+        return None
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers(remove_duplicate=False)}

@@ -7,12 +7,15 @@ as fit a budget.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from piperlang.capture.user_code import eagerly
+from piperlang.capture.user_code import eagerly, said
+from piperlang.capture.where import line_of, line_of_function
+from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instruction import DevicePlan, Plan
 from piperlang.runtime.job import Training
 from piperlang.runtime.optimize import Optimizers, Update, updated_weights
@@ -43,7 +46,7 @@ def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients
             plain.step()
         for update in updates:
             given = [part.of(gradients[part.weight]) / (step + 1) for part in update.parts]
-            with eagerly(model, training.optimizer, "a step of the optimizer on what one device has of the weights"):
+            with _on_parts(training):
                 ours.update(update.device, update.key, [part.now for part in update.parts], given)
         if schedule is not None:
             with eagerly(model, training.optimizer, "a step of the learning rate schedule"):
@@ -57,6 +60,20 @@ def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients
     for update in updates:
         for part in update.parts:
             yield part.weight, _error(part, whole[part.weight].detach(), before[part.weight])
+
+
+@contextmanager
+def _on_parts(training: Training) -> Iterator[None]:
+    """What an optimizer raises on parts of weights, and not on whole ones."""
+    try:
+        yield
+    except PiperError:
+        raise
+    except Exception as problem:
+        raise error(
+            "P0601", "the optimizer cannot step what one device has of the weights", line_of(problem) or line_of_function(training.optimizer), "raised here", notes=[said(problem)],
+            help="keep what belongs to the elements of a weight in `self.state[p]`, which is divided with it; or leave `states=sharded` and `shard` out",
+        ) from problem  # fmt: skip
 
 
 def _error(part: Part, now: torch.Tensor, before: torch.Tensor) -> float:

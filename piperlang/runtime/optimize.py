@@ -73,6 +73,8 @@ class Optimizers:
         if (device, key) in self.local:
             optimizer, parameters = self.local[device, key]
             optimizer.update(parameters, weights, gradients)
+            if any(parameter is not None and not parameter.requires_grad for parameter in parameters):
+                raise _frozen("of a weight", self.make)
 
     def advance(self) -> None:
         """The end of a training step on all devices of the process: the schedule steps, and options that it changed go to the copies."""
@@ -86,10 +88,7 @@ class Optimizers:
         for name, reference, flag in self.flags:
             parameter = reference()
             if parameter is not None and parameter.requires_grad != flag:
-                raise error(
-                    "P0808", f"requires_grad of {name} has changed since the model was traced", line_of_function(self.make_schedule), notes=["the traced program trains what required gradients then"],
-                    help="freeze by a learning rate of 0 for the group until it is to be trained, or train in two jobs",
-                )  # fmt: skip
+                raise _frozen(f"of {name}", self.make_schedule)
         self._pass_on()
 
     def _pass_on(self) -> None:
@@ -192,6 +191,13 @@ class Optimizers:
 
     def _refused(self, weight: str, why: str, by: Written | None = None) -> PiperError:
         return refused(self.user, self.make, self.scope, f"weight {weight} {why}", by, self.updated.get(weight, ""))
+
+
+def _frozen(whose: str, by: Callable[..., Any]) -> PiperError:
+    return error(
+        "P0808", f"requires_grad {whose} has changed since the model was traced", line_of_function(by), notes=["the traced program trains what required gradients then"],
+        help="freeze by a learning rate of 0 for the group until it is to be trained, or train in two jobs",
+    )  # fmt: skip
 
 
 def _unread(name: str, parameter: nn.Parameter, where: torch.device) -> tuple[Part, nn.Parameter]:

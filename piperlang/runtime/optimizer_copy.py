@@ -67,11 +67,6 @@ class LocalOptimizer:
                 weight.copy_(parameter)
         _settle(self.updates > 1 and self.pending[0][1].is_cuda)
         for parameter, _ in self.pending:
-            if not parameter.requires_grad:
-                raise error(
-                    "P0808", f"{type(self.optimizer).__name__} has changed requires_grad of a weight", notes=["the traced program trains what required gradients when the model was traced"],
-                    help="freeze by a learning rate of 0 for the group, or train in two jobs",
-                )  # fmt: skip
             parameter.grad = None
         self.pending.clear()
         self.arrived = 0
