@@ -1,10 +1,15 @@
-"""A mixture of experts over PP=2 x EP=2 in bf16: DualPipeV with the all-to-all on streams of its own, against 1F1B and against torch's pipelines.
+"""A mixture of experts over PP=2 x EP=2 in bf16: DualPipeV with the all-to-all on streams of its own, against 1F1B and
+against torch's pipelines.
 
-A layer is attention, dispatch, experts and combine; every sequence sends each token to one expert, as long as that one has room. Ours: DualPipeV and 1F1B, both with `overlapped` all-to-alls, and DualPipeV
-with them on the compute stream. Torch: ScheduleDualPipeV and Schedule1F1B, with the same exchange written as an autograd function around all_to_all_single, gradients averaged over the axis
-once a step. Same weights, data, optimizer and microbatches; four processes share the GPU. A step counts from the driver's call to the end of all work of the last of some steps, divided by their number.
+A layer is attention, dispatch, experts and combine; every sequence sends each token to one expert, as long as that one
+has room. Ours: DualPipeV and 1F1B, both with `overlapped` all-to-alls, and DualPipeV with them on the compute stream.
+Torch: ScheduleDualPipeV and Schedule1F1B, with the same exchange written as an autograd function around
+all_to_all_single, gradients averaged over the axis once a step. Same weights, data, optimizer and microbatches; four
+processes share the GPU. A step counts from the driver's call to the end of all work of the last of some steps, divided
+by their number.
 
-    python -m benchmarks.expert_overlap [--json] [--width 1024] [--hidden 4096] [--layers 8] [--tokens 512] [--batch 4] [--micro 8] [--steps 6] [--compile] [--minutes 5] [--small]
+    python -m benchmarks.expert_overlap [--json] [--width 1024] [--hidden 4096] [--layers 8] [--tokens 512]
+        [--batch 4] [--micro 8] [--steps 6] [--compile] [--minutes 5] [--small]
 """
 
 from __future__ import annotations
@@ -43,7 +48,12 @@ ddp(gpu.ep, [!expert])
 OURS = {
     "piper dualpipev": ("dualpipev", "vee", 2 * PP, "overlapped(gpu.ep)"),
     "piper 1f1b": ("one_f_one_b", "loop", PP, "overlapped(gpu.ep)"),
-    "piper dualpipev, one stream": ("dualpipev", "vee", 2 * PP, 'shard [expert=*] over gpu.ep\nstream [comm=all_to_all] on "compute"'),
+    "piper dualpipev, one stream": (
+        "dualpipev",
+        "vee",
+        2 * PP,
+        'shard [expert=*] over gpu.ep\nstream [comm=all_to_all] on "compute"',
+    ),
 }
 """Schedule, placement, stages, and what is said of the experts."""
 TORCH = {"torch dualpipev": 2 * PP, "torch 1f1b": PP}
@@ -77,7 +87,8 @@ class Size:
 
 
 class Layer(nn.Module):
-    """`exchange` and `back` bring samples of this rank to the experts of this rank and back; they do nothing where all experts are here."""
+    """`exchange` and `back` bring samples of this rank to the experts of this rank and back; they do nothing where all
+    experts are here."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -105,7 +116,8 @@ class Layer(nn.Module):
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         samples, length, _ = x.shape
         q, k, v = (t.view(samples, length, self.size.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.out(f.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(samples, length, -1))  # type: ignore[no-any-return]
+        heads = f.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(heads.transpose(1, 2).reshape(samples, length, -1))  # type: ignore[no-any-return]
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which token has which place at which expert, and how much its expert counts for."""
@@ -123,7 +135,14 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 class Moe(nn.Module):
     """All layers, or those of one stage: only the first has an embedding, only the last a norm and a head."""
 
-    def __init__(self, layers: list[Layer], stages: int, embed: nn.Embedding | None, norm: nn.LayerNorm | None, head: nn.Linear | None) -> None:
+    def __init__(
+        self,
+        layers: list[Layer],
+        stages: int,
+        embed: nn.Embedding | None,
+        norm: nn.LayerNorm | None,
+        head: nn.Linear | None,
+    ) -> None:
         super().__init__()
         self.layers, self.stages = nn.ModuleList(layers), stages
         self.embed, self.norm, self.head = embed, norm, head
@@ -148,7 +167,13 @@ def make_model(size: Size, stages: int) -> Moe:
     torch.set_default_dtype(getattr(torch, size.dtype))
     try:
         layers = [Layer(size) for _ in range(size.layers)]
-        return Moe(layers, stages, nn.Embedding(size.words, size.width), nn.LayerNorm(size.width), nn.Linear(size.width, size.words, bias=False))
+        return Moe(
+            layers,
+            stages,
+            nn.Embedding(size.words, size.width),
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, size.words, bias=False),
+        )
     finally:
         torch.set_default_dtype(before)
 
@@ -238,8 +263,15 @@ def torch_rank(rank: int, device: torch.device, request: Request) -> dict[str, A
     whole = make_model(size, 1)
     modules = [_stage(whole, i, stages, part, group).to(device) for i in mine]
     del whole
-    made: list[Any] = [pipelining.PipelineStage(module, i, stages, device, group=mesh["pp"].get_group()) for module, i in zip(modules, mine, strict=True)]
-    schedule: Any = pipelining.Schedule1F1B(made[0], size.micro, loss_fn=loss) if stages == PP else ScheduleDualPipeV(made, size.micro, loss_fn=loss)
+    made: list[Any] = [
+        pipelining.PipelineStage(module, i, stages, device, group=mesh["pp"].get_group())
+        for module, i in zip(modules, mine, strict=True)
+    ]
+    schedule: Any = (
+        pipelining.Schedule1F1B(made[0], size.micro, loss_fn=loss)
+        if stages == PP
+        else ScheduleDualPipeV(made, size.micro, loss_fn=loss)
+    )
     params = [(name, p) for module in modules for name, p in module.named_parameters()]
     update = optimizer([p for _, p in params])
     losses: list[float] = []
@@ -249,9 +281,13 @@ def torch_rank(rank: int, device: torch.device, request: Request) -> dict[str, A
             dist.barrier()
             _settle(device)
             started = time.perf_counter()
-        x, target = (one.view(size.micro, EP, -1, *one.shape[1:])[:, part].flatten(0, 1).to(device) for one in batch(size, step))
+        x, target = (
+            one.view(size.micro, EP, -1, *one.shape[1:])[:, part].flatten(0, 1).to(device) for one in batch(size, step)
+        )
         found: list[torch.Tensor] = []
-        schedule.step(*([x] if 0 in mine else []), **({"target": target, "losses": found} if stages - 1 in mine else {}))
+        schedule.step(
+            *([x] if 0 in mine else []), **({"target": target, "losses": found} if stages - 1 in mine else {})
+        )
         _average(params, group)
         update.step()
         update.zero_grad()
@@ -268,11 +304,15 @@ def _stage(whole: Moe, stage: int, stages: int, part: int, group: Any) -> Moe:
     per = len(whole.layers) // stages
     layers: list[Layer] = list(whole.layers[stage * per : (stage + 1) * per])  # type: ignore[arg-type]
     for layer in layers:
-        layer.up, layer.down = (nn.Parameter(weight.detach().chunk(EP)[part].clone()) for weight in (layer.up, layer.down))
+        layer.up, layer.down = (
+            nn.Parameter(weight.detach().chunk(EP)[part].clone()) for weight in (layer.up, layer.down)
+        )
         # From samples divided (dim 0) to experts divided (dim 1), and back.
         layer.exchange, layer.back = _applied(group, 1), _applied(group, 0)
     last = stage == stages - 1
-    return Moe(layers, 1, whole.embed if stage == 0 else None, whole.norm if last else None, whole.head if last else None)
+    return Moe(
+        layers, 1, whole.embed if stage == 0 else None, whole.norm if last else None, whole.head if last else None
+    )
 
 
 def _applied(group: Any, given: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -302,7 +342,10 @@ def _settle(device: torch.device) -> None:
 
 def theirs(ranks: Ranks, way: str, size: Size, steps: int) -> dict[str, Any]:
     answers = ranks.ask(Request(size, TORCH[way], steps))
-    return {"ms": 1e3 * max(answer["seconds"] for answer in answers), "losses": [sum(answer["losses"][i] for answer in answers) for i in range(WARM + steps)]}
+    return {
+        "ms": 1e3 * max(answer["seconds"] for answer in answers),
+        "losses": [sum(answer["losses"][i] for answer in answers) for i in range(WARM + steps)],
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- ours
@@ -343,7 +386,16 @@ class Ours:
         captured: Any = found.scheduler.schedule.captured
         plan = lower(graph)
         loss_dtype = graph.model.tensors[graph.model.loss].dtype
-        with Job(plan, captured, Training(make, optimizer), timeout=120, loss_dtype=loss_dtype, cluster=self.cluster, cuda=self.cuda, compiles=self.compiles) as job:
+        with Job(
+            plan,
+            captured,
+            Training(make, optimizer),
+            timeout=120,
+            loss_dtype=loss_dtype,
+            cluster=self.cluster,
+            cuda=self.cuda,
+            compiles=self.compiles,
+        ) as job:
             losses = [job.step(batch(size, step)).loss for step in range(WARM)]
             batches = [batch(size, WARM + step) for step in range(steps)]
             self.cluster.each("reset_peak", count=RANKS)  # waits for all work on the device
@@ -351,7 +403,12 @@ class Ours:
             done = [job.step(one) for one in batches]
             self.cluster.each("reset_peak", count=RANKS)
             seconds = (time.perf_counter() - started) / steps
-        return {"ms": 1e3 * seconds, "losses": losses + [step.loss for step in done], "foreseen_ms": round(1e3 * plan.seconds, 3), "instructions": max(len(device.instructions) for device in plan.devices)}
+        return {
+            "ms": 1e3 * seconds,
+            "losses": losses + [step.loss for step in done],
+            "foreseen_ms": round(1e3 * plan.seconds, 3),
+            "instructions": max(len(device.instructions) for device in plan.devices),
+        }
 
     def close(self) -> None:
         if self.cluster is not None:
@@ -364,30 +421,68 @@ class Ours:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="rows to standard error as they come, all of them to standard output at the end")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="rows to standard error as they come, all of them to standard output at the end",
+    )
     parser.add_argument("--small", action="store_true", help="on CPU over gloo, for trying it out")
-    for name, about in (("width", ""), ("hidden", "of an expert"), ("layers", ""), ("experts", ""), ("heads", ""), ("words", ""), ("tokens", "of a sample"), ("batch", "samples of a microbatch on a rank")):
+    for name, about in (
+        ("width", ""),
+        ("hidden", "of an expert"),
+        ("layers", ""),
+        ("experts", ""),
+        ("heads", ""),
+        ("words", ""),
+        ("tokens", "of a sample"),
+        ("batch", "samples of a microbatch on a rank"),
+    ):
         parser.add_argument(f"--{name}", type=int, help=about)
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6, help="that count")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--minutes", type=float, default=5.0, help="no new case after so many (default: 5)")
-    parser.add_argument("--compile", action="store_true", help="our chunks through Inductor; torch's modules run eagerly either way")
+    parser.add_argument(
+        "--compile", action="store_true", help="our chunks through Inductor; torch's modules run eagerly either way"
+    )
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     cuda = not options.small
-    sizes = {"width": 1024, "hidden": 4096, "layers": 8, "experts": 8, "heads": 16, "words": 8192, "tokens": 512, "batch": 4} if cuda else {"width": 32, "hidden": 64, "layers": 4, "experts": 4, "heads": 2, "words": 64, "tokens": 16, "batch": 2}
-    size = Size(**{name: getattr(options, name) or default for name, default in sizes.items()}, micro=options.micro, dtype=options.dtype)
+    sizes = (
+        {
+            "width": 1024,
+            "hidden": 4096,
+            "layers": 8,
+            "experts": 8,
+            "heads": 16,
+            "words": 8192,
+            "tokens": 512,
+            "batch": 4,
+        }
+        if cuda
+        else {"width": 32, "hidden": 64, "layers": 4, "experts": 4, "heads": 2, "words": 64, "tokens": 16, "batch": 2}
+    )
+    size = Size(
+        **{name: getattr(options, name) or default for name, default in sizes.items()},
+        micro=options.micro,
+        dtype=options.dtype,
+    )
     rows = run(size, options.steps, cuda, options.compile, until, lambda row: say(row, options.json))
     if options.json:
         print(json.dumps({"rows": rows}))
 
 
 def say(row: dict[str, Any], quiet: bool) -> None:
-    print(json.dumps(row) if quiet else "  ".join(f"{key}={value}" for key, value in row.items()), file=sys.stderr if quiet else sys.stdout, flush=True)
+    print(
+        json.dumps(row) if quiet else "  ".join(f"{key}={value}" for key, value in row.items()),
+        file=sys.stderr if quiet else sys.stdout,
+        flush=True,
+    )
 
 
-def run(size: Size, steps: int, cuda: bool, compiles: bool, until: float, tell: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def run(
+    size: Size, steps: int, cuda: bool, compiles: bool, until: float, tell: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
@@ -395,9 +490,21 @@ def run(size: Size, steps: int, cuda: bool, compiles: bool, until: float, tell: 
         tell(row)
 
     ours, ranks = Ours(cuda, compiles), Ranks(RANKS, torch_rank, cuda, limit=100.0)
-    cases: dict[str, Callable[[], dict[str, Any]]] = {"plain": lambda: {"losses": plain(size, WARM + steps, "cuda" if cuda else "cpu")}}
-    cases |= {way: partial(ours.run, way, size, steps) for way in OURS} | {way: partial(theirs, ranks, way, size, steps) for way in TORCH}
-    add({"what": "model", **size.__dict__, "ranks": RANKS, "device": "cuda" if cuda else "cpu", "torch": torch.__version__})
+    cases: dict[str, Callable[[], dict[str, Any]]] = {
+        "plain": lambda: {"losses": plain(size, WARM + steps, "cuda" if cuda else "cpu")}
+    }
+    cases |= {way: partial(ours.run, way, size, steps) for way in OURS} | {
+        way: partial(theirs, ranks, way, size, steps) for way in TORCH
+    }
+    add(
+        {
+            "what": "model",
+            **size.__dict__,
+            "ranks": RANKS,
+            "device": "cuda" if cuda else "cpu",
+            "torch": torch.__version__,
+        }
+    )
     found: dict[str, dict[str, Any]] = {}
     try:
         for way, case in cases.items():
@@ -415,7 +522,16 @@ def run(size: Size, steps: int, cuda: bool, compiles: bool, until: float, tell: 
             if cuda:
                 torch.cuda.empty_cache()
             done = found[way]
-            add({"what": "case", "way": way, **{key: round(value, 3) if key == "ms" else value for key, value in done.items() if key != "losses"}, "losses": [round(one, 6) for one in done["losses"]]})
+            add(
+                {
+                    "what": "case",
+                    "way": way,
+                    **{
+                        key: round(value, 3) if key == "ms" else value for key, value in done.items() if key != "losses"
+                    },
+                    "losses": [round(one, 6) for one in done["losses"]],
+                }
+            )
     finally:
         ours.close()
         ranks.close()
@@ -426,9 +542,17 @@ def run(size: Size, steps: int, cuda: bool, compiles: bool, until: float, tell: 
 
 def _compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for one, other in (("piper dualpipev", "piper 1f1b"), ("piper dualpipev", "torch dualpipev"), ("piper 1f1b", "torch 1f1b"), ("torch dualpipev", "torch 1f1b"), ("piper dualpipev", "piper dualpipev, one stream")):
+    for one, other in (
+        ("piper dualpipev", "piper 1f1b"),
+        ("piper dualpipev", "torch dualpipev"),
+        ("piper 1f1b", "torch 1f1b"),
+        ("torch dualpipev", "torch 1f1b"),
+        ("piper dualpipev", "piper dualpipev, one stream"),
+    ):
         if one in found and other in found:
-            rows.append({"what": "ratio", "of": one, "to": other, "ratio": round(found[one]["ms"] / found[other]["ms"], 4)})
+            rows.append(
+                {"what": "ratio", "of": one, "to": other, "ratio": round(found[one]["ms"] / found[other]["ms"], 4)}
+            )
     if "plain" in found:
         for way, done in found.items():
             if way != "plain":

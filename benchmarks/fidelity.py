@@ -1,8 +1,10 @@
 """How near a step on real workers comes to what its order allows, and how near torch's own pipelines come.
 
-Eight layers whose F, I and W sleep 40 ms each, on four ranks over gloo, eight microbatches. Schedules of one stage a rank take two layers a stage, the others one, so the work is
-the same everywhere. The ideal is the unit-cost simulation of the order, with free communication, times 40 ms. Ours and torch's classes run in the same call, one after the
-other, each the shortest of some steps; a step counts from its begin on the workers to the end of the last of them, updates included.
+Eight layers whose F, I and W sleep 40 ms each, on four ranks over gloo, eight microbatches. Schedules of one stage a
+rank take two layers a stage, the others one, so the work is the same everywhere. The ideal is the unit-cost simulation
+of the order, with free communication, times 40 ms. Ours and torch's classes run in the same call, one after the other,
+each the shortest of some steps; a step counts from its begin on the workers to the end of the last of them, updates
+included.
 
     python -m benchmarks.fidelity [--json] [--steps 5] [--only zbv] [--timeline DIR]
 """
@@ -50,15 +52,20 @@ class Case:
     def script(self) -> str:
         chunks = ", 2" if self.placement == "loop" and self.stages > RANKS else ""
         return (
-            f"from std.pipeline import {self.name}, {self.placement}\nmesh gpu = pp: {RANKS}\nsplit batch into {MICRO} as mb\n"
-            f"{self.placement}(gpu, {RANKS}{chunks})\n{self.name}(gpu, {RANKS}, {MICRO})\n"
+            f"from std.pipeline import {self.name}, {self.placement}\nmesh gpu = pp: {RANKS}\nsplit batch into {MICRO}"
+            f" as mb\n{self.placement}(gpu, {RANKS}{chunks})\n{self.name}(gpu, {RANKS}, {MICRO})\n"
         )
 
     @property
     def ideal(self) -> float:
         layers = LAYERS // self.stages
         found = outline(Source("benchmark.piper", self.script))
-        return MS * simulate(found.outline.orders(), UnitCosts({phase: layers * cost for phase, cost in UNIT.passes.items()})).length
+        return (
+            MS
+            * simulate(
+                found.outline.orders(), UnitCosts({phase: layers * cost for phase, cost in UNIT.passes.items()})
+            ).length
+        )
 
     def mine(self, rank: int) -> list[int]:
         """The stages of a rank, for torch."""
@@ -143,7 +150,12 @@ def torch_times(names: Sequence[str], steps: int) -> dict[str, list[float]]:
 def piper_times(names: Sequence[str], steps: int) -> dict[str, Timed]:
     cluster = Cluster(RANKS)
     try:
-        return {name: timed(cluster, partial(make_model, LAYERS, CASES[name].stages, ms=MS), MICRO, CASES[name].script, steps) for name in names}
+        return {
+            name: timed(
+                cluster, partial(make_model, LAYERS, CASES[name].stages, ms=MS), MICRO, CASES[name].script, steps
+            )
+            for name in names
+        }
     finally:
         cluster.close()
 
@@ -155,11 +167,20 @@ def measure(names: Sequence[str], steps: int) -> list[dict[str, Any]]:
     for name in names:
         assert abs(ours[name].loss - expected) <= 1e-5 * expected, (name, ours[name].loss, expected)
         ideal = CASES[name].ideal
-        rows.append({
-            "schedule": name, "pp": RANKS, "mb": MICRO, "ideal_ms": ideal, "piper_ms": round(ours[name].ms, 1), "torch_ms": round(min(theirs[name]), 1),
-            "piper_over_ideal": round(ours[name].ms / ideal, 4), "torch_over_ideal": round(min(theirs[name]) / ideal, 4),
-            "piper_median_ms": round(ours[name].median_ms, 1), "torch_median_ms": round(median(theirs[name]), 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "schedule": name,
+                "pp": RANKS,
+                "mb": MICRO,
+                "ideal_ms": ideal,
+                "piper_ms": round(ours[name].ms, 1),
+                "torch_ms": round(min(theirs[name]), 1),
+                "piper_over_ideal": round(ours[name].ms / ideal, 4),
+                "torch_over_ideal": round(min(theirs[name]) / ideal, 4),
+                "piper_median_ms": round(ours[name].median_ms, 1),
+                "torch_median_ms": round(median(theirs[name]), 1),
+            }
+        )
     return rows
 
 

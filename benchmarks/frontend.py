@@ -1,7 +1,7 @@
 """How quickly the front end answers: `python -m benchmarks.frontend [--json]`.
 
-Rows: starting `piperc check` on a 100-line script (best and median of several processes, beside an empty Python for comparison), parsing and
-evaluating a 5,000-line script in one process, and loading the parser's tables from the cache.
+Rows: starting `piperc check` on a 100-line script (best and median of several processes, beside an empty Python for
+comparison), parsing and evaluating a 5,000-line script in one process, and loading the parser's tables from the cache.
 """
 
 from __future__ import annotations
@@ -64,7 +64,12 @@ def processes(command: list[str], times: int = 9) -> list[float]:
 
 
 def row(what: str, seconds: list[float], limit: float | None = None) -> dict[str, object]:
-    return {"what": what, "best_s": round(seconds[0], 4), "median_s": round(statistics.median(seconds), 4), "limit_s": limit}
+    return {
+        "what": what,
+        "best_s": round(seconds[0], 4),
+        "median_s": round(statistics.median(seconds), 4),
+        "limit_s": limit,
+    }
 
 
 def measure() -> list[dict[str, object]]:
@@ -73,7 +78,9 @@ def measure() -> list[dict[str, object]]:
         path = Path(folder) / "hundred.piper"
         path.write_text(script(100))
         rows.append(row("python -c pass", processes([sys.executable, "-c", "pass"])))
-        rows.append(row("piperc check, 100 lines", processes([sys.executable, "-m", "piperlang", "check", str(path)]), 0.4))
+        rows.append(
+            row("piperc check, 100 lines", processes([sys.executable, "-m", "piperlang", "check", str(path)]), 0.4)
+        )
         tables = str(Path(folder) / "tables")
         building = timed(lambda: grammar.build(cache_file=tables), 1)
         rows.append(row("parser tables, built", building))

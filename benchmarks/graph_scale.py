@@ -1,7 +1,8 @@
 """How long the graph of a very large model takes to build, and how much memory, from shapes alone.
 
-A mixture of experts of 61 layers, attention and experts apart, as 32 stages on 16 pipeline ranks, 160 microbatches, backward in
-two halves, on a mesh of 2,048 devices (pp=16, dp=2, ep=64). Twice the microbatches should cost about twice as much.
+A mixture of experts of 61 layers, attention and experts apart, as 32 stages on 16 pipeline ranks, 160 microbatches,
+backward in two halves, on a mesh of 2,048 devices (pp=16, dp=2, ep=64). Twice the microbatches should cost about twice
+as much.
 
     python -m benchmarks.graph_scale [--json] [--layers 61] [--microbatches 160]
 """
@@ -69,7 +70,9 @@ def network(layers: int) -> Any:
             return packed, dispatch, weight
 
         def experts(self, packed: torch.Tensor) -> torch.Tensor:
-            return torch.einsum("sech,ehd->secd", torch.relu(torch.einsum("secd,edh->sech", packed, self.up)), self.down)
+            return torch.einsum(
+                "sech,ehd->secd", torch.relu(torch.einsum("secd,edh->sech", packed, self.up)), self.down
+            )
 
     class Network(nn.Module):
         def __init__(self) -> None:
@@ -119,9 +122,16 @@ def measure(layers: int, microbatches: int) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
-        "layers": layers, "chunks": len(captured.model.chunks), "microbatches": microbatches, "devices": RANKS * DATA * PER, "nodes": len(graph.nodes),
-        "seconds": round(seconds, 2), "capture_seconds": round(capture_seconds, 1), "peak_bytes": peak, "capture_peak_bytes": before,
-    }  # fmt: skip
+        "layers": layers,
+        "chunks": len(captured.model.chunks),
+        "microbatches": microbatches,
+        "devices": RANKS * DATA * PER,
+        "nodes": len(graph.nodes),
+        "seconds": round(seconds, 2),
+        "capture_seconds": round(capture_seconds, 1),
+        "peak_bytes": peak,
+        "capture_peak_bytes": before,
+    }
 
 
 def main() -> None:
@@ -137,12 +147,24 @@ def main() -> None:
     rows = []
     for count in (options.microbatches, 2 * options.microbatches):
         # Each size in a process of its own, so that peaks do not add up.
-        command = [sys.executable, "-m", "benchmarks.graph_scale", "--alone", "--layers", str(options.layers), "--microbatches", str(count)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.graph_scale",
+            "--alone",
+            "--layers",
+            str(options.layers),
+            "--microbatches",
+            str(count),
+        ]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         rows.append(json.loads(done.stdout))
         if not options.json:
             row = rows[-1]
-            print(f"{row['microbatches']:4} microbatches: {row['nodes']:,} nodes in {row['seconds']} s, peak {row['peak_bytes'] / 2**30:.2f} GiB (capture {row['capture_seconds']} s)")
+            print(
+                f"{row['microbatches']:4} microbatches: {row['nodes']:,} nodes in {row['seconds']} s, peak"
+                f" {row['peak_bytes'] / 2**30:.2f} GiB (capture {row['capture_seconds']} s)"
+            )
     growth = round(rows[1]["seconds"] / rows[0]["seconds"], 2)
     if options.json:
         print(json.dumps({**rows[0], "growth": growth, "twice": rows[1]}))

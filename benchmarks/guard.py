@@ -1,13 +1,15 @@
-"""What the guard of every job costs: a GPT of 10 M, 100 M and 1 B parameters, compared with eager PyTorch before the first step.
+"""What the guard of every job costs: a GPT of 10 M, 100 M and 1 B parameters, compared with eager PyTorch before the
+first step.
 
     python -m benchmarks.guard [--json] [--sizes 10M 100M 1B] [--device cpu|cuda]
     python -m benchmarks.guard --examples [TEXT]
 
-`--examples`: real jobs of the examples, on Ray workers, one step each. Start-up is from the start of `piperc` to the end of the first step, and the guard's share of it.
+`--examples`: real jobs of the examples, on Ray workers, one step each. Start-up is from the start of `piperc` to the
+end of the first step, and the guard's share of it.
 
-Each size runs in a process of its own. `compile` is what a job does before it starts workers, whoever verifies it: trace, schedule, plan and check, differentiate the chunks of the plan.
-`verify` is the guard alone. Memory is the growth of the process (CPU) or of torch's allocator (CUDA) while it verifies.
-"""
+Each size runs in a process of its own. `compile` is what a job does before it starts workers, whoever verifies it:
+trace, schedule, plan and check, differentiate the chunks of the plan. `verify` is the guard alone. Memory is the growth
+of the process (CPU) or of torch's allocator (CUDA) while it verifies."""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         samples, length, width = x.shape
-        q, k, v = (t.view(samples, length, width // 64, 64).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
+        q, k, v = (
+            t.view(samples, length, width // 64, 64).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1)
+        )
         attended = f.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(samples, length, -1))
         return x + self.down(f.gelu(self.up(self.second(x))))  # type: ignore[no-any-return]
@@ -77,7 +81,10 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     params = list(params)
-    groups: list[dict[str, Any]] = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in params if p.ndim > 1]},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=1e-3)
 
 
@@ -122,9 +129,15 @@ def measure(size: str, device: str) -> dict[str, Any]:
     verified = verify(captured, plan, batch, Training(model, adamw))
     after = torch.cuda.max_memory_allocated() if device == "cuda" else resident()
     return {
-        "size": size, "parameters": parameters, "device": device, "compile_seconds": round(compiled, 2), "verify_seconds": round(verified.seconds, 2),
-        "verify_bytes": after - before, "difference": verified.difference, "skipped": verified.skipped,
-    }  # fmt: skip
+        "size": size,
+        "parameters": parameters,
+        "device": device,
+        "compile_seconds": round(compiled, 2),
+        "verify_seconds": round(verified.seconds, 2),
+        "verify_bytes": after - before,
+        "difference": verified.difference,
+        "skipped": verified.skipped,
+    }
 
 
 def examples(wanted: str) -> None:
@@ -133,7 +146,17 @@ def examples(wanted: str) -> None:
         if wanted not in str(script):
             continue
         with tempfile.TemporaryDirectory() as out:
-            command = [sys.executable, "-m", "piperlang", str(script.with_name("model.py")), str(script), "--steps", "1", "--out", out]
+            command = [
+                sys.executable,
+                "-m",
+                "piperlang",
+                str(script.with_name("model.py")),
+                str(script),
+                "--steps",
+                "1",
+                "--out",
+                out,
+            ]
             started = time.perf_counter()
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
                 assert job.stdout is not None
@@ -142,7 +165,11 @@ def examples(wanted: str) -> None:
                         startup = time.perf_counter() - started
             assert job.returncode == 0, script
             seconds = json.loads((Path(out) / "verified.json").read_text())["seconds"]
-        print(f"{script.parent.name + '/' + script.stem:32}  start-up {startup:5.1f} s  verify {seconds:5.2f} s  {seconds / startup:6.1%}", flush=True)
+        print(
+            f"{script.parent.name + '/' + script.stem:32}  start-up {startup:5.1f} s  verify {seconds:5.2f} s "
+            f" {seconds / startup:6.1%}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -150,7 +177,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--examples", nargs="?", const="/", metavar="TEXT", help="the share of start-up for the examples, or those whose path has TEXT")
+    parser.add_argument(
+        "--examples",
+        nargs="?",
+        const="/",
+        metavar="TEXT",
+        help="the share of start-up for the examples, or those whose path has TEXT",
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.examples:
@@ -166,9 +199,21 @@ def main() -> None:
         rows.append(row)
         if not options.json:
             outcome = row["skipped"] or f"{row['difference']:.0e}"
-            print(f"{row['parameters'] / 1e6:8.1f} M on {row['device']:4}  compile {row['compile_seconds']:6.1f} s  verify {row['verify_seconds']:6.1f} s, {row['verify_bytes'] / 2**30:5.2f} GiB  {outcome}", flush=True)
+            print(
+                f"{row['parameters'] / 1e6:8.1f} M on {row['device']:4}  compile {row['compile_seconds']:6.1f} s "
+                f" verify {row['verify_seconds']:6.1f} s, {row['verify_bytes'] / 2**30:5.2f} GiB  {outcome}",
+                flush=True,
+            )
     if options.json:
-        print(json.dumps({"rows": rows, "torch": torch.__version__, "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu"}))
+        print(
+            json.dumps(
+                {
+                    "rows": rows,
+                    "torch": torch.__version__,
+                    "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What an instruction costs a worker beyond what it computes: plans of 100 and of 1,000 instructions that do nothing.
 
-`copy` makes a tensor without elements. `identity` runs a captured graph that returns its input, each instruction reading what the one before it wrote. `switch` is `copy` on two
-streams in turn, each waiting for the other: what it costs to hand over between threads. One Ray worker; a step is timed inside it, so the call from the driver does not count.
+`copy` makes a tensor without elements. `identity` runs a captured graph that returns its input, each instruction
+reading what the one before it wrote. `switch` is `copy` on two streams in turn, each waiting for the other: what it
+costs to hand over between threads. One Ray worker; a step is timed inside it, so the call from the driver does not
+count.
 
     python -m benchmarks.host [--json] [--steps 30]
 """
@@ -22,7 +24,16 @@ from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
 
 SIZES = (100, 1_000)
-IDENTITY = {"op": "F", "chunk": 0, "samples": 1, "arranged": ((), ()), "slots": (("input", 0),), "gives": (("output", 0),), "loss": None, "routed": False}
+IDENTITY = {
+    "op": "F",
+    "chunk": 0,
+    "samples": 1,
+    "arranged": ((), ()),
+    "slots": (("input", 0),),
+    "gives": (("output", 0),),
+    "loss": None,
+    "routed": False,
+}
 
 
 class Identity:
@@ -50,7 +61,9 @@ class Identity:
 
 
 def identity(i: int) -> Instruction:
-    return Instruction("F", "compute", 0, (f"v{i}",), (f"v{i + 1}",), (), {"kind": 0, "reads": ((f"v{i}",),), "first": 0, "at": []})
+    return Instruction(
+        "F", "compute", 0, (f"v{i}",), (f"v{i + 1}",), (), {"kind": 0, "reads": ((f"v{i}",),), "first": 0, "at": []}
+    )
 
 
 def copy(i: int) -> Instruction:
@@ -74,7 +87,14 @@ def measure(steps: int) -> list[dict[str, Any]]:
             for count in SIZES:
                 with Job(plan(make, count), Identity(), Training(nn.Module, optimizer), cluster=cluster) as job:
                     seconds = min(job.step((torch.ones(1), torch.ones(1))).seconds for _ in range(steps))
-                rows.append({"what": make.__name__, "instructions": count, "us_per_instruction": round(1e6 * seconds / count, 2), "ms_per_step": round(1e3 * seconds, 3)})
+                rows.append(
+                    {
+                        "what": make.__name__,
+                        "instructions": count,
+                        "us_per_instruction": round(1e6 * seconds / count, 2),
+                        "ms_per_step": round(1e3 * seconds, 3),
+                    }
+                )
     finally:
         cluster.close()
     return rows

@@ -1,8 +1,8 @@
-"""The most memory that a process has had since one asked last: what torch has allocated on CUDA, the resident set on CPU.
+"""The most memory that a process has had since one asked last: what torch has allocated on CUDA, the resident set on
+CPU.
 
-On CPU it counts from what the process had before there was a model, and large tensors must lie in mappings of their own (`MAPPINGS`, before the process starts), or
-the C library would keep what is freed.
-"""
+On CPU it counts from what the process had before there was a model, and large tensors must lie in mappings of their own
+(`MAPPINGS`, before the process starts), or the C library would keep what is freed."""
 
 from __future__ import annotations
 

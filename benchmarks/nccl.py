@@ -1,6 +1,7 @@
-"""The schedules of tests/test_job.py on CUDA over NCCL, four ranks sharing what GPUs there are, against plain training on one, with clipping and evaluation.
+"""The schedules of tests/test_job.py on CUDA over NCCL, four ranks sharing what GPUs there are, against plain training
+on one, with clipping and evaluation.
 
-    python -m benchmarks.nccl [--json]
+python -m benchmarks.nccl [--json]
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def compare(cluster: Cluster, model: str, script: str, compiles: bool) -> dict[s
     plain = case.model().cuda()
     eager = optimizer([p for p in plain.parameters() if p.requires_grad])
     worst = {"loss": 0.0, "gradients": 0.0}
-    with Job(plan, captured, Training(case.model, optimizer), timeout=60, cluster=cluster, cuda=True, compiles=compiles) as job:
+    with Job(
+        plan, captured, Training(case.model, optimizer), timeout=60, cluster=cluster, cuda=True, compiles=compiles
+    ) as job:
         job.prepare(only, captured)
         for step in range(2):
             evaluated = job.evaluate(batch(step, "cpu"))
@@ -54,9 +57,16 @@ def compare(cluster: Cluster, model: str, script: str, compiles: bool) -> dict[s
             eager.zero_grad()
             loss = case.loss(plain(inputs), target)
             loss.backward()  # type: ignore[no-untyped-call]
-            worst["loss"] = max(worst["loss"], abs(done.loss - loss.item()) / abs(loss.item()), abs(evaluated - loss.item()) / abs(loss.item()))
+            worst["loss"] = max(
+                worst["loss"],
+                abs(done.loss - loss.item()) / abs(loss.item()),
+                abs(evaluated - loss.item()) / abs(loss.item()),
+            )
             expected = {name: p.grad.cpu() for name, p in plain.named_parameters() if p.grad is not None}
-            worst["gradients"] = max(worst["gradients"], *gradient_errors(graph, [device.device for device in plan.devices], job.gradients(), expected).values())
+            worst["gradients"] = max(
+                worst["gradients"],
+                *gradient_errors(graph, [device.device for device in plan.devices], job.gradients(), expected).values(),
+            )
             torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
             eager.step()
         weights = job.weights()

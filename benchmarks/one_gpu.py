@@ -1,4 +1,5 @@
-"""One GPU: a GPT of about 1 B parameters in bf16, trained through a plan, against eager and torch.compile on the same model, data and optimizer.
+"""One GPU: a GPT of about 1 B parameters in bf16, trained through a plan, against eager and torch.compile on the same
+model, data and optimizer.
 
     python -m benchmarks.one_gpu [--json] [--layers 16] [--steps 12]
 
@@ -103,7 +104,9 @@ def plain(layers: int, steps: int, compiles: bool) -> dict[str, Any]:
         opt.step()
         losses.append(float(value.detach()))
         times.append(time.perf_counter() - started)
-    return _row("compile" if compiles else "eager", times, losses, torch.cuda.max_memory_allocated() if device == "cuda" else 0)
+    return _row(
+        "compile" if compiles else "eager", times, losses, torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    )
 
 
 def piper(layers: int, steps: int) -> dict[str, Any]:
@@ -120,7 +123,12 @@ def piper(layers: int, steps: int) -> dict[str, Any]:
     graph = found.graph()
     captured: Any = found.scheduler.schedule.captured
     times, losses, memory = [], [], 0
-    with Job(lower(graph), captured, Training(Make(layers), optimizer), loss_dtype=graph.model.tensors[graph.model.loss].dtype) as job:
+    with Job(
+        lower(graph),
+        captured,
+        Training(Make(layers), optimizer),
+        loss_dtype=graph.model.tensors[graph.model.loss].dtype,
+    ) as job:
         for step in range(steps):
             done = job.step(batch(step, "cpu"))
             times.append(done.seconds)
@@ -131,7 +139,13 @@ def piper(layers: int, steps: int) -> dict[str, Any]:
 
 def _row(way: str, times: list[float], losses: list[float], memory: int) -> dict[str, Any]:
     middle = statistics.median(times[len(times) // 3 :])
-    return {"way": way, "ms": round(1e3 * middle, 2), "tokens_per_second": round(BATCH * LENGTH / middle), "peak_bytes": memory, "losses": [round(x, 5) for x in losses]}
+    return {
+        "way": way,
+        "ms": round(1e3 * middle, 2),
+        "tokens_per_second": round(BATCH * LENGTH / middle),
+        "peak_bytes": memory,
+        "losses": [round(x, 5) for x in losses],
+    }
 
 
 def main() -> None:
@@ -142,12 +156,26 @@ def main() -> None:
     parser.add_argument("--way", choices=("eager", "compile", "piper"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
-        row = piper(options.layers, options.steps) if options.way == "piper" else plain(options.layers, options.steps, options.way == "compile")
+        row = (
+            piper(options.layers, options.steps)
+            if options.way == "piper"
+            else plain(options.layers, options.steps, options.way == "compile")
+        )
         print(json.dumps(row))
         return
     rows = []
     for way in ("eager", "compile", "piper"):
-        command = [sys.executable, "-m", "benchmarks.one_gpu", "--way", way, "--layers", str(options.layers), "--steps", str(options.steps)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.one_gpu",
+            "--way",
+            way,
+            "--layers",
+            str(options.layers),
+            "--steps",
+            str(options.steps),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr)
@@ -155,7 +183,11 @@ def main() -> None:
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         if not options.json:
             row = rows[-1]
-            print(f"{row['way']:8} {row['ms']:9.1f} ms  {row['tokens_per_second']:9,} tokens/s  {row['peak_bytes'] / 2**30:6.2f} GiB  losses {row['losses'][:2]} ... {row['losses'][-1]}", flush=True)
+            print(
+                f"{row['way']:8} {row['ms']:9.1f} ms  {row['tokens_per_second']:9,} tokens/s "
+                f" {row['peak_bytes'] / 2**30:6.2f} GiB  losses {row['losses'][:2]} ... {row['losses'][-1]}",
+                flush=True,
+            )
     if options.json:
         print(json.dumps({"rows": rows}))
 

@@ -1,4 +1,5 @@
-"""Rows that choose experts in bf16 on a GPU: `routed_linear`, forward and backward, against one product for every expert and against a capacity of twice the mean.
+"""Rows that choose experts in bf16 on a GPU: `routed_linear`, forward and backward, against one product for every
+expert and against a capacity of twice the mean.
 
     python -m benchmarks.routed [--json] [--rows 16384] [--width 1024] [--hidden 4096] [--experts 16]
 
@@ -37,7 +38,9 @@ def padded(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     slot = torch.where(place < room, chosen[order] * room + place, experts * room)
     packed = rows.new_zeros(experts * room + 1, rows.shape[1]).index_copy(0, slot, rows[order])
     done = torch.bmm(packed[:-1].view(experts, room, -1), weight).flatten(0, 1)
-    return torch.zeros(len(rows), weight.shape[2], device=rows.device, dtype=rows.dtype).index_copy(0, order, torch.cat([done, done.new_zeros(1, done.shape[1])])[slot])
+    return torch.zeros(len(rows), weight.shape[2], device=rows.device, dtype=rows.dtype).index_copy(
+        0, order, torch.cat([done, done.new_zeros(1, done.shape[1])])[slot]
+    )
 
 
 def main() -> None:
@@ -49,16 +52,33 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     rows = torch.randn(options.rows, options.width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight = (torch.randn(options.experts, options.width, options.hidden, device=device) / options.width**0.5).to(torch.bfloat16).requires_grad_()
-    chosen = (torch.rand(options.rows, device=device) ** 1.5 * options.experts).long()  # uneven: the first experts are chosen more often
+    weight = (
+        (torch.randn(options.experts, options.width, options.hidden, device=device) / options.width**0.5)
+        .to(torch.bfloat16)
+        .requires_grad_()
+    )
+    chosen = (
+        torch.rand(options.rows, device=device) ** 1.5 * options.experts
+    ).long()  # uneven: the first experts are chosen more often
     grad = torch.randn(options.rows, options.hidden, device=device, dtype=torch.bfloat16)
-    exact = _results(one_by_one, rows.detach().float().requires_grad_(), chosen, weight.detach().float().requires_grad_(), grad.float())
+    exact = _results(
+        one_by_one,
+        rows.detach().float().requires_grad_(),
+        chosen,
+        weight.detach().float().requires_grad_(),
+        grad.float(),
+    )
     found: list[dict[str, Any]] = []
     for name, way in (("routed_linear", routed_linear), ("one by one", one_by_one), ("capacity", padded)):
         results = _results(way, rows, chosen, weight, grad)
-        errors = [float((mine.float() - theirs).abs().max() / theirs.abs().max()) for mine, theirs in zip(results, exact, strict=True)]
+        errors = [
+            float((mine.float() - theirs).abs().max() / theirs.abs().max())
+            for mine, theirs in zip(results, exact, strict=True)
+        ]
         ms = _ms(lambda way=way: _results(way, rows, chosen, weight, grad), device)  # type: ignore[misc]
-        found.append({"way": name, "ms": round(ms, 3), "result": errors[0], "grad_rows": errors[1], "grad_weight": errors[2]})
+        found.append(
+            {"way": name, "ms": round(ms, 3), "result": errors[0], "grad_rows": errors[1], "grad_weight": errors[2]}
+        )
         if not options.json:
             print(found[-1], flush=True)
     if options.json:

@@ -1,8 +1,10 @@
-"""Networks that sleep instead of computing, so that schedules can be timed on any machine, and what runs them under a script.
+"""Networks that sleep instead of computing, so that schedules can be timed on any machine, and what runs them under a
+script.
 
-An operator is tanh(work(x) * weigh(w)). Sleeping takes no processor: four devices on two cores wait for each other as four machines would. It has two parts because
-autograd sees a custom operator's backward as one node, and torch's own split of a backward in halves would run that node twice; a product of two is
-divided by torch and by us alike: I is the backward of `work`, W the backward of `weigh`.
+An operator is tanh(work(x) * weigh(w)). Sleeping takes no processor: four devices on two cores wait for each other as
+four machines would. It has two parts because autograd sees a custom operator's backward as one node, and torch's own
+split of a backward in halves would run that node twice; a product of two is divided by torch and by us alike: I is the
+backward of `work`, W the backward of `weigh`.
 
 Whoever imports this file has the operators; workers do, because they unpickle functions from here.
 """
@@ -40,12 +42,15 @@ from piperlang.source import Source
 WIDTH = 4
 FLOPS = 4e11
 """What a millisecond of sleep stands for; only that it is much, beside latencies, matters."""
-os.environ.setdefault("RAY_worker_niceness", "0")  # Ray gives its workers 15, and on a busy machine every wake-up would come later than in torch's processes
+os.environ.setdefault(
+    "RAY_worker_niceness", "0"
+)  # Ray gives its workers 15, and on a busy machine every wake-up would come later than in torch's processes
 TIMELINE = "PIPER_TIMELINE"
 """A folder: workers write there what they did and when."""
 
 
-# Defined by hand: `torch.library.custom_op` wraps every call in checks that take 0.3 ms here, much more than an instruction does.
+# Defined by hand: `torch.library.custom_op` wraps every call in checks that take 0.3 ms here, much more than an
+# instruction does.
 _LIBRARY = torch.library.Library("sleeping", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -75,7 +80,9 @@ def _back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     return nap(gradient.contiguous(), ctx.ms), None
 
 
-def _define(name: str, run: Callable[[torch.Tensor, float], torch.Tensor], learns: bool) -> Callable[[torch.Tensor, float], torch.Tensor]:
+def _define(
+    name: str, run: Callable[[torch.Tensor, float], torch.Tensor], learns: bool
+) -> Callable[[torch.Tensor, float], torch.Tensor]:
     _LIBRARY.define(f"{name}(Tensor x, float ms) -> Tensor")  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"sleeping::{name}", _fake, lib=_LIBRARY)
@@ -83,7 +90,8 @@ def _define(name: str, run: Callable[[torch.Tensor, float], torch.Tensor], learn
         torch.library.register_autograd(f"sleeping::{name}", _back, setup_context=_remember, lib=_LIBRARY)
     defined = getattr(torch.ops.sleeping, name)
     if run is _sleep:
-        # Real operators have flops, and orders that leave something open are filled by them: these tell theirs the way torch offers.
+        # Real operators have flops, and orders that leave something open are filled by them: these tell theirs the way
+        # torch offers.
         register_flop_formula(defined)(lambda shape, ms, **_: int(FLOPS * ms))
     return defined  # type: ignore[no-any-return]
 
@@ -100,7 +108,8 @@ weigh = _define("weigh", _awake, learns=True)
 
 
 class Layer(nn.Module):
-    """As its parts say: `o` is an operator, whose F, I and W take `ms` each; `e` an exchange, which takes `exchange` each way and learns nothing."""
+    """As its parts say: `o` is an operator, whose F, I and W take `ms` each; `e` an exchange, which takes `exchange`
+    each way and learns nothing."""
 
     def __init__(self, parts: str, ms: float, exchange: float) -> None:
         super().__init__()
@@ -111,7 +120,8 @@ class Layer(nn.Module):
         weights = iter(self.weights)
         for i, part in enumerate(self.parts):
             if part == "o":
-                # The activation comes last, so that I computes something W needs: a W that reads the gradient itself trips the verifier.
+                # The activation comes last, so that I computes something W needs: a W that reads the gradient itself
+                # trips the verifier.
                 x = torch.tanh(work(x, self.ms) * weigh(next(weights), self.ms))
             else:
                 # Numbered, or two exchanges in a row would be one chunk.
@@ -121,7 +131,8 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Layers in stages, after a chunk that takes no time: with it the first layer, too, gives a gradient of its input."""
+    """Layers in stages, after a chunk that takes no time: with it the first layer, too, gives a gradient of its
+    input."""
 
     def __init__(self, layers: int, stages: int, parts: str, ms: float, exchange: float) -> None:
         super().__init__()
@@ -203,7 +214,14 @@ class Asleep(Costs):
         if family.op not in COMPUTE or family.chunk is None:
             return 0.0
         piece = getattr(self.captured.pieces(family.chunk, family.samples), family.op)
-        return sum(float(one.args[1]) for one in piece.module.graph.nodes if one.target in (torch.ops.sleeping.nap.default, torch.ops.sleeping.work.default)) / 1e3
+        return (
+            sum(
+                float(one.args[1])
+                for one in piece.module.graph.nodes
+                if one.target in (torch.ops.sleeping.nap.default, torch.ops.sleeping.work.default)
+            )
+            / 1e3
+        )
 
 
 def _record(folder: Path) -> None:

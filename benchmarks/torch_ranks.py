@@ -34,7 +34,11 @@ class Ranks:
         start = multiprocessing.get_context("spawn")
         for rank in range(self.count):
             ours, theirs = start.Pipe()
-            process = start.Process(target=_live, args=(rank, self.count, self.folder.name, self.cuda, self.limit, self.serve, theirs), daemon=True)
+            process = start.Process(
+                target=_live,
+                args=(rank, self.count, self.folder.name, self.cuda, self.limit, self.serve, theirs),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -91,7 +95,13 @@ def _live(rank: int, count: int, folder: str, cuda: bool, limit: float, serve: S
         torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.set_num_threads(1)
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=count, timeout=timedelta(seconds=limit))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=limit),
+    )
     with contextlib.suppress(EOFError):
         while True:
             request = line.recv()

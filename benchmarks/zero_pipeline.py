@@ -1,13 +1,18 @@
-"""Memory of ZeRO-3 in a pipeline: a script against torch's Schedule1F1B with FSDP2, PP=2 x DP=2, on a model whose weights dominate.
+"""Memory of ZeRO-3 in a pipeline: a script against torch's Schedule1F1B with FSDP2, PP=2 x DP=2, on a model whose
+weights dominate.
 
-Layers of an MLP with a residual, eight on each of two stages; ours is 1F1B with `params=sharded, prefetch=1` and every layer a chunk, torch's is `fully_shard` of every layer and of the stage with
-`reshard_after_forward=True`. `torch_layers` is the same without the last of these: then torch's pipeline does not know of FSDP, and every microbatch reduces its gradients, as ours
-does with `accumulate=sharded` (`piper`; `piper_once` reduces once a step, as `torch` does). Same weights, data, optimizer (AdamW) and
-microbatches. Four processes share the GPU; the peak is that of the rank that has most, over a step after the first, as torch's allocator has it.
+Layers of an MLP with a residual, eight on each of two stages; ours is 1F1B with `params=sharded, prefetch=1` and every
+layer a chunk, torch's is `fully_shard` of every layer and of the stage with `reshard_after_forward=True`.
+`torch_layers` is the same without the last of these: then torch's pipeline does not know of FSDP, and every microbatch
+reduces its gradients, as ours does with `accumulate=sharded` (`piper`; `piper_once` reduces once a step, as `torch`
+does). Same weights, data, optimizer (AdamW) and microbatches. Four processes share the GPU; the peak is that of the
+rank that has most, over a step after the first, as torch's allocator has it.
 
-Rows: agreement with plain training of a narrow model; the peak at one sample a microbatch and rank; the largest batch whose measured peak stays under some caps, which are multiples of torch's first peak.
+Rows: agreement with plain training of a narrow model; the peak at one sample a microbatch and rank; the largest batch
+whose measured peak stays under some caps, which are multiples of torch's first peak.
 
-    python -m benchmarks.zero_pipeline [--json] [--width 1536] [--layers 16] [--micro 4] [--tokens 32] [--dtype float32] [--minutes 5] [--compile] [--small]
+    python -m benchmarks.zero_pipeline [--json] [--width 1536] [--layers 16] [--micro 4] [--tokens 32]
+        [--dtype float32] [--minutes 5] [--compile] [--small]
 """
 
 from __future__ import annotations
@@ -104,7 +109,10 @@ class Make:
 
 def batch(size: Size, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     made = torch.Generator().manual_seed(step)
-    x, target = (torch.randn(size.samples, size.tokens, size.width, generator=made).to(getattr(torch, size.dtype)) for _ in range(2))
+    x, target = (
+        torch.randn(size.samples, size.tokens, size.width, generator=made).to(getattr(torch, size.dtype))
+        for _ in range(2)
+    )
     return x, target
 
 
@@ -132,7 +140,9 @@ def plain(size: Size, device: str) -> tuple[list[float], dict[str, torch.Tensor]
         loss = mse_loss(model(x), target)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))
-        gradients = gradients or {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients or {
+            name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         update.step()
         update.zero_grad()
     return losses, gradients
@@ -173,7 +183,9 @@ def torch_rank(rank: int, device: torch.device, request: Request) -> dict[str, A
     if request.whole_stage:
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=True, mp_policy=policy)
     update = optimizer(part.parameters())
-    schedule = pipelining.Schedule1F1B(pipelining.PipelineStage(part, stage, PP, device, group=mesh["pp"].get_group()), size.micro, loss_fn=mse_loss)
+    schedule = pipelining.Schedule1F1B(
+        pipelining.PipelineStage(part, stage, PP, device, group=mesh["pp"].get_group()), size.micro, loss_fn=mse_loss
+    )
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     seconds = 0.0
@@ -182,7 +194,10 @@ def torch_rank(rank: int, device: torch.device, request: Request) -> dict[str, A
             gc.collect()
             dist.barrier()
             _forget(cuda)
-        x, target = (one.view(size.micro, DP, -1, *one.shape[1:])[:, data].flatten(0, 1).contiguous() for one in batch(size, step))
+        x, target = (
+            one.view(size.micro, DP, -1, *one.shape[1:])[:, data].flatten(0, 1).contiguous()
+            for one in batch(size, step)
+        )
         started = time.perf_counter()
         found: list[torch.Tensor] = []
         if stage == 0:
@@ -190,14 +205,20 @@ def torch_rank(rank: int, device: torch.device, request: Request) -> dict[str, A
         else:
             schedule.step(target=target.to(device), losses=found)
         if request.gradients and step == 0:
-            gradients = {f"layers.{stage * per + i}.{name}": p.grad.full_tensor().cpu() for i, layer in enumerate(part.layers) for name, p in layer.named_parameters()}  # type: ignore[union-attr]
+            gradients = {
+                f"layers.{stage * per + i}.{name}": p.grad.full_tensor().cpu()  # type: ignore[union-attr]
+                for i, layer in enumerate(part.layers)
+                for name, p in layer.named_parameters()
+            }
         update.step()
         update.zero_grad()
         losses.append(sum(float(one.detach()) for one in found) / size.micro / DP)
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    peak = {kind: most - before for kind, most in _peaks().items()} if cuda else {"allocated": memory.highest(os.getpid())}
+    peak = (
+        {kind: most - before for kind, most in _peaks().items()} if cuda else {"allocated": memory.highest(os.getpid())}
+    )
     return {"losses": losses, "peak": peak, "seconds": seconds, "gradients": gradients}
 
 
@@ -238,7 +259,13 @@ class Torch:
         peaks = [answer["peak"]["allocated"] - (self.base[i] if self.base else 0) for i, answer in enumerate(answers)]
         losses = [sum(answer["losses"][step] for answer in answers) for step in range(2)]
         found = {name: gradient for answer in answers for name, gradient in answer["gradients"].items()}
-        return {"losses": losses, "peaks": peaks, "seconds": max(answer["seconds"] for answer in answers), "gradients": found, "more": _most([answer["peak"] for answer in answers])}
+        return {
+            "losses": losses,
+            "peaks": peaks,
+            "seconds": max(answer["seconds"] for answer in answers),
+            "gradients": found,
+            "more": _most([answer["peak"] for answer in answers]),
+        }
 
     def close(self) -> None:
         self.ranks.close()
@@ -291,21 +318,46 @@ class Ours:
         foreseen = peaks(plan, graph, states=2 * getattr(torch, size.dtype).itemsize)
         loss_dtype = graph.model.tensors[graph.model.loss].dtype
         del x, target
-        with Job(plan, captured, Training(Make(size), optimizer), timeout=120, loss_dtype=loss_dtype, cluster=self.cluster, cuda=self.cuda, compiles=self.compiles) as job:
+        with Job(
+            plan,
+            captured,
+            Training(Make(size), optimizer),
+            timeout=120,
+            loss_dtype=loss_dtype,
+            cluster=self.cluster,
+            cuda=self.cuda,
+            compiles=self.compiles,
+        ) as job:
             losses = [job.step(batch(size, 0), gradients=gradients).loss]
             parts = job.gradients() if gradients else []
             self._forget()
             reports, stuck = self.cluster.watch(job.begin(batch(size, 1)))
             if stuck is not None or any(report is None or report.failed for report in reports):
-                raise RuntimeError(next((report.failed[1] for report in reports if report is not None and report.failed), f"worker {stuck} does not answer"))
+                raise RuntimeError(
+                    next(
+                        (report.failed[1] for report in reports if report is not None and report.failed),
+                        f"worker {stuck} does not answer",
+                    )
+                )
             losses.append(sum(report.loss for report in reports))
             peaks_of = self.cluster.each("reset_peak", count=RANKS)
-        highest = [one["allocated"] for one in peaks_of] if self.cuda else [memory.highest(pid) - base for pid, base in zip(self.cluster.pids, self.base or [0] * RANKS, strict=True)]
+        highest = (
+            [one["allocated"] for one in peaks_of]
+            if self.cuda
+            else [
+                memory.highest(pid) - base
+                for pid, base in zip(self.cluster.pids, self.base or [0] * RANKS, strict=True)
+            ]
+        )
         return {
             "more": _most(peaks_of),
-            "losses": losses, "peaks": highest, "seconds": max(report.seconds for report in reports), "gradients": _parts(plan, parts),
-            "foreseen": max(peak.bytes for peak in foreseen), "foreseen_by": dict(max(foreseen, key=lambda peak: peak.bytes).by),
-        }  # fmt: skip
+            "losses": losses,
+            "peaks": highest,
+            "seconds": max(report.seconds for report in reports),
+            "gradients": _parts(plan, parts),
+            "foreseen": max(peak.bytes for peak in foreseen),
+            "foreseen_by": dict(max(foreseen, key=lambda peak: peak.bytes).by),
+        }
 
     def _forget(self) -> None:
         self.cluster.each("reset_peak", count=RANKS)
@@ -320,7 +372,8 @@ class Ours:
 
 
 def _most(peaks: list[dict[str, int]]) -> dict[str, int]:
-    """Beside what is allocated: active counts what is free but still waited for by a stream, reserved what the process holds in all."""
+    """Beside what is allocated: active counts what is free but still waited for by a stream, reserved what the process
+    holds in all."""
     return {f"{kind}_bytes": max(one[kind] for one in peaks) for kind in ("active", "reserved") if kind in peaks[0]}
 
 
@@ -331,14 +384,17 @@ def _parts(plan: Any, found: list[dict[str, torch.Tensor]]) -> dict[str, torch.T
         for key, gradient in gradients.items():
             held = device.weights[key]
             pieces.setdefault(held["weight"], []).append(((held["flat"] or (0, 0))[0], gradient.flatten()))
-    return {name: torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])]) for name, parts in pieces.items()}
+    return {
+        name: torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])]) for name, parts in pieces.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------ search
 
 
 class Search:
-    """The largest batch of one side under each cap, from measured peaks alone; a line through two of them only says where to look."""
+    """The largest batch of one side under each cap, from measured peaks alone; a line through two of them only says
+    where to look."""
 
     def __init__(self, measure: Callable[[int], int | None], first: int, top: int, until: float) -> None:
         self.measure, self.until, self.top = measure, until, top
@@ -357,11 +413,18 @@ class Search:
                 break
             self.peak(min(max(self._guess(cap), best + 1), beyond - 1))
         best, beyond = self._bounds(cap)
-        return {"batch": best, "too_large": beyond if beyond <= self.top else None, "exact": beyond - best == 1, "peak": self.known.get(best)}
+        return {
+            "batch": best,
+            "too_large": beyond if beyond <= self.top else None,
+            "exact": beyond - best == 1,
+            "peak": self.known.get(best),
+        }
 
     def _bounds(self, cap: float) -> tuple[int, int]:
         fits = [one for one, peak in self.known.items() if peak is not None and peak <= cap]
-        return max(fits, default=0), min([one for one, peak in self.known.items() if peak is None or peak > cap] + [self.top + 1])
+        return max(fits, default=0), min(
+            [one for one, peak in self.known.items() if peak is None or peak > cap] + [self.top + 1]
+        )
 
     def _guess(self, cap: float) -> int:
         points = sorted((abs(peak - cap), one, peak) for one, peak in self.known.items() if peak is not None)[:2]
@@ -384,7 +447,11 @@ class Report:
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
-        print(json.dumps(row) if self.quiet else "  ".join(f"{key}={value}" for key, value in row.items()), file=sys.stderr if self.quiet else sys.stdout, flush=True)
+        print(
+            json.dumps(row) if self.quiet else "  ".join(f"{key}={value}" for key, value in row.items()),
+            file=sys.stderr if self.quiet else sys.stdout,
+            flush=True,
+        )
 
 
 def attempt(report: Report, what: str, way: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -402,10 +469,16 @@ def agreement(report: Report, sides: dict[str, Any], size: Size, cuda: bool) -> 
         found = attempt(report, "agreement", way, lambda side=side: side.run(size, gradients=True))  # type: ignore[misc]
         if found is not None:
             assert found["gradients"].keys() == gradients.keys(), way
-            worst = max(relative(found["gradients"][name].flatten(), gradient.flatten()) for name, gradient in gradients.items())
+            worst = max(
+                relative(found["gradients"][name].flatten(), gradient.flatten()) for name, gradient in gradients.items()
+            )
             report.add(
-                what="agreement", way=way, width=size.width, loss=max(abs(a - b) / abs(b) for a, b in zip(found["losses"], losses, strict=True)), gradients=worst,
-            )  # fmt: skip
+                what="agreement",
+                way=way,
+                width=size.width,
+                loss=max(abs(a - b) / abs(b) for a, b in zip(found["losses"], losses, strict=True)),
+                gradients=worst,
+            )
 
 
 def first_peaks(report: Report, sides: dict[str, Any], size: Size) -> dict[str, int]:
@@ -416,17 +489,32 @@ def first_peaks(report: Report, sides: dict[str, Any], size: Size) -> dict[str, 
             firsts[way] = max(found["peaks"])
             more = found["more"] | {key: found[key] for key in ("foreseen", "foreseen_by") if key in found}
             report.add(
-                what="peak", way=way, batch=size.batch, bytes=firsts[way], stages=round(firsts[way] / (size.layer_bytes * size.layers // PP), 3), ranks=found["peaks"],
-                seconds=round(found["seconds"], 3), losses=found["losses"], **more,
-            )  # fmt: skip
+                what="peak",
+                way=way,
+                batch=size.batch,
+                bytes=firsts[way],
+                stages=round(firsts[way] / (size.layer_bytes * size.layers // PP), 3),
+                ranks=found["peaks"],
+                seconds=round(found["seconds"], 3),
+                losses=found["losses"],
+                **more,
+            )
     for ours in ("piper", "piper_once"):
         for theirs in ("torch", "torch_layers"):
             if {ours, theirs} <= firsts.keys():
-                report.add(what="ratio", batch=size.batch, ours=ours, theirs=theirs, ratio=round(firsts[ours] / firsts[theirs], 4))
+                report.add(
+                    what="ratio",
+                    batch=size.batch,
+                    ours=ours,
+                    theirs=theirs,
+                    ratio=round(firsts[ours] / firsts[theirs], 4),
+                )
     return firsts
 
 
-def largest_batches(report: Report, sides: dict[str, Any], size: Size, firsts: dict[str, int], top: int, until: float) -> None:
+def largest_batches(
+    report: Report, sides: dict[str, Any], size: Size, firsts: dict[str, int], top: int, until: float
+) -> None:
     """Half of the time that is left for torch, the rest for ours."""
     found: dict[tuple[str, float], int] = {}
     ways = [way for way in ("torch", "piper") if way in firsts]
@@ -436,7 +524,14 @@ def largest_batches(report: Report, sides: dict[str, Any], size: Size, firsts: d
             done = attempt(report, f"batch {samples}", way, lambda: sides[way].run(replace(size, batch=samples)))
             if done is None:
                 return None
-            report.add(what="measured", way=way, batch=samples, bytes=max(done["peaks"]), **done["more"], seconds=round(done["seconds"], 3))
+            report.add(
+                what="measured",
+                way=way,
+                batch=samples,
+                bytes=max(done["peaks"]),
+                **done["more"],
+                seconds=round(done["seconds"], 3),
+            )
             return int(max(done["peaks"]))
 
         now = time.monotonic()
@@ -448,12 +543,22 @@ def largest_batches(report: Report, sides: dict[str, Any], size: Size, firsts: d
         sides[way].close()
     for cap in CAPS:
         if ("torch", cap) in found and ("piper", cap) in found:
-            report.add(what="largest ratio", cap=cap, piper=found["piper", cap], torch=found["torch", cap], piper_over_torch=round(found["piper", cap] / max(1, found["torch", cap]), 3))
+            report.add(
+                what="largest ratio",
+                cap=cap,
+                piper=found["piper", cap],
+                torch=found["torch", cap],
+                piper_over_torch=round(found["piper", cap] / max(1, found["torch", cap]), 3),
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="rows to standard error as they come, all of them to standard output at the end")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="rows to standard error as they come, all of them to standard output at the end",
+    )
     parser.add_argument("--small", action="store_true", help="on CPU over gloo, for trying it out")
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int)
@@ -463,18 +568,39 @@ def main() -> None:
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=5.0, help="no new run after so many (default: 5)")
     parser.add_argument("--top", type=int, default=256, help="the largest batch tried")
-    parser.add_argument("--compile", action="store_true", help="our chunks through Inductor; torch's modules run eagerly either way")
+    parser.add_argument(
+        "--compile", action="store_true", help="our chunks through Inductor; torch's modules run eagerly either way"
+    )
     parser.add_argument("--peaks", action="store_true", help="no search for the largest batch")
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     cuda = not options.small
     if not cuda:
         os.environ.update(memory.MAPPINGS)
-    size = Size(options.width or (1536 if cuda else 384), options.layers or (16 if cuda else 8), options.tokens, options.micro, options.dtype)
+    size = Size(
+        options.width or (1536 if cuda else 384),
+        options.layers or (16 if cuda else 8),
+        options.tokens,
+        options.micro,
+        options.dtype,
+    )
     report = Report(options.json)
-    sides: dict[str, Any] = {"torch": Torch(cuda), "torch_layers": Torch(cuda, whole_stage=False), "piper": Ours(cuda, options.compile, options.prefetch), "piper_once": Ours(cuda, options.compile, options.prefetch, "whole")}
+    sides: dict[str, Any] = {
+        "torch": Torch(cuda),
+        "torch_layers": Torch(cuda, whole_stage=False),
+        "piper": Ours(cuda, options.compile, options.prefetch),
+        "piper_once": Ours(cuda, options.compile, options.prefetch, "whole"),
+    }
     try:
-        report.add(what="model", **size.__dict__, layer_bytes=size.layer_bytes, stage_bytes=size.layer_bytes * size.layers // PP, ranks=RANKS, device="cuda" if cuda else "cpu", torch=torch.__version__)
+        report.add(
+            what="model",
+            **size.__dict__,
+            layer_bytes=size.layer_bytes,
+            stage_bytes=size.layer_bytes * size.layers // PP,
+            ranks=RANKS,
+            device="cuda" if cuda else "cpu",
+            torch=torch.__version__,
+        )
         agreement(report, sides, replace(size, width=NARROW), cuda)
         firsts = first_peaks(report, sides, size)
         sides["torch_layers"].close()

@@ -39,7 +39,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "examples").symlink_to(ROOT / "examples")
         page = PAGE.format(
-            **start_up(Path(folder)), narrow=run(Path(folder), 50), wide=run(Path(folder), 120), log=log(Path(folder)), notebook=notebook()
+            **start_up(Path(folder)),
+            narrow=run(Path(folder), 50),
+            wide=run(Path(folder), 120),
+            log=log(Path(folder)),
+            notebook=notebook(),
         )
     (ROOT / "docs" / "screens.md").write_text(page, encoding="utf-8")
 
@@ -91,7 +95,9 @@ def notebook() -> str:
     parts = []
     for cell in made.cells:
         parts.append(f"```python\n{cell.source}\n```")
-        parts += [f"```\n{out['data']['text/plain']}\n```" for out in cell.outputs if out["output_type"] == "display_data"]
+        parts += [
+            f"```\n{out['data']['text/plain']}\n```" for out in cell.outputs if out["output_type"] == "display_data"
+        ]
     return "\n\n".join(parts)
 
 
@@ -141,7 +147,7 @@ The last line is the status line. It is drawn again while a phase goes on, and e
 ## In a notebook
 
 {notebook}
-"""
+"""  # noqa: E501
 
 if __name__ == "__main__":
     main()

@@ -31,7 +31,7 @@ from piperlang.syntax.words import (  # noqa: E402
     OPTION_WORDS,
     SELECTOR_WORDS,
     SIZE_UNITS,
-)  # fmt: skip
+)
 
 Rule = dict[str, Any]
 
@@ -92,10 +92,12 @@ def rest_of_line(word: str, inside: list[Rule], end: str = "$", closing: str | N
 
 def bracket(opening: str, closing: str, inside: list[Rule]) -> Rule:
     return {
-        "begin": opening, "beginCaptures": {"0": {"name": "punctuation.section.bracket.begin.piper"}},
-        "end": f"({closing})|{RECOVER}", "endCaptures": captures("punctuation.section.bracket.end.piper"),
+        "begin": opening,
+        "beginCaptures": {"0": {"name": "punctuation.section.bracket.begin.piper"}},
+        "end": f"({closing})|{RECOVER}",
+        "endCaptures": captures("punctuation.section.bracket.end.piper"),
         "patterns": inside,
-    }  # fmt: skip
+    }
 
 
 def string(quote: str, name: str) -> Rule:
@@ -113,7 +115,9 @@ def selector_values() -> dict[str, Rule]:
         ]
         rules[f"value-{key}"] = {
             "begin": rf"{KEY}({key})\s*(!?=)(?!=)",
-            "beginCaptures": captures("entity.other.attribute-name.selector.piper", "keyword.operator.assignment.piper"),
+            "beginCaptures": captures(
+                "entity.other.attribute-name.selector.piper", "keyword.operator.assignment.piper"
+            ),
             "end": rf"(?=[,\]])|{RECOVER}",
             "patterns": known,
         }
@@ -127,14 +131,28 @@ def textmate() -> str:
     repository: dict[str, Rule] = {
         "expression": {
             "patterns": include(
-                "comment", "strings", "numbers", "member", "optional", "statements", "keywords", "builtin", "operators", "brackets",
+                "comment",
+                "strings",
+                "numbers",
+                "member",
+                "optional",
+                "statements",
+                "keywords",
+                "builtin",
+                "operators",
+                "brackets",
                 "separators",
             )
         },
         "comment": match(r"#.*$", "comment.line.number-sign.piper"),
         "strings": {
             "patterns": [
-                {"begin": '"""', "end": '"""', "name": "string.quoted.docstring.piper", "patterns": include("line-escape", "escapes")},
+                {
+                    "begin": '"""',
+                    "end": '"""',
+                    "name": "string.quoted.docstring.piper",
+                    "patterns": include("line-escape", "escapes"),
+                },
                 string('"', "string.quoted.double.piper"),
                 string("'", "string.quoted.single.piper"),
                 match(r"[\"'].*$", "invalid.illegal.unclosed-string.piper"),
@@ -142,7 +160,10 @@ def textmate() -> str:
         },
         "line-escape": match(r"\\$", "constant.character.escape.piper"),
         "escapes": {
-            "patterns": [match(r"\\[nt\\\"']", "constant.character.escape.piper"), match(r"\\.", "invalid.illegal.escape.piper")]
+            "patterns": [
+                match(r"\\[nt\\\"']", "constant.character.escape.piper"),
+                match(r"\\.", "invalid.illegal.escape.piper"),
+            ]
         },
         "numbers": {
             "patterns": [
@@ -160,25 +181,40 @@ def textmate() -> str:
                 parts(rf"\b(param)\b(?:\s+({FREE}))?", SCOPES["param"], bound),
                 parts(rf"\b(as)\b(?:\s+({FREE}))?", SCOPES["as"], bound),
                 parts(rf"\b(import)\b(?:\s+({FREE}(?:\.{NAME})*))?", SCOPES["import"], "entity.name.namespace.piper"),
-                rest_of_line("from", include("comment", "strings", "module", "keywords"), r"\b(import)\b|$", closing="import"),
+                rest_of_line(
+                    "from", include("comment", "strings", "module", "keywords"), r"\b(import)\b|$", closing="import"
+                ),
                 rest_of_line("let", [*include("comment", "keywords", "separators"), match(FREE, bound)], "(?==)|$"),
-                rest_of_line("mesh", [
-                    parts(rf"(?<=\bmesh)\s+({FREE})", bound),
-                    match(rf"\b{FREE}(?=\s*:)", "entity.other.attribute-name.axis.piper"),
-                    *include("expression"),
-                ]),
-                rest_of_line("tag", [parts(setting, "entity.other.attribute-name.tag.piper"), *include("expression")], r"\b(at)\b|$", "at"),
-                rest_of_line("with", [
-                    *(
-                        parts(
-                            rf"\b({option})\s*(=)\s*({one_of(words)})", "entity.other.attribute-name.option.piper",
-                            "keyword.operator.assignment.piper", "support.constant.option.piper",
-                        )
-                        for option, words in OPTION_WORDS.items()
-                    ),
-                    parts(setting, "entity.other.attribute-name.option.piper"),
-                    *include("expression"),
-                ]),
+                rest_of_line(
+                    "mesh",
+                    [
+                        parts(rf"(?<=\bmesh)\s+({FREE})", bound),
+                        match(rf"\b{FREE}(?=\s*:)", "entity.other.attribute-name.axis.piper"),
+                        *include("expression"),
+                    ],
+                ),
+                rest_of_line(
+                    "tag",
+                    [parts(setting, "entity.other.attribute-name.tag.piper"), *include("expression")],
+                    r"\b(at)\b|$",
+                    "at",
+                ),
+                rest_of_line(
+                    "with",
+                    [
+                        *(
+                            parts(
+                                rf"\b({option})\s*(=)\s*({one_of(words)})",
+                                "entity.other.attribute-name.option.piper",
+                                "keyword.operator.assignment.piper",
+                                "support.constant.option.piper",
+                            )
+                            for option, words in OPTION_WORDS.items()
+                        ),
+                        parts(setting, "entity.other.attribute-name.option.piper"),
+                        *include("expression"),
+                    ],
+                ),
             ]
         },
         "module": match(rf"\b{FREE}(?:\.{NAME})*", "entity.name.namespace.piper"),
@@ -203,10 +239,14 @@ def textmate() -> str:
         "keys": {
             "patterns": [
                 parts(
-                    rf"{KEY}({NAME})\s*(!?=)(?!=)(?:\s*(\*)(?!\*))?", "entity.other.attribute-name.selector.piper",
-                    "keyword.operator.assignment.piper", "constant.language.wildcard.piper",
+                    rf"{KEY}({NAME})\s*(!?=)(?!=)(?:\s*(\*)(?!\*))?",
+                    "entity.other.attribute-name.selector.piper",
+                    "keyword.operator.assignment.piper",
+                    "constant.language.wildcard.piper",
                 ),
-                parts(rf"(!)\s*({NAME})", "keyword.operator.absent.piper", "entity.other.attribute-name.selector.piper"),
+                parts(
+                    rf"(!)\s*({NAME})", "keyword.operator.absent.piper", "entity.other.attribute-name.selector.piper"
+                ),
                 parts(r"(?<=\[)\s*(\*)(?=\s*\])", "constant.language.wildcard.piper"),
             ]
         },
@@ -219,11 +259,15 @@ def textmate() -> str:
                 match(r"\.", "punctuation.accessor.piper"),
             ]
         },
-    }  # fmt: skip
+    }
     grammar = {
-        "comment": NOTE, "name": "Piper", "scopeName": "source.piper", "fileTypes": ["piper"], "patterns": include("expression"),
+        "comment": NOTE,
+        "name": "Piper",
+        "scopeName": "source.piper",
+        "fileTypes": ["piper"],
+        "patterns": include("expression"),
         "repository": repository,
-    }  # fmt: skip
+    }
     return json.dumps(grammar, indent=2) + "\n"
 
 
@@ -295,17 +339,42 @@ syntax cluster piperSelector contains=piperKey,piperAbsent,piperWildcard,@VALUES
 @LINKS@
 
 let b:current_syntax = "piper"
-'''
+'''  # noqa: E501
 
 LINKS = {
-    "piperOperator": "Operator", "piperComment": "Comment", "piperBadNumber": "Error", "piperInteger": "Number", "piperFloat": "Float",
-    "piperSize": "Number", "piperBadEscape": "Error", "piperEscape": "SpecialChar", "piperUnclosed": "Error", "piperString": "String",
-    "piperDoc": "String", "piperBound": "Identifier", "piperBoundOne": "piperBound", "piperFunction": "Function", "piperModule": "PreProc",
-    "piperDirective": "Statement", "piperDeclaration": "StorageClass", "piperImport": "Include", "piperControl": "Conditional",
-    "piperConnective": "Keyword", "piperOperatorWord": "Operator", "piperConstant": "Boolean", "piperBuiltin": "Function",
-    "piperAxis": "Type", "piperTag": "Type", "piperOption": "Type", "piperOptionWord": "Constant", "piperKey": "Type",
-    "piperAbsent": "Operator", "piperWildcard": "Boolean", "piperSelectorWord": "Constant", "piperBracket": "Delimiter",
-}  # fmt: skip
+    "piperOperator": "Operator",
+    "piperComment": "Comment",
+    "piperBadNumber": "Error",
+    "piperInteger": "Number",
+    "piperFloat": "Float",
+    "piperSize": "Number",
+    "piperBadEscape": "Error",
+    "piperEscape": "SpecialChar",
+    "piperUnclosed": "Error",
+    "piperString": "String",
+    "piperDoc": "String",
+    "piperBound": "Identifier",
+    "piperBoundOne": "piperBound",
+    "piperFunction": "Function",
+    "piperModule": "PreProc",
+    "piperDirective": "Statement",
+    "piperDeclaration": "StorageClass",
+    "piperImport": "Include",
+    "piperControl": "Conditional",
+    "piperConnective": "Keyword",
+    "piperOperatorWord": "Operator",
+    "piperConstant": "Boolean",
+    "piperBuiltin": "Function",
+    "piperAxis": "Type",
+    "piperTag": "Type",
+    "piperOption": "Type",
+    "piperOptionWord": "Constant",
+    "piperKey": "Type",
+    "piperAbsent": "Operator",
+    "piperWildcard": "Boolean",
+    "piperSelectorWord": "Constant",
+    "piperBracket": "Delimiter",
+}
 """The standard group that gives each of ours its colour."""
 
 
@@ -319,7 +388,8 @@ def vim() -> str:
     groups = ",".join(group for *_, group in GROUPS)
     keywords.append(f"syntax cluster piperKeyword contains={groups}")
     options = [
-        rf"syntax match piperOptionWord contained /\%(\<{option}\s*=\s*\)\@<={vim_words(words)}/" for option, words in OPTION_WORDS.items()
+        rf"syntax match piperOptionWord contained /\%(\<{option}\s*=\s*\)\@<={vim_words(words)}/"
+        for option, words in OPTION_WORDS.items()
     ]
     recover = rf" end=/^\ze\s*{vim_words(sorted(NEVER_IN_BRACKETS))}/"
     items = (
@@ -331,8 +401,12 @@ def vim() -> str:
         inside = f"contains=@piperExpression,piperWildcard,piperWord_{key},piperNested_{key}"
         selectors += [
             rf"syntax match piperWord_{key} contained /{vim_words(words)}\%(\s*(\)\@!/",
-            rf"syntax region piperNested_{key} contained matchgroup=piperBracket start=/[({{]/ end=/[)}}]/{recover} {inside}",
-            rf"syntax region piperValue_{key} contained matchgroup=piperOperator start=/\%(\%(^\|[[,]\)\s*{key}\s*\)\@<=!\?==\@!/"
+            (
+                rf"syntax region piperNested_{key} contained matchgroup=piperBracket start=/[({{]/ end=/[)}}]/{recover}"
+                rf" {inside}"
+            ),
+            rf"syntax region piperValue_{key} contained matchgroup=piperOperator"
+            rf" start=/\%(\%(^\|[[,]\)\s*{key}\s*\)\@<=!\?==\@!/"
             rf" matchgroup=NONE end=/\ze[],]/{recover} {inside}",
             f"highlight default link piperWord_{key} piperSelectorWord",
         ]

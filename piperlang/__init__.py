@@ -36,4 +36,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as problem:
         if problem.name not in ("torch", "ray", "numpy"):
             raise
-        raise ImportError(f"piperlang.{name} needs {problem.name}: pip install 'piperlang[run]'", name=problem.name) from None
+        raise ImportError(
+            f"piperlang.{name} needs {problem.name}: pip install 'piperlang[run]'", name=problem.name
+        ) from None

@@ -29,7 +29,7 @@ from piperlang.syntax.words import (
     OPTION_WORDS,
     SELECTOR_WORDS,
     SIZE_UNITS,
-)  # fmt: skip
+)
 
 KEYWORD_TOKENS: dict[str, _TokenType] = {
     **dict.fromkeys(DIRECTIVES, Keyword),
@@ -79,18 +79,9 @@ class PiperLexer(RegexLexer):  # type: ignore[misc]  # Pygments has no types
     flags = re.MULTILINE | re.ASCII
 
     tokens: ClassVar[dict[str, list[Any]]] = {
-        "root": [
-            (r"\n", Whitespace),
-            (r",", Punctuation),
-            include("expression"),
-        ],
-        "space": [
-            (r"[ \t]+", Whitespace),
-            (r"#[^\n]*", Comment.Single),
-        ],
-        "lines": [
-            (rf"\n(?![ \t]*{_any(NEVER_IN_BRACKETS)}\b)", Whitespace),
-        ],
+        "root": [(r"\n", Whitespace), (r",", Punctuation), include("expression")],
+        "space": [(r"[ \t]+", Whitespace), (r"#[^\n]*", Comment.Single)],
+        "lines": [(rf"\n(?![ \t]*{_any(NEVER_IN_BRACKETS)}\b)", Whitespace)],
         "expression": [
             include("space"),
             include("strings"),
@@ -124,11 +115,7 @@ class PiperLexer(RegexLexer):  # type: ignore[misc]  # Pygments has no types
         "all bound": [include("space"), *_keywords(), (NAME, Name.Variable), (r",", Punctuation), default("#pop")],
         "module": [include("space"), (rf"{IDENTIFIER}(?:\.{NAME})*", Name.Namespace, "#pop"), default("#pop")],
         "imported": [include("space"), include("strings"), (r"import\b", Keyword.Namespace, "#pop"), default("#pop")],
-        "axes": [
-            (rf"({IDENTIFIER})(?=[ \t]*:)", Name.Attribute),
-            (r",", Punctuation),
-            include("expression"),
-        ],
+        "axes": [(rf"({IDENTIFIER})(?=[ \t]*:)", Name.Attribute), (r",", Punctuation), include("expression")],
         "tags": [
             (rf"({IDENTIFIER})(?=[ \t]*=(?!=))", Name.Attribute),
             (r"at\b", KEYWORD_TOKENS["at"], "#pop"),
@@ -148,30 +135,19 @@ class PiperLexer(RegexLexer):  # type: ignore[misc]  # Pygments has no types
             include("expression"),
         ],
         # ------------------------------------------------------------------------------------------------- brackets
-        "round": [
-            (r"\)", Punctuation, "#pop"),
-            (r",", Punctuation),
-            include("lines"),
-            include("expression"),
-        ],
-        "curly": [
-            (r"\}", Punctuation, "#pop"),
-            (r",", Punctuation),
-            include("lines"),
-            include("expression"),
-        ],
-        "square": [
-            (r"\]", Punctuation, "#pop"),
-            (r",", Punctuation, "key"),
-            include("lines"),
-            include("expression"),
-        ],
+        "round": [(r"\)", Punctuation, "#pop"), (r",", Punctuation), include("lines"), include("expression")],
+        "curly": [(r"\}", Punctuation, "#pop"), (r",", Punctuation), include("lines"), include("expression")],
+        "square": [(r"\]", Punctuation, "#pop"), (r",", Punctuation, "key"), include("lines"), include("expression")],
         # After `[` and after a comma in it, a word before `=` or `!=` is a key, reserved or not.
         "key": [
             include("lines"),
             include("space"),
             *(
-                (rf"({key})(\s*)(!?=)(?!=)", bygroups(Name.Attribute, Whitespace, Operator), ("#pop", f"value of {key}", "value"))
+                (
+                    rf"({key})(\s*)(!?=)(?!=)",
+                    bygroups(Name.Attribute, Whitespace, Operator),
+                    ("#pop", f"value of {key}", "value"),
+                )
                 for key in SELECTOR_WORDS
             ),
             (rf"({NAME})(\s*)(!?=)(?!=)", bygroups(Name.Attribute, Whitespace, Operator), ("#pop", "value")),
@@ -182,12 +158,7 @@ class PiperLexer(RegexLexer):  # type: ignore[misc]  # Pygments has no types
         "value": [include("lines"), include("space"), (r"\*(?!\*)", Keyword.Constant, "#pop"), default("#pop")],
         # The words of a key, anywhere in its value: pass=F, pass={F, B}, pass=B if late else F.
         **{
-            f"value of {key}": [
-                include(f"words of {key}"),
-                include("lines"),
-                include("expression"),
-                default("#pop"),
-            ]
+            f"value of {key}": [include(f"words of {key}"), include("lines"), include("expression"), default("#pop")]
             for key in SELECTOR_WORDS
         },
         **{
@@ -214,10 +185,7 @@ class PiperLexer(RegexLexer):  # type: ignore[misc]  # Pygments has no types
             (_string("'"), String.Single, "single"),
             (r"[\"'][^\n]*", Error),
         ],
-        "escapes": [
-            (r"\\[nt\\\"']", String.Escape),
-            (r"\\.", Error),
-        ],
+        "escapes": [(r"\\[nt\\\"']", String.Escape), (r"\\.", Error)],
         "text": [
             (r'"""', String.Doc, "#pop"),
             (r"\\\n", String.Escape),

@@ -53,16 +53,26 @@ class Evaluated:
 
 
 def outline(
-    source: Source, path: Path | None = None, overrides: Mapping[str, str] | None = None, say: Callable[[str], None] = print, texts: Mapping[Path, str] | None = None
+    source: Source,
+    path: Path | None = None,
+    overrides: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = print,
+    texts: Mapping[Path, str] | None = None,
 ) -> Outlined:
-    """Parse, check and evaluate `source`; every mistake comes back as a diagnostic. `texts`: of files that it may import, in place of what they hold."""
+    """Parse, check and evaluate `source`; every mistake comes back as a diagnostic. `texts`: of files that it may
+    import, in place of what they hold."""
     graph = Outline()
     found = evaluate(graph, source, path, overrides, say, texts)
     return Outlined(graph, found.problems, found.params)
 
 
 def schedule(
-    program: Program, source: Source, path: Path | None = None, overrides: Mapping[str, str] | None = None, say: Callable[[str], None] = print, after: int | None = None
+    program: Program,
+    source: Source,
+    path: Path | None = None,
+    overrides: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = print,
+    after: int | None = None,
 ) -> Scheduled:
     """Apply a script to a captured model, or only its first directives; what is missing at the end is a problem too."""
     scheduler = Scheduler(program, after)
@@ -70,7 +80,14 @@ def schedule(
     return Scheduled(scheduler, found.problems or (tuple(scheduler.finish()) if after is None else ()), found.params)
 
 
-def evaluate(graph: d.Graph, source: Source, path: Path | None, overrides: Mapping[str, str] | None, say: Callable[[str], None], texts: Mapping[Path, str] | None = None) -> Evaluated:
+def evaluate(
+    graph: d.Graph,
+    source: Source,
+    path: Path | None,
+    overrides: Mapping[str, str] | None,
+    say: Callable[[str], None],
+    texts: Mapping[Path, str] | None = None,
+) -> Evaluated:
     """Hand every directive of a script to a graph."""
     try:
         module = from_source(source, path.resolve() if path else None)

@@ -1,4 +1,5 @@
-"""One set of workers for all tests that want some: starting eight of them takes longer than most of what they are used for."""
+"""One set of workers for all tests that want some: starting eight of them takes longer than most of what they are used
+for."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before it
-    looks at the collected items. Slow tests may take their time."""
+    """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before
+    it looks at the collected items. Slow tests may take their time."""
     if item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.timeout(0))
     if "cluster" in getattr(item, "fixturenames", ()):

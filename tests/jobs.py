@@ -33,7 +33,9 @@ class Plain:
     def __init__(self, case: Case, program: Program) -> None:
         torch.manual_seed(0)
         self.case, self.model = case, case.model()
-        self.graph = Inline(Scheduler(program).graph(), program.cut(), self.model, optimizer, 0) if program.random else None
+        self.graph = (
+            Inline(Scheduler(program).graph(), program.cut(), self.model, optimizer, 0) if program.random else None
+        )
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -48,11 +50,16 @@ class Plain:
         return float(loss.detach()), gradients
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self.graph.weights() if self.graph is not None else {name: p.detach() for name, p in self.model.named_parameters()}
+        return (
+            self.graph.weights()
+            if self.graph is not None
+            else {name: p.detach() for name, p in self.model.named_parameters()}
+        )
 
 
 def trained(cluster: Cluster, case: Case, program: Program, script: str, steps: int = 3) -> Errors:
-    """Some steps on workers over gloo, beside plain training: the loss of every step, every part of every gradient, and the weights at the end."""
+    """Some steps on workers over gloo, beside plain training: the loss of every step, every part of every gradient, and
+    the weights at the end."""
     graph, captured = compiled(program, script)
     plan = lower(graph)
     check(plan)
@@ -65,7 +72,9 @@ def trained(cluster: Cluster, case: Case, program: Program, script: str, steps: 
             done = job.step(batch, gradients=True)
             loss, expected = plain.step(batch)
             losses.append(abs(done.loss - loss) / abs(loss))
-            gradients += gradient_errors(graph, [device.device for device in plan.devices], job.gradients(), expected).values()
+            gradients += gradient_errors(
+                graph, [device.device for device in plan.devices], job.gradients(), expected
+            ).values()
         weights = job.weights()
     read = {name for chunk in graph.model.chunks for name in chunk.weights}  # what nobody reads, nobody keeps
     errors = [relative(weights[name], value) for name, value in plain.weights().items() if name in read]

@@ -2,9 +2,9 @@
 
     python -m tests.matrix [--only TEXT] [--write]
 
-trains every combination on Ray workers over gloo beside the plain model on one device, and says how far apart they are; `--write` puts that
-into docs/composition.md. tests/test_matrix.py runs some of them in every run of the tests, all of them with `-m slow`.
-"""
+trains every combination on Ray workers over gloo beside the plain model on one device, and says how far apart they are;
+`--write` puts that into docs/composition.md. tests/test_matrix.py runs some of them in every run of the tests, all of
+them with `-m slow`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ class Pipeline:
 
     def lines(self, ranks: int) -> tuple[str, str]:
         """Placement, and order."""
-        more = f", {self.stages}" if self.place == "loop" and self.stages > 1 else f", {MICROBATCHES}" if self.place == "mirror" else ""
+        more = (
+            f", {self.stages}"
+            if self.place == "loop" and self.stages > 1
+            else f", {MICROBATCHES}"
+            if self.place == "mirror"
+            else ""
+        )
         return f"{self.place}(gpu, {ranks}{more})", f"{self.name}(gpu, {ranks}, {MICROBATCHES})"
 
 
@@ -83,11 +89,17 @@ PARTS = {
     "tp": ['pair({axis}, [part="up"], [part="down"])'],
     "sp": ['pair({axis}, [part="up"], [part="down"])', 'sequence({axis}, [part="norm"])'],
 }
-IMPORTS = {**dict.fromkeys(("ep", "dropless"), "from std.expert import overlapped"), **dict.fromkeys(("ep-data", "dropless-data"), "from std.expert import ep"), "tp": "from std.tensor import pair", "sp": "from std.tensor import pair, sequence"}
+IMPORTS = {
+    **dict.fromkeys(("ep", "dropless"), "from std.expert import overlapped"),
+    **dict.fromkeys(("ep-data", "dropless-data"), "from std.expert import ep"),
+    "tp": "from std.tensor import pair",
+    "sp": "from std.tensor import pair, sequence",
+}
 
 EXPERTS = ("ep", "ep-data", "dropless", "dropless-data")
 REFUSED = {("none", "ep-data"): "P0404", ("none", "dropless-data"): "P0404"}
-"""Data and inside strategies that make no sense together, and what a user is told: without data parallelism there is no data axis that experts could share."""
+"""Data and inside strategies that make no sense together, and what a user is told: without data parallelism there is no
+data axis that experts could share."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +115,17 @@ class Combination:
 
     @property
     def name(self) -> str:
-        return " x ".join(part for part in (self.pipeline, self.data, self.inside, self.also) if part and part != "none")
+        return " x ".join(
+            part for part in (self.pipeline, self.data, self.inside, self.also) if part and part != "none"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- models
 
 
 def cases() -> dict[str, Case]:
-    """GPT with tied embeddings, mixtures of experts with and without a limit, and an MLP, each in four stages and in two; a U-Net in four."""
+    """GPT with tied embeddings, mixtures of experts with and without a limit, and an MLP, each in four stages and in
+    two; a U-Net in four."""
     found = [Case("unet-4", Unet, square, vectors, 4)]
     for stages in (2, 4):
         found.append(Case(f"gpt-{stages}", partial(Gpt, stages), words, tokens, stages))
@@ -126,23 +141,49 @@ def program(model: str) -> Program:
     return capture(case.model, case.loss, case.batch(SAMPLES))
 
 
-# ------------------------------------------------------------------------------------------------------- the whole matrix
+# ------------------------------------------------------------------------------------------------------- the whole
+# matrix
 
 
 def combination(pipeline: str, data: str, inside: str) -> Combination:
-    """With at most eight devices: four ranks where one stage on each and one further axis leave room for them, two elsewhere."""
+    """With at most eight devices: four ranks where one stage on each and one further axis leave room for them, two
+    elsewhere."""
     part = PIPELINES[pipeline]
     shared = inside.endswith("-data") or (data == "hybrid" and inside != "none")
     axes = {"none": [], "hybrid": ["node", "dp"]}.get(data, ["dp"])
-    axes = [*axes, *([] if inside == "none" or (shared and axes) else ["dp" if inside.endswith("-data") else "ep" if inside in EXPERTS else "tp"])]
+    axes = [
+        *axes,
+        *(
+            []
+            if inside == "none" or (shared and axes)
+            else ["dp" if inside.endswith("-data") else "ep" if inside in EXPERTS else "tp"]
+        ),
+    ]
     ranks = 4 if part.stages == 1 and len(axes) < 2 else 2
     stages = ranks * part.stages
-    kind = "dropless" if inside.startswith("dropless") else "moe" if inside in EXPERTS else "gpt" if inside != "none" or data in ("none", "zero1", "zero3", "hybrid") else "mlp"
+    kind = (
+        "dropless"
+        if inside.startswith("dropless")
+        else (
+            "moe"
+            if inside in EXPERTS
+            else "gpt"
+            if inside != "none" or data in ("none", "zero1", "zero3", "hybrid")
+            else "mlp"
+        )
+    )
     along = "dp" if shared else axes[-1] if axes else ""
     place, order = part.lines(ranks)
     lines = [
         f"from std.pipeline import {part.place}, {part.name}",
-        *([f"from std.data import {', '.join(sorted({FUNCTIONS[data]} | ({'ddp'} if _plain_rest(data, inside, shared) else set())))}"] if data != "none" else []),
+        *(
+            [
+                "from std.data import"
+                f" {', '.join(sorted({FUNCTIONS[data]} | ({'ddp'} if _plain_rest(data, inside, shared) else set())))}"
+            ]
+            if data != "none"
+            else []
+        ),
         *(["from std.data import ddp"] if data == "none" and _plain_rest(data, inside, shared) else []),
         *([IMPORTS[inside]] if inside in IMPORTS and (data, inside) not in REFUSED else []),
         *TAGS.get(inside, []),
@@ -150,10 +191,15 @@ def combination(pipeline: str, data: str, inside: str) -> Combination:
         f"split batch into {MICROBATCHES} as mb",
         place,
         *_data(data, inside, along, shared),
-        *(line.format(axis=f"gpu.{along}") for line in (PARTS.get(inside, []) if (data, inside) not in REFUSED else ["shard [expert=*] over {axis}"])),
+        *(
+            line.format(axis=f"gpu.{along}")
+            for line in (PARTS.get(inside, []) if (data, inside) not in REFUSED else ["shard [expert=*] over {axis}"])
+        ),
         order,
     ]
-    return Combination(pipeline, data, inside, "", f"{kind}-{stages}", "\n".join(lines) + "\n", REFUSED.get((data, inside)))
+    return Combination(
+        pipeline, data, inside, "", f"{kind}-{stages}", "\n".join(lines) + "\n", REFUSED.get((data, inside))
+    )
 
 
 def _plain_rest(data: str, inside: str, shared: bool) -> bool:
@@ -161,7 +207,8 @@ def _plain_rest(data: str, inside: str, shared: bool) -> bool:
 
 
 def _data(data: str, inside: str, along: str, shared: bool) -> list[str]:
-    """Who is copied, and who is divided how, along the axes of data parallelism; what is not divided along an axis of its own divides the batch there."""
+    """Who is copied, and who is divided how, along the axes of data parallelism; what is not divided along an axis of
+    its own divides the batch there."""
     rest = "[!expert]" if inside in EXPERTS else "[!part]"
     divided = "[expert=*]" if inside in EXPERTS else "[part=*]"
     if inside == "none":
@@ -173,7 +220,9 @@ def _data(data: str, inside: str, along: str, shared: bool) -> list[str]:
     return [*([] if data == "none" else [f"{FUNCTIONS[data]}(gpu.dp)"]), f"ddp(gpu.{along}, {rest})"]
 
 
-def _with(name: str, pipeline: str, data: str, inside: str, changes: Mapping[str, str] | None = None, more: Sequence[str] = ()) -> Combination:
+def _with(
+    name: str, pipeline: str, data: str, inside: str, changes: Mapping[str, str] | None = None, more: Sequence[str] = ()
+) -> Combination:
     """A combination of the matrix, its script changed, with further lines before the order."""
     base = combination(pipeline, data, inside)
     script = base.script
@@ -239,7 +288,8 @@ replicate [stage=3] over last.tp
 
 
 def further() -> Iterator[Combination]:
-    """What the matrix leaves at its defaults: recompute, offload, buckets, prefetch, streams, stages on unequal numbers of devices, several meshes."""
+    """What the matrix leaves at its defaults: recompute, offload, buckets, prefetch, streams, stages on unequal numbers
+    of devices, several meshes."""
     yield _with("recompute", "1f1b", "zero2", "none", more=["recompute [stage=0:3]"])
     yield _with("recompute", "zbv", "zero3", "none", more=["recompute [pass=*]"])
     yield _with("recompute", "dualpipev", "zero1", "ep-data", more=["recompute [expert=*]"])
@@ -248,18 +298,46 @@ def further() -> Iterator[Combination]:
     yield _with("recompute", "interleaved-zb", "dp", "tp", more=["recompute [part=*]"])
     yield _with("offload", "1f1b", "zero3", "none", more=["offload [stage=1:3]"])
     yield _with("offload", "dualpipe", "zero2", "none", more=["offload [stage=0] with prefetch=2"])
-    yield _with("offload and recompute", "interleaved", "zero2", "ep", more=["offload [!expert]", "recompute [expert=*]"])
+    yield _with(
+        "offload and recompute", "interleaved", "zero2", "ep", more=["offload [!expert]", "recompute [expert=*]"]
+    )
     yield _with("buckets of 500 bytes", "dualpipev", "zero2", "none", {"zero2(gpu.dp)": "zero2(gpu.dp, bucket=500B)"})
     yield _with("buckets of 500 bytes", "zb-h1", "dp", "none", {"ddp(gpu.dp)": "ddp(gpu.dp, bucket=500B)"})
     yield _with("prefetch 0", "interleaved-zb", "zero3", "none", {"zero3(gpu.dp)": "zero3(gpu.dp, prefetch=0)"})
-    yield _with("prefetch 3, buckets", "dualpipev", "zero3", "none", {"zero3(gpu.dp)": "zero3(gpu.dp, prefetch=3, bucket=1KB)"})
+    yield _with(
+        "prefetch 3, buckets", "dualpipev", "zero3", "none", {"zero3(gpu.dp)": "zero3(gpu.dp, prefetch=3, bucket=1KB)"}
+    )
     yield _with("prefetch 0", "gpipe", "hybrid", "none", {"gpu.node)": "gpu.node, prefetch=0)"})
-    yield _with("streams", "dualpipe", "zero3", "ep-data", more=['stream [comm=p2p] on "pp"', 'stream [comm=all_gather] on "gather"', 'stream [pass=W] on "weights"'])
-    yield Combination("1f1b", "zero3", "none", "skips across stages", "unet-4", combination("1f1b", "zero3", "none").script)
-    yield Combination("zbv", "zero2", "none", "skips across stages", "unet-4", combination("zbv", "zero2", "none").script)
+    yield _with(
+        "streams",
+        "dualpipe",
+        "zero3",
+        "ep-data",
+        more=['stream [comm=p2p] on "pp"', 'stream [comm=all_gather] on "gather"', 'stream [pass=W] on "weights"'],
+    )
+    yield Combination(
+        "1f1b", "zero3", "none", "skips across stages", "unet-4", combination("1f1b", "zero3", "none").script
+    )
+    yield Combination(
+        "zbv", "zero2", "none", "skips across stages", "unet-4", combination("zbv", "zero2", "none").script
+    )
     yield Combination("1f1b", "dp", "none", "data degrees 2 and 4", "mlp-2", UNEVEN.format(zero="", other=""))
-    yield Combination("1f1b", "zero3", "none", "data degrees 2 and 4", "mlp-2", UNEVEN.format(zero=" with params=sharded", other=" with params=sharded"))
-    yield Combination("1f1b", "zero2", "none", "data degrees 2 and 4, ZeRO-2 beside ZeRO-3", "mlp-2", UNEVEN.format(zero=" with grads=sharded", other=" with params=sharded"))
+    yield Combination(
+        "1f1b",
+        "zero3",
+        "none",
+        "data degrees 2 and 4",
+        "mlp-2",
+        UNEVEN.format(zero=" with params=sharded", other=" with params=sharded"),
+    )
+    yield Combination(
+        "1f1b",
+        "zero2",
+        "none",
+        "data degrees 2 and 4, ZeRO-2 beside ZeRO-3",
+        "mlp-2",
+        UNEVEN.format(zero=" with grads=sharded", other=" with params=sharded"),
+    )
     yield Combination("none", "zero3", "none", "stages on 1, 2, 4 and 4 devices, ZeRO-1 to ZeRO-3", "mlp-4", NARROW)
     yield Combination("none", "zero3", "none", "stages on 1, 2, 4 and 4 devices, skips", "unet-4", NARROW)
     yield Combination("none", "zero3", "none", "two meshes, skips", "unet-4", MESHES)
@@ -309,7 +387,7 @@ One of them, whole:
 
 ```piper
 {example}```
-"""
+"""  # noqa: E501
 EXAMPLE = "dualpipev x zero2 x ep-data"
 
 
@@ -320,16 +398,43 @@ def page(results: Mapping[str, Errors | str]) -> str:
 
     lines = [
         HEAD.format(
-            total=len(results), fewest=min(found.devices for found in ran), most=max(found.devices for found in ran), piperlang=__version__, torch=torch.__version__.partition("+")[0],
-            ray=ray.__version__, python=platform.python_version(), ran=len(ran), worst=f"{max(max(found[:3]) for found in ran):.1e}", refused=len(results) - len(ran), example=ALL[EXAMPLE].script,
+            total=len(results),
+            fewest=min(found.devices for found in ran),
+            most=max(found.devices for found in ran),
+            piperlang=__version__,
+            torch=torch.__version__.partition("+")[0],
+            ray=ray.__version__,
+            python=platform.python_version(),
+            ran=len(ran),
+            worst=f"{max(max(found[:3]) for found in ran):.1e}",
+            refused=len(results) - len(ran),
+            example=ALL[EXAMPLE].script,
         )
-    ]  # fmt: skip
+    ]
     for inside, title in INSIDE.items():
-        lines += [f"## {'Pipelines and data' if inside == 'none' else title}", "", f"| | {' | '.join(DATA.values())} |", f"|---{'|---' * len(DATA)}|"]
+        lines += [
+            f"## {'Pipelines and data' if inside == 'none' else title}",
+            "",
+            f"| | {' | '.join(DATA.values())} |",
+            f"|---{'|---' * len(DATA)}|",
+        ]
         for pipeline, part in PIPELINES.items():
-            lines.append(f"| {part.title} | {' | '.join(_cell(results[combination(pipeline, data, inside).name]) for data in DATA)} |")
+            lines.append(
+                f"| {part.title} |"
+                f" {' | '.join(_cell(results[combination(pipeline, data, inside).name]) for data in DATA)} |"
+            )
         lines.append("")
-    lines += ["## And also", "", "The same with what a script may say besides, stages on unequal numbers of devices, and several meshes over the same devices.", "", "| combination | model | difference |", "|---|---|---|"]
+    lines += [
+        "## And also",
+        "",
+        (
+            "The same with what a script may say besides, stages on unequal numbers of devices, and several meshes over"
+            " the same devices."
+        ),
+        "",
+        "| combination | model | difference |",
+        "|---|---|---|",
+    ]
     lines += [f"| {each.name} | {each.model.partition('-')[0]} | {_cell(results[each.name])} |" for each in FURTHER]
     return "\n".join(lines) + "\n"
 
@@ -344,7 +449,11 @@ def listed(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for section in text.split("\n## ")[1:]:
         heading = section.partition("\n")[0]
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|") and not line.startswith("|---")]
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in section.splitlines()
+            if line.startswith("|") and not line.startswith("|---")
+        ]
         if heading == "And also":
             found |= {name: cell for name, _, cell in rows[1:]}
             continue
@@ -380,9 +489,21 @@ def main() -> int:
             right = max(found[:3]) <= LIMIT if isinstance(found, Errors) else found == ALL[name].refused
             failed += not right
             if options.json:
-                print(json.dumps({"name": name, "ok": right, **(found._asdict() if isinstance(found, Errors) else {"refused": found})}), flush=True)
+                print(
+                    json.dumps(
+                        {
+                            "name": name,
+                            "ok": right,
+                            **(found._asdict() if isinstance(found, Errors) else {"refused": found}),
+                        }
+                    ),
+                    flush=True,
+                )
             else:
-                print(f"{'  ' if right else '! '}{name:60} {_cell(found):>14}  {time.perf_counter() - started:5.1f} s", flush=True)
+                print(
+                    f"{'  ' if right else '! '}{name:60} {_cell(found):>14}  {time.perf_counter() - started:5.1f} s",
+                    flush=True,
+                )
     finally:
         cluster.close()
     print(f"{len(results)} combinations, {failed} wrong", file=sys.stderr)

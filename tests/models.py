@@ -114,7 +114,8 @@ class Unet(nn.Module):
 
 
 class Moe(nn.Module):
-    """Mixture of experts with a capacity: tokens past it are dropped, so routing is by batch position within a sample."""
+    """Mixture of experts with a capacity: tokens past it are dropped, so routing is by batch position within a
+    sample."""
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
@@ -144,7 +145,8 @@ class Moe(nn.Module):
 
 
 class Experts(nn.Module):
-    """A layer with a norm, a gate and four experts, as three chunks: the way to the experts, the experts, and the way back."""
+    """A layer with a norm, a gate and four experts, as three chunks: the way to the experts, the experts, and the way
+    back."""
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
@@ -158,7 +160,9 @@ class Experts(nn.Module):
         weight, chosen = gates.max(-1)
         routed = f.one_hot(chosen, gates.shape[-1])
         slot, capacity = (routed.cumsum(1) - 1) * routed, x.shape[1] // 2
-        dispatch = ((routed * (slot < capacity)).unsqueeze(-1) * f.one_hot(slot.clamp(max=capacity - 1), capacity)).to(x.dtype)
+        dispatch = ((routed * (slot < capacity)).unsqueeze(-1) * f.one_hot(slot.clamp(max=capacity - 1), capacity)).to(
+            x.dtype
+        )
         packed = torch.einsum("stec,std->secd", dispatch, y)
         with annotate("expert", "all"):
             hidden = torch.relu(torch.einsum("secd,edh->sech", packed, self.up))
@@ -214,7 +218,9 @@ class Dropless(nn.Module):
 
 def balanced(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
     logits, uneven = output
-    return f.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / target.numel() + 0.1 * uneven.mean()
+    return (
+        f.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / target.numel() + 0.1 * uneven.mean()
+    )
 
 
 class Mixture(nn.Module):

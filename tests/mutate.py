@@ -98,7 +98,11 @@ def examine_diagnostics(problems: tuple[Diagnostic, ...]) -> None:
         for d in (problem, problem.seen_by_user()):
             if not d.message:
                 raise Broken(f"{d.code} without a message")
-            for span in [*([d.span] if d.span else []), *(label.span for label in d.also), *(call.span for call in d.trail)]:
+            for span in [
+                *([d.span] if d.span else []),
+                *(label.span for label in d.also),
+                *(call.span for call in d.trail),
+            ]:
                 if not 0 <= span.start <= span.end <= len(span.source.text):
                     raise Broken(f"{d.code} points outside of the source")
         if problem.span is None:
@@ -147,7 +151,9 @@ class Failure:
     detail: str = ""
 
 
-def judge(text: str, index: int = 0, seconds: float = SECONDS, examination: Examination = examine) -> tuple[list[str], Failure | None]:
+def judge(
+    text: str, index: int = 0, seconds: float = SECONDS, examination: Examination = examine
+) -> tuple[list[str], Failure | None]:
     """The codes a text gets, or what went wrong."""
     try:
         with time_limit(seconds):
@@ -163,35 +169,63 @@ def judge(text: str, index: int = 0, seconds: float = SECONDS, examination: Exam
 
 def _where(problem: BaseException) -> str:
     """The innermost function of the product on the stack."""
-    frames = [f for f in traceback.extract_tb(problem.__traceback__) if "piperlang" in f.filename and "tests" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(problem.__traceback__)
+        if "piperlang" in f.filename and "tests" not in f.filename
+    ]
     return f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "the examination"
 
 
 # ------------------------------------------------------------------------------------------------------------- scripts
 
 SEEDS = (
-    '"""All statements."""\nfrom std.pipeline import one_f_one_b, loop as place_all\nparam ranks = 2\nparam micro = 4\n'
-    "mesh gpu = pp: ranks, dp: 2  # devices\nsplit batch into micro as mb\nplace_all(gpu, ranks)\none_f_one_b(gpu, ranks, micro)\n"
-    'replicate [!expert] over gpu.dp with grads=sharded, bucket=25MB\nstream [comm=p2p] on "pp"\n',
-    "mesh gpu = pp: 2\nsplit batch into 2 as mb\nfor r in range(2): place [stage=r] on gpu[pp=r]\n\ndef F(s): [stage=s, pass=F, mb=next]\n"
-    "def B(s): [stage=s, pass=B, mb=next]\n\nfor r in range(2):\n    order on gpu[pp=r]:\n        repeat 2: F(r)\n"
-    "        repeat 2: B(r)\norder [stage=0, pass=F, mb=0] -> [comm=send] -> [comm=recv] & [update]\n",
-    "tag stage=0 at embed, layers[0:6]\ntag stage=1, kind=\"head\" at layers[6:], head.out, \"model.norm\"\nprint count([stage=*]), tags(\"stage\")\n"
-    "mesh gpu = pp: 2, dp: 4\nplace [stage={0, 1}] on gpu[pp=0:2]\nrecompute [stage=0]\noffload [stage=1] with prefetch=2\n"
-    "shard [kind=\"head\"] over gpu.dp with style=columns\n",
-    "let a, b = [1, 2]\nlet c = [x * y // 2 for x in range(4) for y in [1, 2] if x != y and not x == 3]\n"
-    "def f(x, y=1):\n    \"\"\"Doc.\"\"\"\n    if x > y:\n        return x - y\n    elif x == y: return 0\n    else:\n        return y - x\n\n"
-    "require f(3) == 2, \"three less one\"\nprint a if b > 1 else c[0], -2**2, 25MB * 2, min(c), sorted(c)[0:2], 'text', 1.5e3, len(c) % 3\n",
-    "let big = [  # a list\n    1,  # one\n    # two\n    2,\n    [3, 4, 5], f(\n        6,\n    ),\n    # end\n]\ndef f(x): x\n\n\n# last\n",
-    "mesh gpu = pp: 2\nsplit batch into 4 as mb\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nlet near, far = [stage=0], [stage=1]\n"
-    "def G(part): (part & [pass=F, mb=next?])\norder on gpu[pp=0]:\n    repeat 4: G(near)\n    for m in reversed(range(4)):\n"
-    "        [stage=0, pass=I, mb=m], [stage=0, pass=W, mb=m]\norder on gpu[pp=1]:\n    repeat 4:\n        G(far)\n        [stage=1, pass=B, mb=next]\n",
+    (
+        '"""All statements."""\nfrom std.pipeline import one_f_one_b, loop as place_all\nparam ranks = 2\nparam micro ='
+        " 4\nmesh gpu = pp: ranks, dp: 2  # devices\nsplit batch into micro as mb\nplace_all(gpu,"
+        " ranks)\none_f_one_b(gpu, ranks, micro)\nreplicate [!expert] over gpu.dp with grads=sharded,"
+        ' bucket=25MB\nstream [comm=p2p] on "pp"\n'
+    ),
+    (
+        "mesh gpu = pp: 2\nsplit batch into 2 as mb\nfor r in range(2): place [stage=r] on gpu[pp=r]\n\ndef F(s):"
+        " [stage=s, pass=F, mb=next]\ndef B(s): [stage=s, pass=B, mb=next]\n\nfor r in range(2):\n    order on"
+        " gpu[pp=r]:\n        repeat 2: F(r)\n        repeat 2: B(r)\norder [stage=0, pass=F, mb=0] -> [comm=send] ->"
+        " [comm=recv] & [update]\n"
+    ),
+    (
+        'tag stage=0 at embed, layers[0:6]\ntag stage=1, kind="head" at layers[6:], head.out, "model.norm"\nprint'
+        ' count([stage=*]), tags("stage")\nmesh gpu = pp: 2, dp: 4\nplace [stage={0, 1}] on gpu[pp=0:2]\nrecompute'
+        ' [stage=0]\noffload [stage=1] with prefetch=2\nshard [kind="head"] over gpu.dp with style=columns\n'
+    ),
+    (
+        "let a, b = [1, 2]\nlet c = [x * y // 2 for x in range(4) for y in [1, 2] if x != y and not x == 3]\ndef f(x,"
+        ' y=1):\n    """Doc."""\n    if x > y:\n        return x - y\n    elif x == y: return 0\n    else:\n       '
+        ' return y - x\n\nrequire f(3) == 2, "three less one"\nprint a if b > 1 else c[0], -2**2, 25MB * 2, min(c),'
+        " sorted(c)[0:2], 'text', 1.5e3, len(c) % 3\n"
+    ),
+    (
+        "let big = [  # a list\n    1,  # one\n    # two\n    2,\n    [3, 4, 5], f(\n        6,\n    ),\n    #"
+        " end\n]\ndef f(x): x\n\n\n# last\n"
+    ),
+    (
+        "mesh gpu = pp: 2\nsplit batch into 4 as mb\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nlet"
+        " near, far = [stage=0], [stage=1]\ndef G(part): (part & [pass=F, mb=next?])\norder on gpu[pp=0]:\n    repeat"
+        " 4: G(near)\n    for m in reversed(range(4)):\n        [stage=0, pass=I, mb=m], [stage=0, pass=W, mb=m]\norder"
+        " on gpu[pp=1]:\n    repeat 4:\n        G(far)\n        [stage=1, pass=B, mb=next]\n"
+    ),
 )
 
 _DRIVERS = (
-    "gpipe(gpu, 2, 3)", "one_f_one_b(gpu, 2, 4)", "zero_bubble(gpu, 2, 4)", "looped_bfs(gpu, 2, 3)", "interleaved(gpu, 2, 4)",
-    "interleaved_zero_bubble(gpu, 2, 4)", "zbv(gpu, 2, 4)", "dualpipev(gpu, 2, 4)", "dualpipe(gpu, 2, 4)",
-)  # fmt: skip
+    "gpipe(gpu, 2, 3)",
+    "one_f_one_b(gpu, 2, 4)",
+    "zero_bubble(gpu, 2, 4)",
+    "looped_bfs(gpu, 2, 3)",
+    "interleaved(gpu, 2, 4)",
+    "interleaved_zero_bubble(gpu, 2, 4)",
+    "zbv(gpu, 2, 4)",
+    "dualpipev(gpu, 2, 4)",
+    "dualpipe(gpu, 2, 4)",
+)
 _PLACES = ("loop(gpu, 2)", "loop(gpu, 2, 2)", "vee(gpu, 2)", "mirror(gpu, 2, 4)")
 _FENCE = re.compile(r"^```piper.*\n((?:.*\n)*?)```$", re.MULTILINE)
 
@@ -201,7 +235,9 @@ def scripts() -> tuple[str, ...]:
     """Whole scripts, in a fixed order."""
     found = list(SEEDS)
     for pattern in ("stdlib/*.piper", "examples/**/*.piper", "editor-support/**/tests/*.piper"):
-        found += [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern)) if "node_modules" not in path.parts]
+        found += [
+            path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern)) if "node_modules" not in path.parts
+        ]
     for pattern in ("docs/*.md", "examples/**/*.md", "piperlang/diagnostics/pages/*.md", "README.md"):
         for path in sorted(ROOT.glob(pattern)):
             found += _FENCE.findall(path.read_text(encoding="utf-8"))
@@ -222,7 +258,9 @@ def base(random: Random) -> str:
         return text
     if "def loop(" in text and random.random() < 0.5:
         place, order = random.choice(_PLACES), random.choice(_DRIVERS)
-        wanted = [p for p in parts if re.match(rf"def (_\w+|[FBIW]|{place.partition('(')[0]}|{order.partition('(')[0]})\(", p)]
+        wanted = [
+            p for p in parts if re.match(rf"def (_\w+|[FBIW]|{place.partition('(')[0]}|{order.partition('(')[0]})\(", p)
+        ]
         return "".join(wanted) + f"mesh gpu = pp: 2\nsplit batch into 4 as mb\n{place}\n{order}\n"
     start = random.randrange(len(parts))
     return "".join(parts[start : start + random.randint(1, 8)])
@@ -232,13 +270,109 @@ def base(random: Random) -> str:
 
 _TOKEN = re.compile(r'"""|\n[ \t]*|[ \t]+|\w+|->|\*\*|//|[=!<>]=|.', re.DOTALL)
 _WORDS = (
-    *KEYWORDS, "x", "F", "B", "gpu", "stage", "pass", "mb", "range", "len", "min", "sorted", "count", "tags", "f(", "std.pipeline", "->", "&", "|",
-    "(", ")", "[", "]", "{", "}", ",", ":", "=", "==", "!=", "!", "?", "*", "**", "+", "-", "/", "//", "%", "<", ">=", ".", "#", "# note\n", '"', "'",
-    '"""', "\\", "\n", "\n    ", "\n\n", "0", "1", "2", "-1", "10**9", "9223372036854775807", "1e308", "1e999", "0.5", "25MB", "0B", "True", '"text"',
-    "[]", "()", "[stage=0]", "[pass=F]", "[update]", "mb=next", "mb=next?", "[0:2]", "[*]", " if x else ", " for x in ", " not in ", "\t", "\r", "\f",
-    "\ufeff", "\u00a0", "\u2028", "\x00", "\U0001f600", "e\u0301",
-)  # fmt: skip
-_NUMBERS = ("0", "1", "2", "3", "7", "100", "-1", "1000000", "10**12", "9223372036854775807", "9223372036854775808", "0.5", "1e308", "1MB", "True")
+    *KEYWORDS,
+    "x",
+    "F",
+    "B",
+    "gpu",
+    "stage",
+    "pass",
+    "mb",
+    "range",
+    "len",
+    "min",
+    "sorted",
+    "count",
+    "tags",
+    "f(",
+    "std.pipeline",
+    "->",
+    "&",
+    "|",
+    "(",
+    ")",
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    ":",
+    "=",
+    "==",
+    "!=",
+    "!",
+    "?",
+    "*",
+    "**",
+    "+",
+    "-",
+    "/",
+    "//",
+    "%",
+    "<",
+    ">=",
+    ".",
+    "#",
+    "# note\n",
+    '"',
+    "'",
+    '"""',
+    "\\",
+    "\n",
+    "\n    ",
+    "\n\n",
+    "0",
+    "1",
+    "2",
+    "-1",
+    "10**9",
+    "9223372036854775807",
+    "1e308",
+    "1e999",
+    "0.5",
+    "25MB",
+    "0B",
+    "True",
+    '"text"',
+    "[]",
+    "()",
+    "[stage=0]",
+    "[pass=F]",
+    "[update]",
+    "mb=next",
+    "mb=next?",
+    "[0:2]",
+    "[*]",
+    " if x else ",
+    " for x in ",
+    " not in ",
+    "\t",
+    "\r",
+    "\f",
+    "\ufeff",
+    "\u00a0",
+    "\u2028",
+    "\x00",
+    "\U0001f600",
+    "e\u0301",
+)
+_NUMBERS = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "7",
+    "100",
+    "-1",
+    "1000000",
+    "10**12",
+    "9223372036854775807",
+    "9223372036854775808",
+    "0.5",
+    "1e308",
+    "1MB",
+    "True",
+)
 
 Mutation = Callable[[str, Random], str]
 
@@ -290,10 +424,23 @@ def _copy(parts: list[str], at: int, random: Random) -> None:
 
 
 _ALIKE = (
-    "== != < <= > >= in", "+ - * // / % **", "& | ,", "and or", "F B I W", "stage mb pass comm expert", "gpu x s r",
-    "0 1 2 3 5 8 True 0.5 2MB \"x\" range(3) [] [1] [stage=0] gpu F", "place recompute offload", "replicate shard", "[0] [0:2] (1) [*] .pp [pp=0]",
-    "next next? * 0 0:2 {0,1} F {F,B}", "repeat if", "sharded replicated columns rows mean", "send recv all_reduce all_to_all", "min max sum len sorted",
-)  # fmt: skip
+    "== != < <= > >= in",
+    "+ - * // / % **",
+    "& | ,",
+    "and or",
+    "F B I W",
+    "stage mb pass comm expert",
+    "gpu x s r",
+    '0 1 2 3 5 8 True 0.5 2MB "x" range(3) [] [1] [stage=0] gpu F',
+    "place recompute offload",
+    "replicate shard",
+    "[0] [0:2] (1) [*] .pp [pp=0]",
+    "next next? * 0 0:2 {0,1} F {F,B}",
+    "repeat if",
+    "sharded replicated columns rows mean",
+    "send recv all_reduce all_to_all",
+    "min max sum len sorted",
+)
 """Words that can stand for each other: the result often parses, and means something else."""
 
 
@@ -351,7 +498,11 @@ def _character(text: str, random: Random) -> str:
     if kind == 0:
         return text[:at] + text[at + 1 :]
     if kind == 1:
-        return text[:at] + chr(random.choice((random.randrange(32, 127), random.randrange(0x250), random.randrange(0xD800)))) + text[at:]
+        return (
+            text[:at]
+            + chr(random.choice((random.randrange(32, 127), random.randrange(0x250), random.randrange(0xD800))))
+            + text[at:]
+        )
     if kind == 2:
         return text[:at] + text[at : at + 1] * random.choice((2, 2, 3, 70)) + text[at + 1 :]
     return text[:at] + text[at : at + 1].swapcase() + text[at + 1 :]
@@ -376,11 +527,33 @@ def _join_lines(text: str, random: Random) -> str:
 MUTATIONS: tuple[Mutation, ...] = (
     *(_tokens(change) for change in (_delete, _duplicate, _swap, _insert, _insert, _replace, _replace, _copy)),
     *(_lines(change) for change in (_delete, _duplicate, _swap, _foreign_line, _indent, _dedent, _comment)),
-    _alike, _alike, _alike, _alike, _alike, _alike, _number, _number, _break, _break, _character, _splice, _join_lines,
-)  # fmt: skip
+    _alike,
+    _alike,
+    _alike,
+    _alike,
+    _alike,
+    _alike,
+    _number,
+    _number,
+    _break,
+    _break,
+    _character,
+    _splice,
+    _join_lines,
+)
 
 
-GENTLE: tuple[Mutation, ...] = (_alike, _alike, _alike, _number, _lines(_delete), _lines(_duplicate), _lines(_swap), _lines(_comment), _break)
+GENTLE: tuple[Mutation, ...] = (
+    _alike,
+    _alike,
+    _alike,
+    _number,
+    _lines(_delete),
+    _lines(_duplicate),
+    _lines(_swap),
+    _lines(_comment),
+    _break,
+)
 """Those that often leave something that parses: they find what is behind the parser."""
 
 
@@ -469,7 +642,10 @@ def run(count: int, seed: int, jobs: int = 1, tell: Callable[[str], None] | None
     def took(part: Tally) -> None:
         total.add(part)
         if tell is not None and (total.count % 1000 < BATCH or part.failures):
-            tell(f"{total.count:,} of {count:,}  {total.fine:,} fine  {len(total.failures)} failures  {time.monotonic() - started:.0f} s")
+            tell(
+                f"{total.count:,} of {count:,}  {total.fine:,} fine  {len(total.failures)} failures "
+                f" {time.monotonic() - started:.0f} s"
+            )
 
     if jobs == 1:
         for start in starts:
@@ -483,19 +659,29 @@ def run(count: int, seed: int, jobs: int = 1, tell: Callable[[str], None] | None
 
 def report(total: Tally, seed: int, out: Path, seconds: float) -> None:
     """The codes met, and every group of failures with its shortest text; all texts are saved."""
-    print(f"\n{total.count:,} mutants of {len(scripts())} scripts in {seconds:.0f} s, seed {seed}: {total.fine:,} fine, {len(total.failures)} failures")
+    print(
+        f"\n{total.count:,} mutants of {len(scripts())} scripts in {seconds:.0f} s, seed {seed}: {total.fine:,} fine,"
+        f" {len(total.failures)} failures"
+    )
     for code, times in sorted(total.codes.items()):
         print(f"  {code} {times:>7,}")
     groups: dict[str, list[Failure]] = {}
     for failure in total.failures:
         groups.setdefault(failure.what, []).append(failure)
     for number, (what, members) in enumerate(sorted(groups.items(), key=lambda item: -len(item[1]))):
-        print(f"\n{len(members)} times: {what}\n  seed {seed}, numbers {', '.join(str(f.index) for f in members[:10])}{', ...' if len(members) > 10 else ''}")
+        print(
+            f"\n{len(members)} times: {what}\n  seed {seed}, numbers"
+            f" {', '.join(str(f.index) for f in members[:10])}{', ...' if len(members) > 10 else ''}"
+        )
         short = shorten(min(members, key=lambda f: len(f.text)))
         (out / f"{number:03}.piper").write_text(short, encoding="utf-8")
         for failure in members:
             (out / f"{number:03}-{failure.index}.piper").write_text(failure.text, encoding="utf-8")
-        print("".join(f"  | {line}\n" for line in short.splitlines()) + "".join(f"  {line}\n" for line in members[0].detail.splitlines()), end="")
+        print(
+            "".join(f"  | {line}\n" for line in short.splitlines())
+            + "".join(f"  {line}\n" for line in members[0].detail.splitlines()),
+            end="",
+        )
     if groups:
         print(f"\ntexts are in {out}")
 
@@ -505,7 +691,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=None, help="where failing texts are saved; a temporary folder unless given")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="where failing texts are saved; a temporary folder unless given"
+    )
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="mutants-"))
     out.mkdir(parents=True, exist_ok=True)

@@ -23,11 +23,26 @@ class Mutant:
 
     def __init__(self, plan: Plan, draw: random.Random) -> None:
         self.draw = draw
-        devices = [replace(d, instructions=list(d.instructions), feeds=list(d.feeds), weights=dict(d.weights), next=dict(d.next), losses=dict(d.losses)) for d in plan.devices]
+        devices = [
+            replace(
+                d,
+                instructions=list(d.instructions),
+                feeds=list(d.feeds),
+                weights=dict(d.weights),
+                next=dict(d.next),
+                losses=dict(d.losses),
+            )
+            for d in plan.devices
+        ]
         self.plan = replace(plan, devices=devices)
 
     def any(self, *names: str) -> tuple[DevicePlan, int, Instruction]:
-        found = [(device, i, x) for device in self.plan.devices for i, x in enumerate(device.instructions) if not names or x.do in names]
+        found = [
+            (device, i, x)
+            for device in self.plan.devices
+            for i, x in enumerate(device.instructions)
+            if not names or x.do in names
+        ]
         if not found:
             raise Nothing
         return self.draw.choice(found)
@@ -193,7 +208,11 @@ def box(m: Mutant) -> None:
     whole = parts[k][place]
     dim = m.pick(range(len(whole)))
     low, high = whole[dim]
-    shifted = _shifted(m, (low, high)) if m.draw.random() < 0.5 else m.pick(((high, 2 * high - low), (low - (high - low), low)))
+    shifted = (
+        _shifted(m, (low, high))
+        if m.draw.random() < 0.5
+        else m.pick(((high, 2 * high - low), (low - (high - low), low)))
+    )
     parts[k] = (*parts[k][:place], (*whole[:dim], shifted, *whole[dim + 1 :]), *parts[k][place + 1 :])
 
 
@@ -229,7 +248,11 @@ def key(m: Mutant) -> None:
     old = m.pick((*x.reads, *x.writes))
     known = sorted({k for y in device.instructions for k in (*y.reads, *y.writes)} | set(device.weights) - {old})
     alike = [k for k in known if k[:2] == old[:2] and k != old]
-    new = f"{old}?" if m.draw.random() < 0.2 else m.pick(alike if alike and m.draw.random() < 0.7 else [k for k in known if k != old])
+    new = (
+        f"{old}?"
+        if m.draw.random() < 0.2
+        else m.pick(alike if alike and m.draw.random() < 0.7 else [k for k in known if k != old])
+    )
     how = m.draw.random()
     if how < 0.8:
         m.change(device, i, args=_rename(x.args, old, new))
@@ -243,7 +266,11 @@ def microbatch(m: Mutant) -> None:
     device, i, x = m.any()
     old = m.pick(k for k in x.reads if "#" in k)
     base = old.partition("#")[0]
-    new = m.pick(sorted({k for y in device.instructions for k in (*y.reads, *y.writes) if k.partition("#")[0] == base and k != old}))
+    new = m.pick(
+        sorted(
+            {k for y in device.instructions for k in (*y.reads, *y.writes) if k.partition("#")[0] == base and k != old}
+        )
+    )
     m.change(device, i, reads=_rename(x.reads, old, new), args=_rename(x.args, old, new))
 
 
@@ -276,7 +303,22 @@ def feed(m: Mutant) -> None:
         del device.feeds[k]
         return
     low, high = where[0]
-    device.feeds[k] = name, tensor, (m.pick(((low + 1, high + 1), (high, 2 * high - low), (low, high + 1), (low - 1, high - 1), (low - (high - low), low))), *where[1:])
+    device.feeds[k] = (
+        name,
+        tensor,
+        (
+            m.pick(
+                (
+                    (low + 1, high + 1),
+                    (high, 2 * high - low),
+                    (low, high + 1),
+                    (low - 1, high - 1),
+                    (low - (high - low), low),
+                )
+            ),
+            *where[1:],
+        ),
+    )
 
 
 def kept(m: Mutant) -> None:
@@ -286,12 +328,39 @@ def kept(m: Mutant) -> None:
     if m.draw.random() < 0.4:
         del device.next[old]
         return
-    device.next[old] = m.pick(sorted({k for x in device.instructions for k in x.writes if k.startswith("w:") and k != device.next[old]} or {old}))
+    device.next[old] = m.pick(
+        sorted(
+            {k for x in device.instructions for k in x.writes if k.startswith("w:") and k != device.next[old]} or {old}
+        )
+    )
 
 
 MUTATIONS = (
-    swap, swap_in_stream, swap_raw, drop, duplicate, tag, peer, group, shape, dtype, experts, way, reduction, cuts, box, wait, stream, key, key, microbatch, piece, share, feed, kept,
-)  # fmt: skip
+    swap,
+    swap_in_stream,
+    swap_raw,
+    drop,
+    duplicate,
+    tag,
+    peer,
+    group,
+    shape,
+    dtype,
+    experts,
+    way,
+    reduction,
+    cuts,
+    box,
+    wait,
+    stream,
+    key,
+    key,
+    microbatch,
+    piece,
+    share,
+    feed,
+    kept,
+)
 
 
 def mutate(plan: Plan, seed: int) -> tuple[Plan, str]:

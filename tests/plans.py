@@ -27,16 +27,34 @@ class _Pipeline:
     def plan(self) -> Plan:
         devices = [self._device(s, r) for s in range(self.stages) for r in range(self.replicas)]
         groups = [(tuple(s * self.replicas + r for r in range(self.replicas)), "comm") for s in range(self.stages)]
-        return Plan(devices, self.kinds, list(self.nodes), [f"large.piper:{3 + number % 7}" for number in self.nodes.values()], self.samples, "mean", groups)
+        return Plan(
+            devices,
+            self.kinds,
+            list(self.nodes),
+            [f"large.piper:{3 + number % 7}" for number in self.nodes.values()],
+            self.samples,
+            "mean",
+            groups,
+        )
 
     def _kinds(self, s: int) -> None:
         weights = tuple(("weight", i) for i in range(WEIGHTS))
         given = (("batch", 0),) if s in (0, self.stages - 1) else ()
         inputs = (("input", 0),) if s else ()
-        same = {"chunk": s, "samples": 1, "arranged": ((), ()), "loss": 0 if s == self.stages - 1 else None, "routed": False}
-        self.kinds.append({"op": "F", "slots": weights + given + inputs, "gives": (("output", 0), ("saved", 0)), **same})
+        same = {
+            "chunk": s,
+            "samples": 1,
+            "arranged": ((), ()),
+            "loss": 0 if s == self.stages - 1 else None,
+            "routed": False,
+        }
+        self.kinds.append(
+            {"op": "F", "slots": weights + given + inputs, "gives": (("output", 0), ("saved", 0)), **same}
+        )
         gives = tuple(("grad_weight", i) for i in range(WEIGHTS)) + ((("grad_input", 0),) if s else ())
-        self.kinds.append({"op": "B", "slots": (*weights[:2], ("grad_output", 0), ("saved", 0)), "gives": gives, **same})
+        self.kinds.append(
+            {"op": "B", "slots": (*weights[:2], ("grad_output", 0), ("saved", 0)), "gives": gives, **same}
+        )
 
     def _node(self, name: str) -> int:
         return self.nodes.setdefault(name, len(self.nodes))
@@ -45,7 +63,12 @@ class _Pipeline:
         device = DevicePlan(s * self.replicas + r)
         self.at: dict[str, int] = {}
         for w in range(WEIGHTS):
-            device.weights[_weight(s, w)] = {"weight": f"layers.{s}.{w}", "box": ((0, WIDTH), (0, WIDTH)), "flat": None, "first": r == 0}
+            device.weights[_weight(s, w)] = {
+                "weight": f"layers.{s}.{w}",
+                "box": ((0, WIDTH), (0, WIDTH)),
+                "flat": None,
+                "first": r == 0,
+            }
             device.next[_weight(s, w)] = f"{_weight(s, w)}'"
         warm = min(self.stages - s - 1, self.micro)
         for m in range(warm):
@@ -58,7 +81,16 @@ class _Pipeline:
         self._update(device, s)
         return device
 
-    def _emit(self, device: DevicePlan, do: str, stream: str, name: str, reads: tuple[str, ...], writes: tuple[str, ...], args: dict[str, Any]) -> None:
+    def _emit(
+        self,
+        device: DevicePlan,
+        do: str,
+        stream: str,
+        name: str,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        args: dict[str, Any],
+    ) -> None:
         done = [self.at[key] for key in reads if key in self.at]
         waits = tuple(sorted({i for i in done if device.instructions[i].stream != stream}))
         for key in writes:
@@ -66,7 +98,15 @@ class _Pipeline:
         device.instructions.append(Instruction(do, stream, self._node(name), reads, writes, waits, args))
 
     def _send(self, device: DevicePlan, s: int, m: int, key: str, target: int, tag: int) -> None:
-        self._emit(device, "send", "comm>", f"send[stage={s}, mb={m}] of {key[:1]}", (key,), (), {"parts": [(target, tag, None, (1, WIDTH))], "key": key, "dtype": "float32"})
+        self._emit(
+            device,
+            "send",
+            "comm>",
+            f"send[stage={s}, mb={m}] of {key[:1]}",
+            (key,),
+            (),
+            {"parts": [(target, tag, None, (1, WIDTH))], "key": key, "dtype": "float32"},
+        )
 
     def _recv(self, device: DevicePlan, s: int, m: int, key: str, source: int, tag: int) -> None:
         args = {"parts": [(source, tag, None, (1, WIDTH))], "own": [], "shape": (1, WIDTH), "dtype": "float32"}
@@ -95,9 +135,19 @@ class _Pipeline:
         if not last:
             self._recv(device, s, m, gradient, me + self.replicas, m)
         keys = (_weight(s, 0), _weight(s, 1), gradient, f"saved:{s}#{m}")
-        writes = tuple(f"dw:layers.{s}.{w}@{s}.{w}#{m}" for w in range(WEIGHTS)) + ((f"d:x{s - 1}:{s}.0#{m}",) if s else ())
-        args = {"kind": 2 * s + 1, "reads": tuple((key,) for key in keys), "first": m * self.replicas + r, "at": [], "share": 1 / self.samples}
-        self._emit(device, "B", "compute", f"B[stage={s}, mb={m}]", tuple(key for key in keys if key != "seed"), writes, args)
+        writes = tuple(f"dw:layers.{s}.{w}@{s}.{w}#{m}" for w in range(WEIGHTS)) + (
+            (f"d:x{s - 1}:{s}.0#{m}",) if s else ()
+        )
+        args = {
+            "kind": 2 * s + 1,
+            "reads": tuple((key,) for key in keys),
+            "first": m * self.replicas + r,
+            "at": [],
+            "share": 1 / self.samples,
+        }
+        self._emit(
+            device, "B", "compute", f"B[stage={s}, mb={m}]", tuple(key for key in keys if key != "seed"), writes, args
+        )
         if s:
             self._send(device, s, m, writes[-1], me - self.replicas, m)
 
@@ -106,9 +156,33 @@ class _Pipeline:
             parts = tuple(f"dw:layers.{s}.{w}@{s}.{w}#{m}" for m in range(self.micro))
             grad, old = f"g:layers.{s}.{w}@{s}.{w}:a", _weight(s, w)
             entry = {"from": parts, "to": grad, "cuts": [], "shape": (WIDTH, WIDTH)}
-            self._emit(device, "reduce", "comm", f"all_reduce[stage={s}, w={w}]", parts, (grad,), {"group": s, "weights": [entry], "dtype": "float32", "reduce": "sum"})
-            change = {"weight": f"layers.{s}.{w}", "old": old, "grads": (grad,), "new": f"{old}'", "take": None, "take_grad": None, "partial": False}
-            self._emit(device, "update", "compute", f"update[stage={s}, w={w}]", (old, grad), (f"{old}'",), {"weights": [change]})
+            self._emit(
+                device,
+                "reduce",
+                "comm",
+                f"all_reduce[stage={s}, w={w}]",
+                parts,
+                (grad,),
+                {"group": s, "weights": [entry], "dtype": "float32", "reduce": "sum"},
+            )
+            change = {
+                "weight": f"layers.{s}.{w}",
+                "old": old,
+                "grads": (grad,),
+                "new": f"{old}'",
+                "take": None,
+                "take_grad": None,
+                "partial": False,
+            }
+            self._emit(
+                device,
+                "update",
+                "compute",
+                f"update[stage={s}, w={w}]",
+                (old, grad),
+                (f"{old}'",),
+                {"weights": [change]},
+            )
 
 
 def _weight(s: int, w: int) -> str:

@@ -24,10 +24,7 @@ Order = list[list[Step]]
 # torch logs a line per schedule built; a test builds hundreds.
 logging.getLogger(torch_schedules.__name__).setLevel(logging.ERROR)
 
-SINGLE: dict[str, type[Any]] = {
-    "gpipe": torch_schedules.ScheduleGPipe,
-    "one_f_one_b": torch_schedules.Schedule1F1B,
-}
+SINGLE: dict[str, type[Any]] = {"gpipe": torch_schedules.ScheduleGPipe, "one_f_one_b": torch_schedules.Schedule1F1B}
 LOOPED: dict[str, type[Any]] = {
     "interleaved": torch_schedules.ScheduleInterleaved1F1B,
     "looped_bfs": torch_schedules.ScheduleLoopedBFS,

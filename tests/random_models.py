@@ -1,4 +1,5 @@
-"""Small random models: a DAG of chunks with skips, several tensors on an edge, tied and frozen weights, values without samples, dropout."""
+"""Small random models: a DAG of chunks with skips, several tensors on an edge, tied and frozen weights, values without
+samples, dropout."""
 
 from __future__ import annotations
 
@@ -40,13 +41,24 @@ def plan(seed: int) -> list[Stage]:
         reads = tuple(sorted(draw.sample(range(i + 1), min(i + 1, draw.choice((1, 1, 2, 3))))))
         reads = reads if i in reads else (*reads, i)  # every value is read by somebody
         wide = draw.choice(("add", "cat")) if len(reads) > 1 else "add"
-        tied = draw.choice([j for j, s in enumerate(stages) if s.joined == "add"] or [None]) if wide == "add" and draw.random() < 0.25 else None
+        tied = (
+            draw.choice([j for j, s in enumerate(stages) if s.joined == "add"] or [None])
+            if wide == "add" and draw.random() < 0.25
+            else None
+        )
         stages.append(
             Stage(
-                reads, wide, draw.choice(("tanh", "relu", "gelu")), draw.random() < 0.3, tied, tied is None and i > 0 and draw.random() < 0.15,
-                draw.random() < 0.2, draw.random() < 0.2, 0.25 if draw.random() < 0.15 else 0.0,
+                reads,
+                wide,
+                draw.choice(("tanh", "relu", "gelu")),
+                draw.random() < 0.3,
+                tied,
+                tied is None and i > 0 and draw.random() < 0.15,
+                draw.random() < 0.2,
+                draw.random() < 0.2,
+                0.25 if draw.random() < 0.15 else 0.0,
             )
-        )  # fmt: skip
+        )
     return stages
 
 
@@ -70,7 +82,13 @@ class Network(nn.Module):
         for i, stage in enumerate(self.stages):
             with annotate("stage", i):
                 inputs = [values[j] for j in stage.reads]
-                joined = torch.cat(inputs, -1) if stage.joined == "cat" else torch.stack(inputs).sum(0) if len(inputs) > 1 else inputs[0]
+                joined = (
+                    torch.cat(inputs, -1)
+                    if stage.joined == "cat"
+                    else torch.stack(inputs).sum(0)
+                    if len(inputs) > 1
+                    else inputs[0]
+                )
                 y = getattr(f, stage.activation)(self.norms[i](self.layers[i](joined)))
                 if stage.masks:
                     y = y * ((inputs[0] > 0).long() + 1)

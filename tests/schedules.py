@@ -28,7 +28,9 @@ class Schedule:
 
     def script(self, ranks: int, micro: int, chunks: int = 2) -> str:
         more = f", {chunks}" if self.stages == 0 else ""
-        place = {"loop": f"loop(gpu, ranks{more})", "vee": "vee(gpu, ranks)", "mirror": "mirror(gpu, ranks, micro)"}[self.placement]
+        place = {"loop": f"loop(gpu, ranks{more})", "vee": "vee(gpu, ranks)", "mirror": "mirror(gpu, ranks, micro)"}[
+            self.placement
+        ]
         return (
             f"from std.pipeline import {self.name}, {self.placement}\n"
             f"param ranks = {ranks}\nparam micro = {micro}\nmesh gpu = pp: ranks\n"

@@ -1,5 +1,5 @@
-"""`piperc` in a process for every call, without the time that starting Python takes: a server that has imported the front end, and
-done nothing else, forks them."""
+"""`piperc` in a process for every call, without the time that starting Python takes: a server that has imported the
+front end, and done nothing else, forks them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,16 @@ class Call:
 
 class Server:
     def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-m", "tests.served"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.served"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parent.parent,
+        )
 
     def run(self, call: Call, watch: Callable[[int, Callable[[], bool]], None]) -> tuple[int, float]:
-        """Exit status as of `wait` and processor time. `watch` gets the process and a function that says whether it has ended."""
+        """Exit status as of `wait` and processor time. `watch` gets the process and a function that says whether it has
+        ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         pickle.dump(call, self.process.stdin)
@@ -82,11 +88,17 @@ def _call(call: Call) -> int:
     """What `python -m piperlang` does, on other streams."""
     limit()
     os.chdir(call.folder)
-    for number, path, flags in ((0, call.stdin, os.O_RDONLY), (1, call.stdout, os.O_WRONLY), (2, call.stderr, os.O_WRONLY)):
+    for number, path, flags in (
+        (0, call.stdin, os.O_RDONLY),
+        (1, call.stdout, os.O_WRONLY),
+        (2, call.stderr, os.O_WRONLY),
+    ):
         os.dup2(os.open(path, flags), number)
     sys.stdin = io.TextIOWrapper(os.fdopen(0, "rb", closefd=False), encoding="utf-8")
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding="utf-8")
-    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    sys.stderr = io.TextIOWrapper(
+        os.fdopen(2, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
     sys.argv = ["piperc", *map(os.fsdecode, call.arguments)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code: Any = 0

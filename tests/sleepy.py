@@ -55,4 +55,3 @@ def main() -> None:
         print(job.cluster.folder, flush=True)
         while True:
             job.step(CASE.batch(8))
-

@@ -60,9 +60,15 @@ class Terminal:
 
 
 @contextmanager
-def terminal(command: list[str], columns: int, rows: int = 24, cwd: Path = ROOT, **environment: str) -> Iterator[Terminal]:
+def terminal(
+    command: list[str], columns: int, rows: int = 24, cwd: Path = ROOT, **environment: str
+) -> Iterator[Terminal]:
     screen = pyte.HistoryScreen(columns, rows, history=100_000)
-    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CI")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CI")
+    }
     child = pexpect.spawn(
         command[0],
         command[1:],

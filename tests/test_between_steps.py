@@ -1,4 +1,5 @@
-"""Whole jobs beside plain training: what happens around a step (data, seeds, globals, the optimizer function) changes nothing either, or is refused."""
+"""Whole jobs beside plain training: what happens around a step (data, seeds, globals, the optimizer function) changes
+nothing either, or is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from piperlang.capture.model_file import load_model
 from piperlang.cli.main import main
 
-BASE = '''
+BASE = """
 import torch, piperlang
 from torch import nn
 class M(nn.Module):
@@ -33,7 +34,7 @@ def data():
     while True:
         yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
 def optimizer(p): return torch.optim.SGD(p, lr=0.1, momentum=0.9)
-'''
+"""
 PIPELINE = "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nsplit batch into 2 as mb\n"
 WHOLE = PIPELINE.replace("split batch into 2 as mb\n", "")
 
@@ -64,7 +65,8 @@ def on_step(row): size[0] *= 0.5
     "a shuffling loader that begins again": """
 def data():
     torch.manual_seed(5)
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(3, (16,))), batch_size=8, shuffle=True)
+    samples = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(3, (16,)))
+    return torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True)
 """,
     "spectral norm": """
 class S(M):
@@ -178,17 +180,26 @@ def lr_schedule(o):
         "error[P0808]",
     ),
     "hooks registered by the optimizer function": (
-        "def optimizer(params):\n    params = list(params)\n    params[0].register_hook(lambda g: g / 2)\n    return torch.optim.SGD(params, lr=0.1)\n",
+        (
+            "def optimizer(params):\n    params = list(params)\n    params[0].register_hook(lambda g: g / 2)\n   "
+            " return torch.optim.SGD(params, lr=0.1)\n"
+        ),
         "P0810",
         "a.weight",
     ),
     "a weight frozen by the optimizer function": (
-        "def optimizer(model):\n    model.a.weight.requires_grad_(False)\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n",
+        (
+            "def optimizer(model):\n    model.a.weight.requires_grad_(False)\n    return"
+            " torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        ),
         "P0801",
         "requires_grad",
     ),
     "a counter in a class": (
-        "class C: n = 0\ndef count():\n    C.n += 1\n    return C.n\nclass N(M):\n    def forward(self, x): return super().forward(x) * (1.0 if count() < 25 else 2.0)\ndef model(): return N()\n",
+        (
+            "class C: n = 0\ndef count():\n    C.n += 1\n    return C.n\nclass N(M):\n    def forward(self, x): return"
+            " super().forward(x) * (1.0 if count() < 25 else 2.0)\ndef model(): return N()\n"
+        ),
         "P0808",
         "`C`",
     ),
@@ -257,9 +268,15 @@ def plain(path: Path, steps: int) -> tuple[list[float], dict[str, Any]]:
 def job(folder: Path, text: str, script: str, *options: str) -> tuple[int, list[float], dict[str, Any]]:
     (folder / "model.py").write_text(BASE + text)
     (folder / "s.piper").write_text(script)
-    code = main([str(folder / "model.py"), str(folder / "s.piper"), "--steps", "3", "--out", str(folder / "run"), *options])
+    code = main(
+        [str(folder / "model.py"), str(folder / "s.piper"), "--steps", "3", "--out", str(folder / "run"), *options]
+    )
     rows = (folder / "run" / "metrics.jsonl").read_text().splitlines() if code == 0 else []
-    return code, [json.loads(row)["loss"] for row in rows], torch.load(folder / "run" / "weights.pt") if code == 0 else {}
+    return (
+        code,
+        [json.loads(row)["loss"] for row in rows],
+        torch.load(folder / "run" / "weights.pt") if code == 0 else {},
+    )
 
 
 def assert_plain(folder: Path, losses: list[float], weights: dict[str, Any]) -> None:
@@ -308,16 +325,33 @@ def test_the_model_file_is_run_once(tmp_path: Path) -> None:
 
 
 FAILING = {
-    "data that fails": "def data():\n    for _ in range(3): yield torch.randn(8, 4), torch.randint(3, (8,))\n    raise OSError('no more')\n",
-    "validation of another shape": "def validation():\n    yield torch.randn(8, 4), torch.randint(3, (8,))\n    yield torch.randn(5, 4), torch.randint(3, (5,))\n",
+    "data that fails": (
+        "def data():\n    for _ in range(3): yield torch.randn(8, 4), torch.randint(3, (8,))\n    raise OSError('no"
+        " more')\n"
+    ),
+    "validation of another shape": (
+        "def validation():\n    yield torch.randn(8, 4), torch.randint(3, (8,))\n    yield torch.randn(5, 4),"
+        " torch.randint(3, (5,))\n"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_what_fails_between_steps_costs_no_weights(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_between_steps_costs_no_weights(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "model.py").write_text(BASE + FAILING[name])
     (tmp_path / "pp.piper").write_text(PIPELINE)
-    words = [str(tmp_path / "model.py"), str(tmp_path / "pp.piper"), "--steps", "5", "--executor", "inline", "--out", str(tmp_path / "run")]
+    words = [
+        str(tmp_path / "model.py"),
+        str(tmp_path / "pp.piper"),
+        "--steps",
+        "5",
+        "--executor",
+        "inline",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert main([*words, "--validate-every", "3"] if "validation" in name else words) == 1
     assert "error[P0801]" in capsys.readouterr().err
     trained = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -331,7 +365,17 @@ def test_what_fails_between_steps_costs_no_weights(name: str, tmp_path: Path, ca
 def test_what_the_file_prints_stays_out_of_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(BASE + "def on_step(row): print('seen', row['step'])\n")
     (tmp_path / "pp.piper").write_text(PIPELINE)
-    words = [str(tmp_path / "model.py"), str(tmp_path / "pp.piper"), "--steps", "2", "--executor", "inline", "--json", "--out", str(tmp_path / "run")]
+    words = [
+        str(tmp_path / "model.py"),
+        str(tmp_path / "pp.piper"),
+        "--steps",
+        "2",
+        "--executor",
+        "inline",
+        "--json",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert main(words) == 0
     found = capsys.readouterr()
     assert [json.loads(line)["step"] for line in found.out.splitlines()] == [0, 1]

@@ -36,7 +36,16 @@ def captured(case: Case, samples: int = 4) -> tuple[Traced, list[Chunk], list[Pi
     return traced, chunks, differentiate(traced, chunks)
 
 
-def run(traced: Traced, chunks: list[Chunk], pieces: list[Pieces], model: nn.Module, batch: Any, *, halves: bool, first: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
+def run(
+    traced: Traced,
+    chunks: list[Chunk],
+    pieces: list[Pieces],
+    model: nn.Module,
+    batch: Any,
+    *,
+    halves: bool,
+    first: int = 0,
+) -> tuple[float, dict[str, torch.Tensor]]:
     """One step, chunk by chunk: the loss, and the gradient of every weight by its first name."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     values = {place: tensors[weight.name].detach() for place, weight in traced.weights.items()}
@@ -104,7 +113,9 @@ def test_chunks_are_a_true_dag(name: str) -> None:
     assert {dict(chunk.tags)["stage"] for chunk in chunks} == set(range(case.stages))
     assert len(chunks[-1].outputs) == 1
     assert chunks[-1].outputs[0].fake.shape == ()
-    assert sum(len(chunk.nodes) for chunk in chunks) == sum(node.op not in ("placeholder", "output") for node in traced.graph.nodes)
+    assert sum(len(chunk.nodes) for chunk in chunks) == sum(
+        node.op not in ("placeholder", "output") for node in traced.graph.nodes
+    )
 
 
 def test_skip_connections_have_edges_of_their_own() -> None:
@@ -185,7 +196,9 @@ def test_halves_repeat_nothing() -> None:
     from piperlang.capture.differentiate import _VIEWS
 
     def work(piece: Piece) -> list[str]:
-        return sorted(str(n.target) for n in piece.module.graph.nodes if n.op == "call_function" and n.target not in _VIEWS)
+        return sorted(
+            str(n.target) for n in piece.module.graph.nodes if n.op == "call_function" and n.target not in _VIEWS
+        )
 
     for name in ("mlp", "gpt", "unet", "moe"):
         for piece in captured(CASES[name])[2]:
@@ -208,7 +221,9 @@ def test_dropout_does_not_depend_on_how_the_batch_is_divided() -> None:
     model = case.model()
     whole_loss, whole = run(*captured(case, 8), model, batch, halves=False)
     part = captured(case, 2)
-    parts = [run(*part, model, (batch[0][i : i + 2], batch[1][i : i + 2]), halves=True, first=i) for i in range(0, 8, 2)]
+    parts = [
+        run(*part, model, (batch[0][i : i + 2], batch[1][i : i + 2]), halves=True, first=i) for i in range(0, 8, 2)
+    ]
     assert sum(loss for loss, _ in parts) / 4 == pytest.approx(whole_loss, rel=1e-6)
     for name, grad in whole.items():
         assert relative(sum(grads[name] for _, grads in parts) / 4, grad) < 1e-5
@@ -248,7 +263,14 @@ class Plain(nn.Module):
 
 def test_tags_by_module_path() -> None:
     traced = trace(Plain, square, vectors(4))
-    chunks = cut(traced, [tag("stage", 0, ("embed",), ("layers", (0, 2))), tag("stage", 1, ("layers", (2, None)), ("head",)), tag("part", 7, ("layers", 3, 0))])
+    chunks = cut(
+        traced,
+        [
+            tag("stage", 0, ("embed",), ("layers", (0, 2))),
+            tag("stage", 1, ("layers", (2, None)), ("head",)),
+            tag("part", 7, ("layers", 3, 0)),
+        ],
+    )
     assert [dict(c.tags) for c in chunks] == [{"stage": 0}, {"stage": 1}, {"stage": 1, "part": 7}, {"stage": 1}]
     torch.manual_seed(0)
     batch = vectors(4)
@@ -262,10 +284,16 @@ def test_tags_by_module_path() -> None:
 @pytest.mark.parametrize(
     ("path", "module", "length"),
     [
-        (("layers",), "layers.3.attn", 1), (("layers", 3), "layers.3.attn", 2), (("layers", 2), "layers.3.attn", 0), (("layers", (0, 4), "attn"), "layers.3.attn", 3),
-        (("layers", None), "layers.0", 2), (("layers", "0"), "layers.0", 2), (("head",), "layers.0", 0), (("layers", 0, "x"), "layers.0", 0),
+        (("layers",), "layers.3.attn", 1),
+        (("layers", 3), "layers.3.attn", 2),
+        (("layers", 2), "layers.3.attn", 0),
+        (("layers", (0, 4), "attn"), "layers.3.attn", 3),
+        (("layers", None), "layers.0", 2),
+        (("layers", "0"), "layers.0", 2),
+        (("head",), "layers.0", 0),
+        (("layers", 0, "x"), "layers.0", 0),
     ],
-)  # fmt: skip
+)
 def test_module_paths(path: tuple[Any, ...], module: str, length: int) -> None:
     assert matches(ModulePath(path, SPAN), module.split(".")) == length
 
@@ -334,7 +362,11 @@ def test_pages_about_models_are_true(code: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "line", "label"),
-    [("import torch\n\nx = 1 +\n", 3, "SyntaxError"), ("def f():\n    return 1 / 0\n\nf()\n", 2, "ZeroDivisionError"), ("", 1, "")],
+    [
+        ("import torch\n\nx = 1 +\n", 3, "SyntaxError"),
+        ("def f():\n    return 1 / 0\n\nf()\n", 2, "ZeroDivisionError"),
+        ("", 1, ""),
+    ],
 )
 def test_a_broken_model_file_points_at_its_line(text: str, line: int, label: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
@@ -365,7 +397,9 @@ def test_every_gradient_has_a_tensor_of_its_own() -> None:
     (chunk,) = cut(traced)
     (pieces,) = differentiate(traced, [chunk])
     assert pieces.B is not None
-    values = {("weight", 0): torch.ones(WIDTH), ("weight", 1): torch.ones(WIDTH)} | {("batch", i): t for i, t in enumerate(vectors(4))}
+    values = {("weight", 0): torch.ones(WIDTH), ("weight", 1): torch.ones(WIDTH)} | {
+        ("batch", i): t for i, t in enumerate(vectors(4))
+    }
     with torch.no_grad():
         values |= pieces.F.run({slot: values[slot] for slot in pieces.F.takes}) | {("grad_output", 0): torch.ones(())}
         gave = pieces.B.run({slot: values[slot] for slot in pieces.B.takes})
@@ -375,7 +409,8 @@ def test_every_gradient_has_a_tensor_of_its_own() -> None:
 
 
 class Copied(nn.Module):
-    """Layers that are copies of one, as nn.TransformerEncoder makes them, with a buffer whose numbers are known, and converted after a weight was tied."""
+    """Layers that are copies of one, as nn.TransformerEncoder makes them, with a buffer whose numbers are known, and
+    converted after a weight was tied."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,10 @@ def test_check_is_fine_with_the_examples() -> None:
 
 
 def test_no_torch_and_no_ray() -> None:
-    code = f"import sys; from piperlang.cli.main import main; assert main(['check', {EXAMPLE!r}]) == 0; print(sorted({{'torch', 'ray', 'pygments', 'rich'}} & set(sys.modules)))"
+    code = (
+        f"import sys; from piperlang.cli.main import main; assert main(['check', {EXAMPLE!r}]) == 0;"
+        " print(sorted({'torch', 'ray', 'pygments', 'rich'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -146,6 +149,12 @@ def test_a_closed_pipe_is_no_error() -> None:
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
     (tmp_path / "s.piper").write_text("print x\n")
-    done = subprocess.run(["bash", "-c", f"{sys.executable} -m piperlang check s.piper {closed}"], capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m piperlang check s.piper {closed}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+    )
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Workers of a job: what they listen on, clusters that are joined, an interrupt at the keyboard, cleanup, what they print."""
+"""Workers of a job: what they listen on, clusters that are joined, an interrupt at the keyboard, cleanup, what they
+print."""
 
 from __future__ import annotations
 
@@ -89,19 +90,22 @@ def test_everything_listens_on_loopback() -> None:
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A Ray that somebody else has started, with two CPUs. Workers are not niced: on a busy machine they would not get to run."""
+    """A Ray that somebody else has started, with two CPUs. Workers are not niced: on a busy machine they would not get
+    to run."""
     folder = tempfile.mkdtemp(prefix="pr-", dir="/tmp")
     code = (
-        "import ray, sys, time\n"
-        f"options = dict(include_dashboard=False, logging_level='error', _temp_dir={folder!r}, object_store_memory=100 * 2**20)\n"
-        "found = ray.init(num_cpus=2, _system_config={'worker_niceness': 0}, **options)\n"
-        "print(found.address_info['gcs_address'], flush=True)\n"
-        "sys.stdin.read()\n"
+        f"import ray, sys, time\noptions = dict(include_dashboard=False, logging_level='error', _temp_dir={folder!r},"
+        " object_store_memory=100 * 2**20)\nfound = ray.init(num_cpus=2, _system_config={'worker_niceness': 0},"
+        " **options)\nprint(found.address_info['gcs_address'], flush=True)\nsys.stdin.read()\n"
     )
     # Ray starts with tokens unless told otherwise, and a token would have to be handed to whoever joins.
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     server = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert server.stdin is not None
     assert server.stdout is not None
@@ -113,7 +117,16 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def piperc(arguments: list[str], out: Path, **options: object) -> subprocess.Popen[str]:
     example = ROOT / "examples" / "01_mlp"
-    command = [sys.executable, "-m", "piperlang.cli.main", str(example / "model.py"), *arguments, "--json", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "piperlang.cli.main",
+        str(example / "model.py"),
+        *arguments,
+        "--json",
+        "--out",
+        str(out),
+    ]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 
@@ -194,7 +207,9 @@ def test_an_interrupt(temporary: Path, tmp_path: Path) -> None:
     interrupted(job, temporary)
 
 
-@pytest.mark.parametrize("delay", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.5, pytest.param(3.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "delay", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.5, pytest.param(3.0, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
     job = endless(temporary, tmp_path)
     started(job, temporary)
@@ -203,7 +218,9 @@ def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("wait", [started, lambda job, _: trained(job)], ids=["start-up", "training"])
-def test_an_interrupt_that_is_repeated(wait: Callable[[subprocess.Popen[str], Path], None], temporary: Path, tmp_path: Path) -> None:
+def test_an_interrupt_that_is_repeated(
+    wait: Callable[[subprocess.Popen[str], Path], None], temporary: Path, tmp_path: Path
+) -> None:
     """The second one arrives while the job is closed because of the first one."""
     job = endless(temporary, tmp_path)
     wait(job, temporary)
@@ -211,7 +228,8 @@ def test_an_interrupt_that_is_repeated(wait: Callable[[subprocess.Popen[str], Pa
 
 
 def test_a_cluster_that_is_joined(address: str, temporary: Path, tmp_path: Path) -> None:
-    """A job that is interrupted leaves the cluster as it was: its two CPUs are free for the next job, which ends by itself."""
+    """A job that is interrupted leaves the cluster as it was: its two CPUs are free for the next job, which ends by
+    itself."""
     job = endless(temporary, tmp_path, "--address", address)
     trained(job)
     interrupted(job, temporary)
@@ -247,7 +265,9 @@ def writer(folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]
         "    folder.mkdir(exist_ok=True)\n"
         "    (folder / str(i % 1000)).touch()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], env={"WRITE_TO": str(folder), **environment}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={"WRITE_TO": str(folder), **environment}, stderr=subprocess.DEVNULL
+    )
     while not (folder / "0").exists():
         time.sleep(0.01)
     return process
@@ -272,7 +292,9 @@ def test_processes_started_beside_a_job_are_not_of_the_job() -> None:
     beside = subprocess.Popen(["sleep", "60"])
     try:
         assert beside.pid not in processes(cluster.folder)
-        assert {"raylet", "gcs_server"} <= {Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes(cluster.folder)}
+        assert {"raylet", "gcs_server"} <= {
+            Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes(cluster.folder)
+        }
         cluster.close()
         assert beside.poll() is None
     finally:
@@ -328,7 +350,18 @@ def test_a_janitor_ends_when_the_folder_is_gone(janitor: tuple[subprocess.Popen[
 def test_a_job_with_an_all_to_all_prints_no_warning(executor: str, tmp_path: Path) -> None:
     example = ROOT / "examples" / "03_moe"
     files = [str(example / "model.py"), str(example / "own_axis.piper")]
-    command = [sys.executable, "-m", "piperlang.cli.main", *files, "--steps", "1", "--executor", executor, "--out", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "piperlang.cli.main",
+        *files,
+        "--steps",
+        "1",
+        "--executor",
+        executor,
+        "--out",
+        str(tmp_path / "run"),
+    ]
     job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert job.returncode == 0, job.stderr
     assert job.stderr == ""

@@ -196,9 +196,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two scripts, one of them wrong and badly laid out, and what must not be looked at."""
     monkeypatch.chdir(tmp_path)
     for path, text in {
-        "a.piper": "let x = 1\n", "deep/er/b.piper": "print  y\n",
-        ".hidden/c.piper": "print z\n", "deep/.d.piper": "print z\n", "deep/notes.txt": "print z\n",
-    }.items():  # fmt: skip
+        "a.piper": "let x = 1\n",
+        "deep/er/b.piper": "print  y\n",
+        ".hidden/c.piper": "print z\n",
+        "deep/.d.piper": "print z\n",
+        "deep/notes.txt": "print z\n",
+    }.items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

@@ -18,9 +18,12 @@ def shown(text: str, format: str = "full", name: str = "moe.piper") -> str:
 
 
 def test_full_as_the_language_page_shows_it() -> None:
-    text = "mesh gpu = pp: 2\nsplit batch into 2 as mb\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\n\norder on gpu[pp=1]:\n    [stage=4, pass=F]\n"
-    assert shown(text) == (
-        "error[P0302]: selector matches no nodes\n"
+    text = (
+        "mesh gpu = pp: 2\nsplit batch into 2 as mb\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on"
+        " gpu[pp=1]\n\norder on gpu[pp=1]:\n    [stage=4, pass=F]\n"
+    )
+    assert (
+        shown(text) == "error[P0302]: selector matches no nodes\n"
         " --> moe.piper:7:5\n"
         "  |\n"
         "7 |     [stage=4, pass=F]\n"
@@ -30,7 +33,10 @@ def test_full_as_the_language_page_shows_it() -> None:
 
 
 def test_secondary_labels_in_the_same_and_in_other_files() -> None:
-    text = "from std.pipeline import loop\nmesh gpu = pp: 2\nplace [stage=0] on gpu[pp=1]\nlet a = 1\nlet b = 2\nloop(gpu, 2)\n"
+    text = (
+        "from std.pipeline import loop\nmesh gpu = pp: 2\nplace [stage=0] on gpu[pp=1]\nlet a = 1\nlet b = 2\nloop(gpu,"
+        " 2)\n"
+    )
     lines = shown(text).splitlines()
     assert lines[0] == "error[P0401]: stage=0 is placed twice"
     assert lines[1].strip() == "--> moe.piper:6:1"
@@ -97,7 +103,14 @@ def test_a_label_outside_the_line_does_not_break_rendering() -> None:
 
 @pytest.mark.parametrize(
     ("word", "legal", "near"),
-    [("plase", ["place", "split"], "place"), ("onto", ["on", "in"], "on"), ("xyz", ["place"], None), ("Stage", ["stage"], "stage"), ("palce", ["place"], "place"), ("a", ["b"], None)],
+    [
+        ("plase", ["place", "split"], "place"),
+        ("onto", ["on", "in"], "on"),
+        ("xyz", ["place"], None),
+        ("Stage", ["stage"], "stage"),
+        ("palce", ["place"], "place"),
+        ("a", ["b"], None),
+    ],
 )
 def test_did_you_mean(word: str, legal: list[str], near: str | None) -> None:
     assert nearest(word, legal) == near

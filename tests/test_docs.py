@@ -11,13 +11,20 @@ from piperlang.session import outline
 from piperlang.source import Source
 
 ROOT = Path(__file__).parent.parent
-PRELUDE = "from std.pipeline import vee\nmesh gpu = pp: 2, dp: 2\nvee(gpu, 2)\nsplit batch into 8 as mb\nreplicate [stage=*] over gpu.dp\n"
+PRELUDE = (
+    "from std.pipeline import vee\nmesh gpu = pp: 2, dp: 2\nvee(gpu, 2)\nsplit batch into 8 as mb\nreplicate [stage=*]"
+    " over gpu.dp\n"
+)
 BLOCK = re.compile(r"^```piper( fragment)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def scripts() -> list[tuple[str, str]]:
     found = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]:
+    for page in [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "examples").glob("*/README.md")),
+    ]:
         for number, (fragment, text) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8"))):
             found.append((f"{page.name}#{number}", (PRELUDE if fragment else "") + text))
     return found

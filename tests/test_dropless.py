@@ -45,16 +45,25 @@ def by_hand(rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor) -> Tenso
     return torch.stack([row @ weight[expert] + bias[expert] for row, expert in zip(rows, chosen.tolist(), strict=True)])
 
 
-@pytest.mark.parametrize("chosen", [[0, 1, 2, 0, 1, 2], [2, 2, 2, 2, 2, 2], [1, 0, 1, 1, 0, 0]], ids=["even", "all the same", "one is not chosen"])
+@pytest.mark.parametrize(
+    "chosen",
+    [[0, 1, 2, 0, 1, 2], [2, 2, 2, 2, 2, 2], [1, 0, 1, 1, 0, 0]],
+    ids=["even", "all the same", "one is not chosen"],
+)
 def test_every_row_meets_its_own_expert(chosen: list[int]) -> None:
     made = torch.Generator().manual_seed(0)
-    values = [torch.randn(shape, generator=made, dtype=torch.float64, requires_grad=True) for shape in ((6, 4), (3, 4, 5), (3, 5))]
+    values = [
+        torch.randn(shape, generator=made, dtype=torch.float64, requires_grad=True)
+        for shape in ((6, 4), (3, 4, 5), (3, 5))
+    ]
     rows, weight, bias = values
     choice = torch.tensor(chosen)
     done, expected = routed_linear(rows, choice, weight, bias), by_hand(rows, choice, weight, bias)
     torch.testing.assert_close(done, expected)
     grad = torch.randn(done.shape, generator=made, dtype=torch.float64)
-    for mine, theirs in zip(torch.autograd.grad(done, values, grad), torch.autograd.grad(expected, values, grad), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(done, values, grad), torch.autograd.grad(expected, values, grad), strict=True
+    ):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -84,16 +93,31 @@ def test_shapes_that_do_not_fit_are_told() -> None:
 SCHEDULES = {
     "two devices": OWN.format(n=2),
     "an expert a device": OWN.format(n=4),
-    "data and experts": "mesh gpu = dp: 2, ep: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp\nreplicate [!expert] over gpu.ep\nshard [expert=*] over gpu.ep\nsplit batch into 2 as mb\n",
-    "experts over two axes": "mesh gpu = a: 2, b: 2\nplace [pass=*] on gpu\nreplicate [!expert] over gpu.a\nreplicate [!expert] over gpu.b\nshard [expert=*] over gpu.a\nshard [expert=*] over gpu.b\n",
-    "zero3 on the experts": "mesh gpu = dp: 2, ep: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\nreplicate [!expert] over gpu.ep with grads=sharded\nshard [expert=*] over gpu.ep\n",
-    "recompute and offload": OWN.format(n=2) + "recompute [expert=*, stage=0]\noffload [expert=*, stage=1]\nsplit batch into 2 as mb\n",
+    "data and experts": (
+        "mesh gpu = dp: 2, ep: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp\nreplicate [!expert] over"
+        " gpu.ep\nshard [expert=*] over gpu.ep\nsplit batch into 2 as mb\n"
+    ),
+    "experts over two axes": (
+        "mesh gpu = a: 2, b: 2\nplace [pass=*] on gpu\nreplicate [!expert] over gpu.a\nreplicate [!expert] over"
+        " gpu.b\nshard [expert=*] over gpu.a\nshard [expert=*] over gpu.b\n"
+    ),
+    "zero3 on the experts": (
+        "mesh gpu = dp: 2, ep: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\nreplicate"
+        " [!expert] over gpu.ep with grads=sharded\nshard [expert=*] over gpu.ep\n"
+    ),
+    "recompute and offload": (
+        OWN.format(n=2) + "recompute [expert=*, stage=0]\noffload [expert=*, stage=1]\nsplit batch into 2 as mb\n"
+    ),
     "halves": OWN.format(n=2) + 'stream [pass=W] on "weights"\n',
     "other axes for experts and data": (
-        'mesh gpu = ep: 2, tp: 2\nplace [pass=*] on gpu\nreplicate [!expert] over gpu.ep\nreplicate [!expert] over gpu.tp\nshard [expert=*] over gpu.ep\nreplicate [expert=*] over gpu.tp\n'
+        "mesh gpu = ep: 2, tp: 2\nplace [pass=*] on gpu\nreplicate [!expert] over gpu.ep\nreplicate [!expert] over"
+        " gpu.tp\nshard [expert=*] over gpu.ep\nreplicate [expert=*] over gpu.tp\n"
     ),
-    "experts elsewhere": "mesh gpu = d: 6\nplace [!expert] on gpu[d=0:2]\nplace [expert=*] on gpu[d=2:6]\nreplicate [!expert] over gpu.d\nshard [expert=*] over gpu.d\nsplit batch into 2 as mb\n",
-}  # fmt: skip
+    "experts elsewhere": (
+        "mesh gpu = d: 6\nplace [!expert] on gpu[d=0:2]\nplace [expert=*] on gpu[d=2:6]\nreplicate [!expert] over"
+        " gpu.d\nshard [expert=*] over gpu.d\nsplit batch into 2 as mb\n"
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -117,7 +141,10 @@ class TwoParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, 4)
-        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / 4), nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) / 4)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / 4),
+            nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) / 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with annotate("stage", 0):
@@ -170,7 +197,8 @@ def test_a_device_that_nobody_chooses(cluster: Cluster) -> None:
 
 
 def test_only_rows_that_are_chosen_travel() -> None:
-    """Every row leaves its device once and comes back once; the parts are as large as the choices say, not as large as they could be."""
+    """Every row leaves its device once and comes back once; the parts are as large as the choices say, not as large as
+    they could be."""
     graph, captured = compiled(program(), OWN.format(n=2))
     plan = lower(graph)
     torch.manual_seed(3)
@@ -180,7 +208,15 @@ def test_only_rows_that_are_chosen_travel() -> None:
         for number, device in enumerate(job.training.devices):
             exchange = device.comm.exchange  # type: ignore[union-attr]
 
-            def seen(group: int, give: Tensor, give_sizes: list[int], take: Tensor, take_sizes: list[int], number: int = number, exchange: Any = exchange) -> None:
+            def seen(
+                group: int,
+                give: Tensor,
+                give_sizes: list[int],
+                take: Tensor,
+                take_sizes: list[int],
+                number: int = number,
+                exchange: Any = exchange,
+            ) -> None:
                 if give.is_floating_point():
                     sizes.append((number, give_sizes, take_sizes))
                 exchange(group, give, give_sizes, take, take_sizes)
@@ -191,8 +227,13 @@ def test_only_rows_that_are_chosen_travel() -> None:
     local = SAMPLES // 2 * 6 * 2
     assert all(local in pair for pair in rows), "what a device has of its own samples is on one side of every exchange"
     assert any(pair[0] != pair[1] for pair in rows), "and choices are uneven"
-    by = {number: sorted(tuple(pair) for n, pair in zip((n for n, *_ in sizes), rows, strict=True) if n == number) for number in (0, 1)}
-    assert sum(take for _, take in by[0]) + sum(take for _, take in by[1]) == sum(give for give, _ in by[0]) + sum(give for give, _ in by[1])
+    by = {
+        number: sorted(tuple(pair) for n, pair in zip((n for n, *_ in sizes), rows, strict=True) if n == number)
+        for number in (0, 1)
+    }
+    assert sum(take for _, take in by[0]) + sum(take for _, take in by[1]) == sum(give for give, _ in by[0]) + sum(
+        give for give, _ in by[1]
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -201,7 +242,13 @@ def test_only_rows_that_are_chosen_travel() -> None:
 class Odd(nn.Module):
     """Experts with something among them that rows which have gone to them cannot do."""
 
-    def __init__(self, inside: Callable[[Tensor], Tensor] | None = None, chooses_inside: bool = False, dropout: float = 0.0, reads_the_batch: bool = False) -> None:
+    def __init__(
+        self,
+        inside: Callable[[Tensor], Tensor] | None = None,
+        chooses_inside: bool = False,
+        dropout: float = 0.0,
+        reads_the_batch: bool = False,
+    ) -> None:
         super().__init__()
         self.gate, self.weight = nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
         self.reads_the_batch = reads_the_batch
@@ -226,7 +273,10 @@ class Odd(nn.Module):
         (lambda: Odd(chooses_inside=True), "only if they have chosen them before"),
         (lambda: Odd(dropout=0.5), "dropout numbers elements by their place in the batch"),
         (lambda: Odd(reads_the_batch=True), "it reads the batch itself"),
-        (lambda: Odd(lambda y: y.view(y.shape[0], 4, -1).flatten(1)), "asks how many rows there are, which the data decide"),
+        (
+            lambda: Odd(lambda y: y.view(y.shape[0], 4, -1).flatten(1)),
+            "asks how many rows there are, which the data decide",
+        ),
     ],
     ids=["chosen inside", "dropout", "the batch", "a number of rows"],
 )
@@ -311,4 +361,6 @@ def test_gradients_of_the_plan_equal_eager(cluster: Cluster) -> None:
                 for key, gradient in found.items():
                     held = device.weights[key]
                     want = expected[held["weight"]][tuple(slice(*interval) for interval in held["box"])]
-                    assert float((gradient - want).abs().max() / want.abs().max().clamp(min=1e-6)) < LIMIT, held["weight"]
+                    assert float((gradient - want).abs().max() / want.abs().max().clamp(min=1e-6)) < LIMIT, held[
+                        "weight"
+                    ]

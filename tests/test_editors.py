@@ -1,8 +1,8 @@
-"""Editor support: generated files are fresh, know exactly the words of the grammar, and colour as the Pygments lexer does.
+"""Editor support: generated files are fresh, know exactly the words of the grammar, and colour as the Pygments lexer
+does.
 
-VS Code's grammar runs in its own engine through npm, Vim's in Vim. Where one is missing the test says how to get it; on CI
-(environment variable CI) a missing one is a failure.
-"""
+VS Code's grammar runs in its own engine through npm, Vim's in Vim. Where one is missing the test says how to get it; on
+CI (environment variable CI) a missing one is a failure."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def alternatives(pattern: str, opening: str = r"\b(?:", between: str = "|", clos
 
 
 def vim_words(group: str) -> list[list[str]]:
-    found = re.findall(rf"^syntax match {group} (?:contained )?/.*?(\\<\\%\((?:\w|\\\|)+\\\)\\>)", vim_syntax(), re.MULTILINE)
+    found = re.findall(
+        rf"^syntax match {group} (?:contained )?/.*?(\\<\\%\((?:\w|\\\|)+\\\)\\>)", vim_syntax(), re.MULTILINE
+    )
     return [alternatives(pattern, r"\<\%(", r"\|", r"\)\>") for pattern in found]
 
 
@@ -99,7 +101,9 @@ def test_every_list_has_the_keywords_of_the_grammar() -> None:
     lists = {
         "words.py": KEYWORDS,
         "Pygments": KEYWORD_TOKENS,
-        "VS Code": [word for rule in textmate()["repository"]["keywords"]["patterns"] for word in alternatives(rule["match"])],
+        "VS Code": [
+            word for rule in textmate()["repository"]["keywords"]["patterns"] for word in alternatives(rule["match"])
+        ],
         "Vim": [word for group in cluster[1].split(",") for words in vim_words(group) for word in words],
     }
     assert {name: sorted(words) for name, words in lists.items()} == dict.fromkeys(lists, keywords)
@@ -166,11 +170,19 @@ def test_vscode_manifest() -> None:
         assert re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+", version), "exact, because no lock file is kept"
 
 
-@pytest.mark.parametrize(("line", "increase", "decrease"), [
-    ("for r in range(2):", True, False), ("    order on gpu[pp=s]:  # steps", True, False),
-    ("else:", True, True), ("    elif a == 1:  # or", True, True),
-    ("repeat 2: F(s)", False, False), ("# note:", False, False), ("mesh gpu = pp: 2", False, False), ("elsewhere(1)", False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "increase", "decrease"),
+    [
+        ("for r in range(2):", True, False),
+        ("    order on gpu[pp=s]:  # steps", True, False),
+        ("else:", True, True),
+        ("    elif a == 1:  # or", True, True),
+        ("repeat 2: F(s)", False, False),
+        ("# note:", False, False),
+        ("mesh gpu = pp: 2", False, False),
+        ("elsewhere(1)", False, False),
+    ],
+)
 def test_vscode_indentation(line: str, increase: bool, decrease: bool) -> None:
     rules = json.loads((VSCODE / "language-configuration.json").read_text(encoding="utf-8"))["indentationRules"]
     assert bool(re.search(rules["increaseIndentPattern"], line)) is increase
@@ -194,18 +206,41 @@ def in_vim(tmp_path: Path, script: Path, *commands: str, name: str = "vim") -> A
     if program is None:
         missing("vim is missing: install Vim with +syntax (Debian: apt install vim)")
     answer = tmp_path / "answer.json"
-    done = run([
-        str(program), "-N", "-u", "NONE", "-i", "NONE", "-n", "-es",
-        "--cmd", f"set runtimepath^={VIM}", "--cmd", "filetype plugin indent on", "--cmd", "syntax on", "-c", f"edit {script}",
-        *(part for command in commands for part in ("-c", command)),
-        "-c", f"call writefile([json_encode(g:answer)], '{answer}')", "-c", "qall!",
-    ], env={**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "LC_ALL": "C.UTF-8"},
-       stdin=subprocess.DEVNULL)  # fmt: skip
+    done = run(
+        [
+            str(program),
+            "-N",
+            "-u",
+            "NONE",
+            "-i",
+            "NONE",
+            "-n",
+            "-es",
+            "--cmd",
+            f"set runtimepath^={VIM}",
+            "--cmd",
+            "filetype plugin indent on",
+            "--cmd",
+            "syntax on",
+            "-c",
+            f"edit {script}",
+            *(part for command in commands for part in ("-c", command)),
+            "-c",
+            f"call writefile([json_encode(g:answer)], '{answer}')",
+            "-c",
+            "qall!",
+        ],
+        env={**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "LC_ALL": "C.UTF-8"},
+        stdin=subprocess.DEVNULL,
+    )
     assert answer.exists(), f"the commands failed: {done.stdout} {done.stderr}"
     return json.loads(answer.read_text(encoding="utf-8"))
 
 
-GROUPS = "let g:answer = map(range(1, line('$')), {_, l -> map(range(1, col([l, '$']) - 1), {_, c -> synIDattr(synID(l, c, 1), 'name')})})"
+GROUPS = (
+    "let g:answer = map(range(1, line('$')), {_, l -> map(range(1, col([l, '$']) - 1), {_, c -> synIDattr(synID(l, c,"
+    " 1), 'name')})})"
+)
 
 
 def groups_at(tmp_path: Path, text: str, name: str = "vim") -> list[tuple[str, str]]:
@@ -238,15 +273,51 @@ def test_vim_groups(tmp_path: Path, name: str) -> None:
         'def F(s): max(s, 1.5) & "a"\n'
     )
     assert groups_at(tmp_path, text, name) == [
-        ("mesh", "Declaration"), ("gpu", "Bound"), ("=", "Operator"), ("pp", "Axis"),
-        ("place", "Directive"), ("stage", "Key"), ("=", "Operator"), ("0", "Integer"), ("pass", "Key"), ("=", "Operator"),
-        ("F", "Word_pass"), ("!", "Absent"), ("expert", "Key"), ("mb", "Key"), ("=", "Operator"), ("next", "Constant"), ("?", "Operator"),
-        ("on", "Connective"), ("pp", "Key"), ("=", "Operator"), ("#", "Comment"), ("why", "Comment"),
-        ("shard", "Directive"), ("expert", "Key"), ("=", "Operator"), ("*", "Wildcard"), ("over", "Connective"), ("with", "Connective"),
-        ("style", "Option"), ("=", "Operator"), ("rows", "OptionWord"), ("bucket", "Option"), ("=", "Operator"), ("25MB", "Size"),
-        ("def", "Declaration"), ("F", "Function"), ("max", "Builtin"), ("1", "Float"), (".", "Float"), ("5", "Float"), ("&", "Operator"),
-        ('"', "String"), ("a", "String"), ('"', "String"),
-    ]  # fmt: skip
+        ("mesh", "Declaration"),
+        ("gpu", "Bound"),
+        ("=", "Operator"),
+        ("pp", "Axis"),
+        ("place", "Directive"),
+        ("stage", "Key"),
+        ("=", "Operator"),
+        ("0", "Integer"),
+        ("pass", "Key"),
+        ("=", "Operator"),
+        ("F", "Word_pass"),
+        ("!", "Absent"),
+        ("expert", "Key"),
+        ("mb", "Key"),
+        ("=", "Operator"),
+        ("next", "Constant"),
+        ("?", "Operator"),
+        ("on", "Connective"),
+        ("pp", "Key"),
+        ("=", "Operator"),
+        ("#", "Comment"),
+        ("why", "Comment"),
+        ("shard", "Directive"),
+        ("expert", "Key"),
+        ("=", "Operator"),
+        ("*", "Wildcard"),
+        ("over", "Connective"),
+        ("with", "Connective"),
+        ("style", "Option"),
+        ("=", "Operator"),
+        ("rows", "OptionWord"),
+        ("bucket", "Option"),
+        ("=", "Operator"),
+        ("25MB", "Size"),
+        ("def", "Declaration"),
+        ("F", "Function"),
+        ("max", "Builtin"),
+        ("1", "Float"),
+        (".", "Float"),
+        ("5", "Float"),
+        ("&", "Operator"),
+        ('"', "String"),
+        ("a", "String"),
+        ('"', "String"),
+    ]
 
 
 @BOTH
@@ -255,7 +326,13 @@ def test_vim_recovers_from_an_open_bracket(tmp_path: Path, name: str) -> None:
     alone = groups_at(tmp_path, after, name)
     assert ("order", "Directive") in alone
     assert ("b", "BoundOne") in alone
-    for opened in ("place [stage=0, pass=F,", "shard x over y with bucket=f(", "mesh g = pp: (2", "let x = [pass={F,", "print [x={"):
+    for opened in (
+        "place [stage=0, pass=F,",
+        "shard x over y with bucket=f(",
+        "mesh g = pp: (2",
+        "let x = [pass={F,",
+        "print [x={",
+    ):
         assert groups_at(tmp_path, f"{opened}\n{after}", name)[-len(alone) :] == alone, opened
 
 
@@ -264,7 +341,11 @@ def test_vim_filetype_and_settings(tmp_path: Path, name: str) -> None:
     settings = "let g:answer = [&filetype, &shiftwidth, &softtabstop, &expandtab, &commentstring, b:current_syntax]"
     assert in_vim(tmp_path, tmp_path / "new.piper", settings, name=name) == ["piper", 4, 4, 1, "# %s", "piper"]
     undone = "let g:answer = [&filetype, &expandtab, &indentexpr]"
-    assert in_vim(tmp_path, tmp_path / "new.piper", "setfiletype piper", "set filetype=text", undone, name=name) == ["text", 0, ""]
+    assert in_vim(tmp_path, tmp_path / "new.piper", "setfiletype piper", "set filetype=text", undone, name=name) == [
+        "text",
+        0,
+        "",
+    ]
     assert in_vim(tmp_path, tmp_path / "new.pipe", "let g:answer = &filetype", name=name) != "piper"
 
 
@@ -297,7 +378,8 @@ mesh gpu = pp: 2
 
 @BOTH
 def test_vim_indentation(tmp_path: Path, name: str) -> None:
-    """What Enter gives on every line: its layout, but for lines inside a text (-1: as typed) and the one that leaves a block."""
+    """What Enter gives on every line: its layout, but for lines inside a text (-1: as typed) and the one that leaves a
+    block."""
     script = tmp_path / "indent.piper"
     script.write_text(LAYOUT, encoding="ascii")
     indents = in_vim(tmp_path, script, "let g:answer = map(range(1, line('$')), {_, l -> PiperIndent(l)})", name=name)
@@ -311,7 +393,13 @@ def test_vim_indentation(tmp_path: Path, name: str) -> None:
 def test_vim_indents_while_typing(tmp_path: Path, name: str) -> None:
     typed = r'execute "normal! ifor s in range(2):\<CR>if s == 0:\<CR>place [stage=s] on gpu\<CR>else:\<CR>print s"'
     lines = in_vim(tmp_path, tmp_path / "typed.piper", typed, "let g:answer = getline(1, '$')", name=name)
-    assert lines == ["for s in range(2):", "    if s == 0:", "        place [stage=s] on gpu", "    else:", "        print s"]
+    assert lines == [
+        "for s in range(2):",
+        "    if s == 0:",
+        "        place [stage=s] on gpu",
+        "    else:",
+        "        print s",
+    ]
 
 
 # -------------------------------------------------------------------------------------------- all three colour the same
@@ -333,35 +421,54 @@ AGREED: dict[_TokenType, tuple[set[str], set[str]]] = {
     Keyword.Pseudo: ({"Connective"}, {"keyword.other.connective"}),
     Keyword.Constant: ({"Constant", "Wildcard"}, {"constant.language", "constant.language.wildcard"}),
     Operator.Word: ({"OperatorWord"}, {"keyword.operator.logical"}),
-    Operator: ({"Operator", "Absent"}, {
-        f"keyword.operator.{kind}" for kind in ("order", "join", "comparison", "arithmetic", "assignment", "absent", "optional")
-    }),
+    Operator: (
+        {"Operator", "Absent"},
+        {
+            f"keyword.operator.{kind}"
+            for kind in ("order", "join", "comparison", "arithmetic", "assignment", "absent", "optional")
+        },
+    ),
     Name.Builtin: ({"Builtin"}, {"support.function.builtin"}),
     Name.Function: ({"Function"}, {"entity.name.function"}),
     Name.Variable: ({"Bound", "BoundOne"}, {"variable.other.declaration"}),
     Name.Namespace: ({"Module"}, {"entity.name.namespace"}),
-    Name.Attribute: ({"Key", "Axis", "Tag", "Option"}, {
-        f"entity.other.attribute-name.{kind}" for kind in ("selector", "axis", "tag", "option")
-    }),
-    Name.Constant: ({"OptionWord", *(f"Word_{key}" for key in SELECTOR_WORDS)}, {"support.constant.selector", "support.constant.option"}),
-    Error: ({"BadNumber", "BadEscape", "Unclosed"}, {f"invalid.illegal.{kind}" for kind in ("number", "escape", "unclosed-string")}),
+    Name.Attribute: (
+        {"Key", "Axis", "Tag", "Option"},
+        {f"entity.other.attribute-name.{kind}" for kind in ("selector", "axis", "tag", "option")},
+    ),
+    Name.Constant: (
+        {"OptionWord", *(f"Word_{key}" for key in SELECTOR_WORDS)},
+        {"support.constant.selector", "support.constant.option"},
+    ),
+    Error: (
+        {"BadNumber", "BadEscape", "Unclosed"},
+        {f"invalid.illegal.{kind}" for kind in ("number", "escape", "unclosed-string")},
+    ),
     Name: ({""}, {"", "variable.other.member"}),
-    Punctuation: ({""}, {
-        "punctuation.separator.comma", "punctuation.separator.colon", "punctuation.accessor", "punctuation.section.bracket.begin",
-        "punctuation.section.bracket.end",
-    }),
-}  # fmt: skip
+    Punctuation: (
+        {""},
+        {
+            "punctuation.separator.comma",
+            "punctuation.separator.colon",
+            "punctuation.accessor",
+            "punctuation.section.bracket.begin",
+            "punctuation.section.bracket.end",
+        },
+    ),
+}
 
 TOKENIZE = """
 const { readFileSync } = require("fs")
 const { Registry, parseRawGrammar, INITIAL } = require("vscode-textmate")
 const oniguruma = require("vscode-oniguruma")
 const [grammar, ...scripts] = process.argv.slice(1)
-const onigLib = oniguruma.loadWASM(readFileSync(require.resolve("vscode-oniguruma/release/onig.wasm")).buffer).then(() => ({
+const wasm = readFileSync(require.resolve("vscode-oniguruma/release/onig.wasm")).buffer
+const onigLib = oniguruma.loadWASM(wasm).then(() => ({
   createOnigScanner: patterns => new oniguruma.OnigScanner(patterns),
   createOnigString: text => new oniguruma.OnigString(text),
 }))
-const registry = new Registry({ onigLib, loadGrammar: async () => parseRawGrammar(readFileSync(grammar, "utf8"), grammar) })
+const loadGrammar = async () => parseRawGrammar(readFileSync(grammar, "utf8"), grammar)
+const registry = new Registry({ onigLib, loadGrammar })
 registry.loadGrammar("source.piper").then(piper => {
   const answer = scripts.map(script => {
     let state = INITIAL
@@ -409,7 +516,9 @@ def test_vscode_agrees_with_pygments() -> None:
     need_node()
     node = shutil.which("node")
     assert node is not None
-    done = run([node, "-e", TOKENIZE, str(VSCODE / "syntaxes" / "piper.tmLanguage.json"), *map(str, SCRIPTS)], cwd=VSCODE)
+    done = run(
+        [node, "-e", TOKENIZE, str(VSCODE / "syntaxes" / "piper.tmLanguage.json"), *map(str, SCRIPTS)], cwd=VSCODE
+    )
     assert done.returncode == 0, done.stderr
     wrong = []
     for path, rows in zip(SCRIPTS, json.loads(done.stdout), strict=True):

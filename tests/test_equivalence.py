@@ -1,4 +1,5 @@
-"""A schedule never changes the mathematics: every directive alone, and every pair of directives, on every kind of model."""
+"""A schedule never changes the mathematics: every directive alone, and every pair of directives, on every kind of
+model."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ import pytest
 from tests.equivalence import assert_same, program
 from tests.models import CASES
 
-DATA = {"ddp": "", "zero1": " with states=sharded", "zero2": " with grads=sharded, bucket=1KB", "zero3": " with params=sharded, prefetch=1"}
+DATA = {
+    "ddp": "",
+    "zero1": " with states=sharded",
+    "zero2": " with grads=sharded, bucket=1KB",
+    "zero3": " with params=sharded, prefetch=1",
+}
 DIRECTIVES = ("place", "split", *DATA, "shard", "stream", "order", "recompute", "offload")
 STAGES = {"moe": 2}
 SHARD = {
@@ -20,7 +26,9 @@ SHARD = {
 shard [part="down"] over gpu.tp with style=rows
 shard [part="norm"] over gpu.tp with style=sequence
 replicate [!part] over gpu.tp""",
-    **dict.fromkeys(("moe", "dropless"), "shard [expert=*] over gpu.tp with style=experts\nreplicate [!expert] over gpu.tp"),
+    **dict.fromkeys(
+        ("moe", "dropless"), "shard [expert=*] over gpu.tp with style=experts\nreplicate [!expert] over gpu.tp"
+    ),
 }
 """Which parts of each model are divided, and how; the rest divides the batch along the same axis."""
 TAGS = {
@@ -33,7 +41,9 @@ def script(model: str, *names: str) -> str:
     """A script with these directives, and with what they need around them to make sense."""
     stages = STAGES.get(model, 4)
     data = next((name for name in names if name in DATA), None)
-    axes = [axis for axis, needed in (("pp: 2", "place" in names), ("dp: 2", data), ("tp: 2", "shard" in names)) if needed]
+    axes = [
+        axis for axis, needed in (("pp: 2", "place" in names), ("dp: 2", data), ("tp: 2", "shard" in names)) if needed
+    ]
     lines = [f"mesh gpu = {', '.join(axes)}"] if axes else []
     if "shard" in names and model in TAGS:
         lines.insert(0, TAGS[model])
@@ -59,7 +69,8 @@ def script(model: str, *names: str) -> str:
 
 
 def _order(names: tuple[str, ...], stages: int) -> list[str]:
-    """Against what would otherwise come first: the last microbatch before the first, later stages before earlier ones where both can run."""
+    """Against what would otherwise come first: the last microbatch before the first, later stages before earlier ones
+    where both can run."""
     if "split" not in names:
         return [f"order [stage={stages - 1}, pass=I] -> [stage={stages - 1}, pass=W] -> [update, stage=0]"]
     backwards = [f"    [stage={s}, pass=F, mb=1], [stage={s}, pass=F, mb=0]" for s in range(stages // 2)]
@@ -84,12 +95,18 @@ def test_a_pair_of_directives(model: str, names: tuple[str, ...]) -> None:
     assert_same(CASES[model], program(model), script(model, *names))
 
 
-@pytest.mark.parametrize("schedule", ["looped_bfs(gpu, 2, 4)", "interleaved_zero_bubble(gpu, 2, 4)", "interleaved(gpu, 2, 4)"])
+@pytest.mark.parametrize(
+    "schedule", ["looped_bfs(gpu, 2, 4)", "interleaved_zero_bubble(gpu, 2, 4)", "interleaved(gpu, 2, 4)"]
+)
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_activations_come_back_in_the_order_of_the_script(schedule: str, prefetch: int) -> None:
-    """looped_bfs runs the last microbatch's backward first; zero bubble puts weight halves off until after other microbatches' input halves."""
+    """looped_bfs runs the last microbatch's backward first; zero bubble puts weight halves off until after other
+    microbatches' input halves."""
     name = schedule.partition("(")[0]
-    text = f"from std.pipeline import loop, {name}\nmesh gpu = pp: 2\nsplit batch into 4 as mb\nloop(gpu, 2, 2)\noffload [pass=*] with prefetch={prefetch}\n{schedule}\n"
+    text = (
+        f"from std.pipeline import loop, {name}\nmesh gpu = pp: 2\nsplit batch into 4 as mb\nloop(gpu, 2, 2)\noffload"
+        f" [pass=*] with prefetch={prefetch}\n{schedule}\n"
+    )
     assert_same(CASES["mlp"], program("mlp"), text)
 
 

@@ -1,4 +1,5 @@
-"""The examples: every schedule keeps the mathematics of its model, and the README's main job does what the README says."""
+"""The examples: every schedule keeps the mathematics of its model, and the README's main job does what the README
+says."""
 
 from __future__ import annotations
 
@@ -28,17 +29,31 @@ from piperlang.runtime import numerics
 ROOT = Path(__file__).parent.parent
 MISTAKES = "90_mistakes"
 """Broken on purpose, and tested in test_mistake_examples.py."""
-SCHEDULES = sorted(path for path in (ROOT / "examples").glob("*/*.piper") if (path.parent / "model.py").exists() and path.parent.name != MISTAKES)
+SCHEDULES = sorted(
+    path
+    for path in (ROOT / "examples").glob("*/*.piper")
+    if (path.parent / "model.py").exists() and path.parent.name != MISTAKES
+)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 torch.set_num_threads(1)
 LIMIT = 1e-5
 STEPS = 4
 
 QUICK = {
-    "01_mlp/both", "01_mlp/data", "01_mlp/pipeline", "02_gpt/interleaved", "03_moe/data_axis", "04_zero/hybrid", "04_zero/prefetch", "04_zero/zero3_zbv",
-    "05_tensor_parallel/pipeline", "08_dropless/data_axis", "08_dropless/dualpipev",
-}  # fmt: skip
-"""Trained step by step in every run of the tests, with their numerics by hand; of the others it is the other way round."""
+    "01_mlp/both",
+    "01_mlp/data",
+    "01_mlp/pipeline",
+    "02_gpt/interleaved",
+    "03_moe/data_axis",
+    "04_zero/hybrid",
+    "04_zero/prefetch",
+    "04_zero/zero3_zbv",
+    "05_tensor_parallel/pipeline",
+    "08_dropless/data_axis",
+    "08_dropless/dualpipev",
+}
+"""Trained step by step in every run of the tests, with their numerics by hand; of the others it is the other way
+round."""
 
 
 def name_of(schedule: Path) -> str:
@@ -46,9 +61,14 @@ def name_of(schedule: Path) -> str:
 
 
 def schedules(often: Callable[[str], bool]) -> pytest.MarkDecorator:
-    """Those that are not run often are marked slow. All of an example go to one process, which traces its model once."""
+    """Those that are not run often are marked slow. All of an example go to one process, which traces its model
+    once."""
     params = [
-        pytest.param(path, id=name_of(path), marks=[pytest.mark.xdist_group(path.parent.name), *([] if often(name_of(path)) else [pytest.mark.slow])])
+        pytest.param(
+            path,
+            id=name_of(path),
+            marks=[pytest.mark.xdist_group(path.parent.name), *([] if often(name_of(path)) else [pytest.mark.slow])],
+        )
         for path in SCHEDULES
     ]
     return pytest.mark.parametrize("schedule", params)
@@ -82,7 +102,9 @@ def _traced_once() -> Iterator[None]:
     doubled, capture = cache(numerics.capture_doubled), program.capture
     known: dict[object, program.Program] = {}
 
-    def remembered(make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> program.Program:
+    def remembered(
+        make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
+    ) -> program.Program:
         if make not in known:
             known[make] = capture(make, loss, batch, seed)
         return known[make]
@@ -110,7 +132,19 @@ def test_a_schedule_keeps_the_mathematics(schedule: Path, capsys: pytest.Capture
 @schedules(lambda name: name in QUICK)
 def test_a_plan_trains_like_the_plain_model(schedule: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = schedule.parent / "model.py"
-    code = main([str(model), str(schedule), "--steps", str(STEPS), "--executor", "inline", "--json", "--out", str(tmp_path / "run")])
+    code = main(
+        [
+            str(model),
+            str(schedule),
+            "--steps",
+            str(STEPS),
+            "--executor",
+            "inline",
+            "--json",
+            "--out",
+            str(tmp_path / "run"),
+        ]
+    )
     written = capsys.readouterr()
     assert code == 0, written.err
     assert losses_of(written.out) == pytest.approx(plain(model, STEPS), rel=LIMIT)
@@ -121,7 +155,8 @@ def test_a_plan_trains_like_the_plain_model(schedule: Path, tmp_path: Path, caps
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A folder for temporary files, with a short name: the sockets of Ray lie below it, and their paths may have a hundred characters."""
+    """A folder for temporary files, with a short name: the sockets of Ray lie below it, and their paths may have a
+    hundred characters."""
     folder = Path(tempfile.mkdtemp(prefix="px-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -143,7 +178,11 @@ def processes(folder: Path) -> list[str]:
 
 def main_job() -> list[str]:
     """What the first command of the README gives to piperc."""
-    command = next(line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("python3 -m venv"))
+    command = next(
+        line
+        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("python3 -m venv")
+    )
     return shlex.split(command.partition(".venv/bin/piperc ")[2])
 
 
@@ -155,7 +194,15 @@ def train(arguments: list[str], out: Path, temporary: Path) -> tuple[list[float]
     assert done.returncode == 0, done.stderr
     assert processes(temporary) == []
     assert list(temporary.glob("piper-*")) == []
-    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "plan.json", "resolved.piper", "schedule.piper", "verified.json", "versions.json", "weights.pt"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "metrics.jsonl",
+        "plan.json",
+        "resolved.piper",
+        "schedule.piper",
+        "verified.json",
+        "versions.json",
+        "weights.pt",
+    ]
     assert json.loads((out / "plan.json").read_text(encoding="utf-8"))
     assert (out / "schedule.piper").read_text(encoding="utf-8") == (ROOT / arguments[1]).read_text(encoding="utf-8")
     losses = losses_of(done.stdout)
@@ -164,7 +211,8 @@ def train(arguments: list[str], out: Path, temporary: Path) -> tuple[list[float]
 
 
 def test_the_main_job(tmp_path: Path, temporary: Path) -> None:
-    """On workers it trains like the plain model, comes out the same to the last bit when run again, and prints what the README shows."""
+    """On workers it trains like the plain model, comes out the same to the last bit when run again, and prints what the
+    README shows."""
     model, _, flag, steps = arguments = main_job()
     assert flag == "--steps"
     losses, weights = train(arguments, tmp_path / "first", temporary)
@@ -200,7 +248,9 @@ def test_every_schedule_is_on_its_page() -> None:
 def test_the_memory_table_of_zero(capsys: pytest.CaptureFixture[str]) -> None:
     """What examples/04_zero/README.md says of every schedule is what `piperc plan` prints."""
     folder = ROOT / "examples" / "04_zero"
-    rows = re.findall(r"^\| (\w+) \| (.+ (?:B|KiB|MiB)) \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\w+) \| (.+ (?:B|KiB|MiB)) \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert {name for name, _ in rows} == {path.stem for path in folder.glob("*.piper")}
     for name, cells in rows:
         assert main(["plan", str(folder / "model.py"), str(folder / f"{name}.piper"), "--json"]) == 0

@@ -20,9 +20,12 @@ NO_PLACE = {"P0901", "P0902", "P0904"}
 """Mistakes on the command line: there is no file to point into."""
 
 NO_SCRIPT = {"P0503", "P0504", "P0505", "P0506", "P0602", "P0603", "P0604", "P0605", "P0606", "P0607", "P0608", "P0905"}
-"""What no script can cause: broken plans (test_plan.py), workers that die (test_faults.py), packages that are missing (test_package.py). Their pages say what to look at."""
+"""What no script can cause: broken plans (test_plan.py), workers that die (test_faults.py), packages that are missing
+(test_package.py). Their pages say what to look at."""
 
-every_code = pytest.mark.parametrize("code", sorted(code for code in CODES if not code.startswith("P08") and code not in NO_SCRIPT))
+every_code = pytest.mark.parametrize(
+    "code", sorted(code for code in CODES if not code.startswith("P08") and code not in NO_SCRIPT)
+)
 """The pages about models are run by test_capture.py."""
 
 
@@ -154,7 +157,10 @@ def test_blocks_become_examples() -> None:
 
 
 def test_a_model_serves_all_scripts_of_its_page() -> None:
-    text = "# P0000: a title\n\n```python model\nm\n```\n\n```piper failing --numerics\na\n```\n\n```piper repaired file=x.piper\nb\n```\n"
+    text = (
+        "# P0000: a title\n\n```python model\nm\n```\n\n```piper failing --numerics\na\n```\n\n```piper repaired"
+        " file=x.piper\nb\n```\n"
+    )
     failing, repaired = Page("P0000", text).examples()
     assert failing == Example("failing", ("--numerics",), {"schedule.piper": b"a\n", "model.py": b"m\n"})
     assert failing.command() == ["check", "model.py", "schedule.piper", "--numerics"]

@@ -54,7 +54,8 @@ def job() -> Job:
 def struck(worker: int, number: int, delay: float, within: float) -> PiperError:
     """A step during which a worker is hit by a signal, and the error it ends in, which must come in time.
 
-    On a quiet machine errors come in 0.5 s (killed) and 4 s (stopped); the limits here are for a busy one, `-m slow` has the promised ones."""
+    On a quiet machine errors come in 0.5 s (killed) and 4 s (stopped); the limits here are for a busy one, `-m slow`
+    has the promised ones."""
     running = job()
     folder = running.cluster.folder
     try:
@@ -84,9 +85,14 @@ BUSY, PROMISED = 4.0, 1.0
 @pytest.mark.parametrize(
     ("worker", "delay", "within"),
     [
-        (0, 0.1, BUSY), *(pytest.param(worker, delay, PROMISED, marks=pytest.mark.slow) for worker in (0, 1) for delay in (0.0, 0.1, 1.0, 1.7)),
+        (0, 0.1, BUSY),
+        *(
+            pytest.param(worker, delay, PROMISED, marks=pytest.mark.slow)
+            for worker in (0, 1)
+            for delay in (0.0, 0.1, 1.0, 1.7)
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_worker_that_is_killed(worker: int, delay: float, within: float) -> None:
     """Between steps, in the first forward (where worker 1 still waits), in the middle, and late."""
     (diagnostic,) = struck(worker, signal.SIGKILL, delay, within).diagnostics
@@ -106,14 +112,15 @@ def test_a_worker_that_is_stopped(within: float) -> None:
 
 @pytest.mark.parametrize("within", [20.0, pytest.param(10.0, marks=pytest.mark.slow)])
 def test_a_driver_that_is_killed(within: float) -> None:
-    driver = subprocess.Popen([sys.executable, "-c", "from tests.sleepy import main; main()"], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", "from tests.sleepy import main; main()"], stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout is not None
     folder = Path(driver.stdout.readline().strip())
     assert len(processes(folder)) > 2
     driver.kill()
     driver.wait()
     gone(folder, within)
-
 
 
 def test_a_worker_that_raises() -> None:

@@ -92,7 +92,7 @@ def test_library_is_canonical(path: Path) -> None:
         ("repeat  n :F( s ),B(s) ,\n", "repeat n: F(s), B(s)\n"),
         ("tag stage = 0 at a . b [ 0 : 6 ],c\n", "tag stage=0 at a.b[0:6], c\n"),
         ("let a , b=1,2\n", "let a, b = 1, 2\n"),
-        ("let s = 'it' + 'a \"b\"'\n", "let s = \"it\" + 'a \"b\"'\n"),
+        ("let s = 'it' + 'a \"b\"'\n", 'let s = "it" + \'a "b"\'\n'),
         ("let x = not( a and b)\n", "let x = not (a and b)\n"),
         ("\n\n\nlet x = 1\n\n\n\nlet y = 2", "let x = 1\n\nlet y = 2\n"),
     ],

@@ -1,4 +1,5 @@
-"""Random legal schedules, and the command that tries them: what it draws, what it says of a fault, how it makes a script smaller."""
+"""Random legal schedules, and the command that tries them: what it draws, what it says of a fault, how it makes a
+script smaller."""
 
 from __future__ import annotations
 
@@ -36,19 +37,35 @@ def test_a_seed_gives_one_script() -> None:
 PP, TP = (("pp", 2),), (("pp", 1), ("tp", 2))
 DRAWN = {
     ("mlp-4", None): (
-        "style=columns", "interleaved", "zbv(", "params=sharded", "grads=sharded", "recompute", "offload", "split batch", "split [", "pass=W] on", "comm=", "mb=0:", "order on", "] & [",
-        "dp=0:2", "=1]", ", dp: 2, tp: 2",
+        "style=columns",
+        "interleaved",
+        "zbv(",
+        "params=sharded",
+        "grads=sharded",
+        "recompute",
+        "offload",
+        "split batch",
+        "split [",
+        "pass=W] on",
+        "comm=",
+        "mb=0:",
+        "order on",
+        "] & [",
+        "dp=0:2",
+        "=1]",
+        ", dp: 2, tp: 2",
     ),
     ("mlp-4", PP): ("zbv(", "dualpipev("),
     ("mlp-2", PP): ("gpipe(", "one_f_one_b(", "zero_bubble(", "mirror("),
     ("moe-2", TP): ("style=experts",),
     ("gpt-2", TP): ("style=rows", "style=sequence"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("model", "mesh"), DRAWN)
 def test_everything_is_drawn(model: str, mesh: Mesh | None) -> None:
-    """Experts where there are experts, features and sequences elsewhere; the library's schedules; both directions; two steps at once."""
+    """Experts where there are experts, features and sequences elsewhere; the library's schedules; both directions; two
+    steps at once."""
     left = set(DRAWN[model, mesh])
     for seed in range(200):
         script = write(traits(model), seed, mesh)
@@ -77,13 +94,21 @@ def test_a_model_without_stages_is_cut_by_its_modules() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            self.first, self.layers = (
+                nn.Linear(WIDTH, WIDTH),
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+            )
 
         def forward(self, x: object) -> object:
             return self.layers(self.first(x))
 
     found = Traits(capture(Plain, square, vectors(8)))
-    assert found.tags == ('tag stage=0 at "first"', 'tag stage=1 at "layers.0"', 'tag stage=2 at "layers.1"', 'tag stage=3 at "layers.2"')
+    assert found.tags == (
+        'tag stage=0 at "first"',
+        'tag stage=1 at "layers.0"',
+        'tag stage=2 at "layers.1"',
+        'tag stage=3 at "layers.2"',
+    )
     assert found.stages == (0, 1, 2, 3)
     assert any("pp: 4" in write(found, seed) or "pp: 2" in write(found, seed) for seed in range(5))
 
@@ -116,9 +141,29 @@ def test_only_what_it_takes_to_fail_is_left() -> None:
 
 @pytest.mark.parametrize(("executor", "count"), [("graph", 6), ("inline", 4)])
 def test_fine(executor: str, count: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["fuzz", MODEL, "--count", str(count), "--seed", "3", "--devices", "4", "--executor", executor, "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            [
+                "fuzz",
+                MODEL,
+                "--count",
+                str(count),
+                "--seed",
+                "3",
+                "--devices",
+                "4",
+                "--executor",
+                executor,
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" (")[0] for line in said[:-1]] == [f"seed {seed}: same mathematics" for seed in range(3, 3 + count)]
+    assert [line.partition(" (")[0] for line in said[:-1]] == [
+        f"seed {seed}: same mathematics" for seed in range(3, 3 + count)
+    ]
     assert said[-1] == f"{count} schedules, 0 of them wrong"
     assert list(tmp_path.iterdir()) == []
 
@@ -126,11 +171,30 @@ def test_fine(executor: str, count: int, capsys: pytest.CaptureFixture[str], tmp
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_fine_on_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["fuzz", MODEL, "--count", "5", "--mesh", "pp=2,dp=2", "--executor", "ray", "--out", str(tmp_path), "--json"]) == 0
+    assert (
+        main(
+            [
+                "fuzz",
+                MODEL,
+                "--count",
+                "5",
+                "--mesh",
+                "pp=2,dp=2",
+                "--executor",
+                "ray",
+                "--out",
+                str(tmp_path),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert [json.loads(line)["outcome"] for line in capsys.readouterr().out.splitlines()] == ["same"] * 5
 
 
-def test_a_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_fault_is_found_and_made_small(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Losses of parts of the batch that count for too much: all it takes is to divide the batch."""
     monkeypatch.setattr(Inline, "_share", lambda self, node: 1.0)
     arguments = ["fuzz", MODEL, "--count", "1", "--seed", "1", "--out", str(tmp_path / "new")]
@@ -151,7 +215,9 @@ def test_a_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["check", MODEL, str(small), "--numerics"]) == 0
 
 
-def test_an_exception_of_the_compiler_is_a_fault_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_exception_of_the_compiler_is_a_fault_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     def broken(*_: object) -> None:
         raise KeyError("lost")
 
@@ -165,10 +231,16 @@ def test_an_exception_of_the_compiler_is_a_fault_too(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--mesh", "pp"], "--mesh pp"), (["--mesh", "pp=2,pp=2"], "not understood"), (["--mesh", "dp=0"], "not understood"), (["--mesh", "dp=7"], "do not come out even on 7"),
-        (["--count", "0"], "nothing to do"), (["--devices", "0"], "nothing to do"), (["--mesh", "pp=2", "--devices", "4"], "exclude each other"), (["--counts=3"], "did you mean `--count`?"),
+        (["--mesh", "pp"], "--mesh pp"),
+        (["--mesh", "pp=2,pp=2"], "not understood"),
+        (["--mesh", "dp=0"], "not understood"),
+        (["--mesh", "dp=7"], "do not come out even on 7"),
+        (["--count", "0"], "nothing to do"),
+        (["--devices", "0"], "nothing to do"),
+        (["--mesh", "pp=2", "--devices", "4"], "exclude each other"),
+        (["--counts=3"], "did you mean `--count`?"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_understood(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fuzz", MODEL, *arguments]) == 2
     assert says in capsys.readouterr().err

@@ -37,7 +37,13 @@ def test_tables_are_cached_and_a_broken_cache_is_rebuilt(tmp_path: Path) -> None
         script = tmp_path / "s.piper"
         script.write_text("let a = 1\n")
         env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": ""}
-        return subprocess.run([sys.executable, "-m", "piperlang", "check", str(script)], env=env, capture_output=True, text=True, timeout=600)
+        return subprocess.run(
+            [sys.executable, "-m", "piperlang", "check", str(script)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
 
     assert check().returncode == 0
     (tables,) = (tmp_path / "cache" / "piperlang").iterdir()

@@ -1,4 +1,5 @@
-"""The Pygments lexer: the class of every word on real scripts, the grammar as the judge, and text that is no script at all."""
+"""The Pygments lexer: the class of every word on real scripts, the grammar as the judge, and text that is no script at
+all."""
 
 from __future__ import annotations
 
@@ -59,33 +60,57 @@ def shown(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------- token classes
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("place x on y  # why", "Keyword Name Keyword.Pseudo Name Comment.Single"),
-    ('"""Two\nlines."""', "String.Doc String.Doc String.Doc"),
-    (r'print "a\tb"', "Keyword.Reserved String.Double String.Double String.Escape String.Double String.Double"),
-    ("'it'", "String.Single String.Single String.Single"),
-    ("25MB 2GiB 8B 1.5TB", "Number Number Number Number"),
-    ("8 1_000 0.5 1e-3", "Number.Integer Number.Integer Number.Float Number.Float"),
-    ("not a and b or True", "Operator.Word Name Operator.Word Name Operator.Word Keyword.Constant"),
-    ("from std.pipeline import zbv as v", "Keyword.Namespace Name.Namespace Keyword.Namespace Name Keyword.Pseudo Name.Variable"),
-    ("from 'a' import b", "Keyword.Namespace String.Single String.Single String.Single Keyword.Namespace Name"),
-    ("import std.data as d", "Keyword.Namespace Name.Namespace Keyword.Pseudo Name.Variable"),
-    ("param n = min", "Keyword.Declaration Name.Variable Operator Name"),
-    ("let a, b = c", "Keyword.Declaration Name.Variable Punctuation Name.Variable Operator Name"),
-    ("mesh g = pp: n, dp: 2", "Keyword.Declaration Name.Variable Operator Name.Attribute Punctuation Name Punctuation Name.Attribute"
-                              " Punctuation Number.Integer"),
-    ("mesh g = pp: 2\npp: 2", "Keyword.Declaration Name.Variable Operator Name.Attribute Punctuation Number.Integer Name Punctuation"
-                              " Number.Integer"),
-    ("def f(x): min(x)", "Keyword.Declaration Name.Function Punctuation Name Punctuation Punctuation Name.Builtin Punctuation Name"
-                         " Punctuation"),
-    ("gpu.max(2)", "Name Punctuation Name Punctuation Number.Integer Punctuation"),
-    ("model.order", "Name Punctuation Name"),
-    ("A -> B & C | D", "Name Operator Name Operator Name Operator Name"),
-    ("split batch into 4 as mb", "Keyword Keyword.Pseudo Keyword.Pseudo Number.Integer Keyword.Pseudo Name.Variable"),
-    ("tag s=a at a", "Keyword Name.Attribute Operator Name Keyword.Pseudo Name"),
-    ("tag s=a at a=1", "Keyword Name.Attribute Operator Name Keyword.Pseudo Name Operator Number.Integer"),
-    ("from std.data 3", "Keyword.Namespace Name.Namespace Number.Integer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("place x on y  # why", "Keyword Name Keyword.Pseudo Name Comment.Single"),
+        ('"""Two\nlines."""', "String.Doc String.Doc String.Doc"),
+        (r'print "a\tb"', "Keyword.Reserved String.Double String.Double String.Escape String.Double String.Double"),
+        ("'it'", "String.Single String.Single String.Single"),
+        ("25MB 2GiB 8B 1.5TB", "Number Number Number Number"),
+        ("8 1_000 0.5 1e-3", "Number.Integer Number.Integer Number.Float Number.Float"),
+        ("not a and b or True", "Operator.Word Name Operator.Word Name Operator.Word Keyword.Constant"),
+        (
+            "from std.pipeline import zbv as v",
+            "Keyword.Namespace Name.Namespace Keyword.Namespace Name Keyword.Pseudo Name.Variable",
+        ),
+        ("from 'a' import b", "Keyword.Namespace String.Single String.Single String.Single Keyword.Namespace Name"),
+        ("import std.data as d", "Keyword.Namespace Name.Namespace Keyword.Pseudo Name.Variable"),
+        ("param n = min", "Keyword.Declaration Name.Variable Operator Name"),
+        ("let a, b = c", "Keyword.Declaration Name.Variable Punctuation Name.Variable Operator Name"),
+        (
+            "mesh g = pp: n, dp: 2",
+            (
+                "Keyword.Declaration Name.Variable Operator Name.Attribute Punctuation Name Punctuation Name.Attribute"
+                " Punctuation Number.Integer"
+            ),
+        ),
+        (
+            "mesh g = pp: 2\npp: 2",
+            (
+                "Keyword.Declaration Name.Variable Operator Name.Attribute Punctuation Number.Integer Name Punctuation"
+                " Number.Integer"
+            ),
+        ),
+        (
+            "def f(x): min(x)",
+            (
+                "Keyword.Declaration Name.Function Punctuation Name Punctuation Punctuation Name.Builtin Punctuation"
+                " Name Punctuation"
+            ),
+        ),
+        ("gpu.max(2)", "Name Punctuation Name Punctuation Number.Integer Punctuation"),
+        ("model.order", "Name Punctuation Name"),
+        ("A -> B & C | D", "Name Operator Name Operator Name Operator Name"),
+        (
+            "split batch into 4 as mb",
+            "Keyword Keyword.Pseudo Keyword.Pseudo Number.Integer Keyword.Pseudo Name.Variable",
+        ),
+        ("tag s=a at a", "Keyword Name.Attribute Operator Name Keyword.Pseudo Name"),
+        ("tag s=a at a=1", "Keyword Name.Attribute Operator Name Keyword.Pseudo Name Operator Number.Integer"),
+        ("from std.data 3", "Keyword.Namespace Name.Namespace Number.Integer"),
+    ],
+)
 def test_classes(text: str, expected: str) -> None:
     assert " ".join(str(token).removeprefix("Token.").removeprefix("Literal.") for _, token in lex(text)) == expected
 
@@ -117,18 +142,34 @@ def test_a_function_named_like_a_pass() -> None:
 
 def test_keys_stand_directly_in_square_brackets() -> None:
     assert classes("[f(x=1), g[y=2]]") == {
-        "[": Punctuation, "f": Name, "(": Punctuation, "x": Name, "=": Operator, "1": Number.Integer, ")": Punctuation, ",": Punctuation,
-        "g": Name, "y": Name.Attribute, "2": Number.Integer, "]": Punctuation,
-    }  # fmt: skip
+        "[": Punctuation,
+        "f": Name,
+        "(": Punctuation,
+        "x": Name,
+        "=": Operator,
+        "1": Number.Integer,
+        ")": Punctuation,
+        ",": Punctuation,
+        "g": Name,
+        "y": Name.Attribute,
+        "2": Number.Integer,
+        "]": Punctuation,
+    }
     assert classes("[a == b]")["a"] is Name
     assert classes("[x for x in y if z != 1]")["z"] is Name
     assert classes("[\n    # why\n    stage\n    = 0,\n\n    mb=1\n]")["stage"] is Name.Attribute
 
 
-@pytest.mark.parametrize("text", [
-    "[ stage = 0 , pass = { F , B } , mb = * , comm = ( send ) ]", "[ pass = F | B , stage = { 0 , 1 } ]", "f( 1 , x = [ 2 ] )",
-    "gpu[ pp = 0 , ! dp ]", "x[ * ]",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[ stage = 0 , pass = { F , B } , mb = * , comm = ( send ) ]",
+        "[ pass = F | B , stage = { 0 , 1 } ]",
+        "f( 1 , x = [ 2 ] )",
+        "gpu[ pp = 0 , ! dp ]",
+        "x[ * ]",
+    ],
+)
 def test_brackets_go_on_over_lines(text: str) -> None:
     spaces = lex(text)
     assert Error not in [token for _, token in spaces]
@@ -141,11 +182,17 @@ def test_brackets_go_on_over_lines(text: str) -> None:
 
 def test_wildcards_are_not_products() -> None:
     assert [token for value, token in lex("[a=*, b=2*c] layers[*] 2 * [*]") if value == "*"] == [
-        Keyword.Constant, Operator, Keyword.Constant, Operator, Keyword.Constant,
-    ]  # fmt: skip
+        Keyword.Constant,
+        Operator,
+        Keyword.Constant,
+        Operator,
+        Keyword.Constant,
+    ]
 
 
-@pytest.mark.parametrize(("option", "word"), [(option, word) for option, words in OPTION_WORDS.items() for word in words])
+@pytest.mark.parametrize(
+    ("option", "word"), [(option, word) for option, words in OPTION_WORDS.items() for word in words]
+)
 def test_words_of_an_option(option: str, word: str) -> None:
     found = classes(f"replicate x over y with {option}={word}, bucket=25MB")
     assert found[option] is found["bucket"] is Name.Attribute
@@ -213,13 +260,23 @@ def test_the_grammar_agrees(path: Path) -> None:
 
 def _inside_names(text: str) -> dict[int, _TokenType]:
     """`std.pipeline` is one token here and three in the grammar."""
-    return {at + m.start(): token for at, token, value in raw(text) if token is Name.Namespace for m in re.finditer(r"\w+|\.", value)}
+    return {
+        at + m.start(): token
+        for at, token, value in raw(text)
+        if token is Name.Namespace
+        for m in re.finditer(r"\w+|\.", value)
+    }
 
 
 def _fits(kind: str, text: str, found: _TokenType) -> bool:
     exact = {
-        "KEY": Name.Attribute, "INT": Number.Integer, "FLOAT": Number.Float, "SIZE": Number, "TEXT": String.Doc, "COMMENT": Comment.Single,
-    }  # fmt: skip
+        "KEY": Name.Attribute,
+        "INT": Number.Integer,
+        "FLOAT": Number.Float,
+        "SIZE": Number,
+        "TEXT": String.Doc,
+        "COMMENT": Comment.Single,
+    }
     if kind in exact:
         return found is exact[kind]
     if kind == "STRING":
@@ -235,7 +292,11 @@ def _fits(kind: str, text: str, found: _TokenType) -> bool:
 
 def test_every_sign_of_the_grammar_is_known() -> None:
     closers = {")": "(", "]": "[", "}": "{"}
-    signs = [t.pattern.value for t in grammar.parser().terminals if t.pattern.type == "str" and not t.pattern.value[0].isalpha()]
+    signs = [
+        t.pattern.value
+        for t in grammar.parser().terminals
+        if t.pattern.type == "str" and not t.pattern.value[0].isalpha()
+    ]
     assert len(signs) > 20
     for sign in [*signs, "+", "-", "//", "/", "%"]:
         text = {"!": "[!x]", "?": "[mb=next?]", '"""': '"""x"""'}.get(sign, closers.get(sign, "") + sign)
@@ -255,15 +316,31 @@ def test_escapes_are_those_of_the_language() -> None:
 # ------------------------------------------------------------------------------------------------------ what is wrong
 
 
-@pytest.mark.parametrize(("text", "wrong"), [
-    ("let a = 25Mb", ["25Mb"]), ("12abc", ["12abc"]), ("1__0", ["1__0"]), ('print "open', ['"open']), ("print 'open", ["'open"]),
-    (r'"\q"', [r"\q"]), ("a; b", [";"]), ("$", ["$"]), ("é", ["é"]), (")", [")"]), ("[1)", [")"]), ("!x", ["!"]), ("x?", ["?"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("let a = 25Mb", ["25Mb"]),
+        ("12abc", ["12abc"]),
+        ("1__0", ["1__0"]),
+        ('print "open', ['"open']),
+        ("print 'open", ["'open"]),
+        (r'"\q"', [r"\q"]),
+        ("a; b", [";"]),
+        ("$", ["$"]),
+        ("é", ["é"]),
+        (")", [")"]),
+        ("[1)", [")"]),
+        ("!x", ["!"]),
+        ("x?", ["?"]),
+    ],
+)
 def test_mistakes_show(text: str, wrong: list[str]) -> None:
     assert [value for value, token in lex(text) if token is Error] == wrong
 
 
-@pytest.mark.parametrize("opened", ["[stage=0, pass=F,", "f(1,", "[pass={F,", "[comm=", "max(\n    [", "x over y with bucket=f("])
+@pytest.mark.parametrize(
+    "opened", ["[stage=0, pass=F,", "f(1,", "[pass={F,", "[comm=", "max(\n    [", "x over y with bucket=f("]
+)
 def test_an_open_bracket_ends_before_a_statement(opened: str) -> None:
     after = "    place [stage=0] on gpu[pp=0]\nlet a, b = 1, 2"
     assert lex(f"replicate {opened}\n{after}")[-len(lex(after)) :] == lex(after)
@@ -278,9 +355,19 @@ def test_a_reserved_word_is_no_name() -> None:
 # ------------------------------------------------------------------------------------------------------ any text at all
 
 PIECES = [
-    *KEYWORDS, *BUILTINS, *PASSES, *COMMUNICATIONS, *"[](){}=!<>,.:#\"'\\*&|-+/%? \t\n\r", '"""', "pass=", "with grads=", "25MB", "1.5",
-    "1_", "é",
-]  # fmt: skip
+    *KEYWORDS,
+    *BUILTINS,
+    *PASSES,
+    *COMMUNICATIONS,
+    *"[](){}=!<>,.:#\"'\\*&|-+/%? \t\n\r",
+    '"""',
+    "pass=",
+    "with grads=",
+    "25MB",
+    "1.5",
+    "1_",
+    "é",
+]
 
 
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4))).map("".join))
@@ -290,9 +377,28 @@ def test_any_text_comes_back(text: str) -> None:
     assert [at for at, _, _ in tokens] == sorted(at for at, _, _ in tokens)
 
 
-@pytest.mark.parametrize("piece", [
-    "[", "[a", "[pass={", "(", '"', '"""', "'", "\\", "a,", "[a ", "with grads=", "1_", "1.", "\n ", "mesh a=b:", ")", "let a,",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "[",
+        "[a",
+        "[pass={",
+        "(",
+        '"',
+        '"""',
+        "'",
+        "\\",
+        "a,",
+        "[a ",
+        "with grads=",
+        "1_",
+        "1.",
+        "\n ",
+        "mesh a=b:",
+        ")",
+        "let a,",
+    ],
+)
 def test_time_is_linear(piece: str) -> None:
     """What a stranger's file can hold must not stall an editor: about 15 µs a token, whatever the text."""
     began = time.perf_counter()
@@ -316,10 +422,15 @@ def test_rich_renders() -> None:
 
 
 def _entry_point() -> bool:
-    return any(e.name == "piper" and e.value == "piperlang.highlight:PiperLexer" for e in metadata.entry_points(group="pygments.lexers"))
+    return any(
+        e.name == "piper" and e.value == "piperlang.highlight:PiperLexer"
+        for e in metadata.entry_points(group="pygments.lexers")
+    )
 
 
-@pytest.mark.skipif(not _entry_point(), reason="piperlang is not installed with its pygments.lexers entry point: pip install -e .")
+@pytest.mark.skipif(
+    not _entry_point(), reason="piperlang is not installed with its pygments.lexers entry point: pip install -e ."
+)
 @pytest.mark.parametrize("by_name", [True, False], ids=["-l piper", "file name"])
 def test_pygmentize(tmp_path: Path, by_name: bool) -> None:
     script = tmp_path / "a.piper"

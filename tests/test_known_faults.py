@@ -95,7 +95,10 @@ def test_zero2_scatters_and_zero3_keeps_parts() -> None:
 
 
 def test_what_is_not_sharded_is_updated_too() -> None:
-    script = "mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [stage=0] over gpu.dp with params=sharded\nreplicate [stage!=0] over gpu.dp\n"
+    script = (
+        "mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [stage=0] over gpu.dp with params=sharded\nreplicate"
+        " [stage!=0] over gpu.dp\n"
+    )
     assert len(graph_of("mlp", script).next) == 8
     assert_same(CASES["mlp"], program("mlp"), script)
 
@@ -161,8 +164,13 @@ def test_what_is_received_is_what_was_sent() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_zero3_gathers_no_further_ahead_than_asked(prefetch: int) -> None:
-    """Run as early as the edges allow: of a forward through four chunks, at most prefetch + 1 are gathered before the first has run."""
-    graph = graph_of("mlp", f"mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded, prefetch={prefetch}\n")
+    """Run as early as the edges allow: of a forward through four chunks, at most prefetch + 1 are gathered before the
+    first has run."""
+    graph = graph_of(
+        "mlp",
+        "mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded,"
+        f" prefetch={prefetch}\n",
+    )
     before_any = {node.id for node in graph.nodes if node.op == "all_gather" and not graph.after.get(node.id)}
     assert len(before_any) == prefetch + 1
 
@@ -193,7 +201,10 @@ def changed(graph: Graph, node: Node, **how: object) -> Graph:
     return replace(graph, nodes=nodes)
 
 
-FULL = "mesh gpu = pp: 2, dp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nsplit batch into 2 as mb\nreplicate [pass=*] over gpu.dp with grads=sharded\n"
+FULL = (
+    "mesh gpu = pp: 2, dp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nsplit batch into 2 as"
+    " mb\nreplicate [pass=*] over gpu.dp with grads=sharded\n"
+)
 
 
 @pytest.mark.parametrize("op", ["F", "B", "send", "recv", "reduce_scatter", "update", "all_gather"])

@@ -42,7 +42,9 @@ class Given:
     gives: list[Slot | None]
 
     def local(self, *divides: Divide, arriving: Mapping[Slot, tuple[Place, ...]] | None = None) -> Local:
-        return localize(self.joint, self.takes, self.gives, features_of(self.traced, self.chunk), divides, arriving or {})
+        return localize(
+            self.joint, self.takes, self.gives, features_of(self.traced, self.chunk), divides, arriving or {}
+        )
 
     def values(self, seed: int = 0) -> dict[Slot, torch.Tensor]:
         """Numbers of the right shapes for all that the joint graph takes."""
@@ -69,7 +71,9 @@ def apart(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return square(output, target)
 
 
-def given(model: Callable[[], nn.Module], tag: str = "part", value: int | str = 0, batch: Any = None, loss: Any = apart) -> Given:
+def given(
+    model: Callable[[], nn.Module], tag: str = "part", value: int | str = 0, batch: Any = None, loss: Any = apart
+) -> Given:
     traced = trace(model, loss, batch or (torch.randn(SAMPLES, LENGTH, WIDTH), torch.randn(SAMPLES, LENGTH, WIDTH)))
     (chunk,) = (chunk for chunk in cut(traced) if dict(chunk.tags).get(tag) == value)
     joint = Joint(traced, chunk)
@@ -133,7 +137,13 @@ def check_values(joint: fx.GraphModule, values: list[torch.Tensor]) -> None:
     class Checked(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
-            for real, fake in zip(*(leaves if isinstance(leaves, tuple | list) else [leaves] for leaves in (result, n.meta.get("val", result))), strict=True):
+            for real, fake in zip(
+                *(
+                    leaves if isinstance(leaves, tuple | list) else [leaves]
+                    for leaves in (result, n.meta.get("val", result))
+                ),
+                strict=True,
+            ):
                 if isinstance(real, torch.Tensor) and not (n.op == "placeholder" and fake.shape == (2,)):
                     assert real.shape == fake.shape, n
             return result
@@ -152,7 +162,8 @@ def over(size: int, style: str, axis: str = "tp") -> Divide:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("samples", [3, 4])
 def test_experts(size: int, samples: int) -> None:
-    """With four samples the number of experts is that of the samples too, and only one of the two dimensions will do."""
+    """With four samples the number of experts is that of the samples too, and only one of the two dimensions will
+    do."""
     case = CASES["moe"]
     chunk = given(case.model, "expert", 0, case.batch(samples), case.loss)
     local = agree(chunk, over(size, "experts", "ep"))
@@ -240,7 +251,9 @@ class Attention(nn.Module):
             if self.masked == "heads":
                 mask = mask.expand(x.shape[0], self.heads, LENGTH, LENGTH).clone()
         with annotate("part", "attention"):
-            q, k, v = (layer(y).view(*x.shape[:2], self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            q, k, v = (
+                layer(y).view(*x.shape[:2], self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            )
             options = {"is_causal": True} if self.masked == "no" else {"attn_mask": mask}
             z = f.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).reshape(x.shape)
         with annotate("part", "out"):
@@ -250,7 +263,9 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(("size", "masked"), [(2, "no"), (4, "no"), (2, "whole")])
 def test_attention_by_heads(size: int, masked: str) -> None:
     chunk = given(lambda: Attention(masked=masked), value="attention")
-    places = agree(chunk, over(size, "columns"), arriving={("input", i): (WHOLE,) for i in range(len(chunk.chunk.inputs))}).places
+    places = agree(
+        chunk, over(size, "columns"), arriving={("input", i): (WHOLE,) for i in range(len(chunk.chunk.inputs))}
+    ).places
     assert places["output", 0] == places["grad_output", 0] == (2,)
     assert places["grad_input", 0] == (SUM,)
     rows = agree(given(Attention, value="out"), over(size, "rows"), arriving={("input", 0): places["output", 0]}).places
@@ -332,21 +347,30 @@ def test_masks_do_not_depend_on_the_division(divided: list[int]) -> None:
         for (_, index, _), coordinate in zip(triples, at, strict=True):
             coordinates[index - 2] = coordinate
         own = part(expected, [dim for dim, _, _ in triples], divides, at)
-        assert torch.equal(keep(torch.empty(own.shape), torch.cat([rng, torch.tensor(coordinates)]), 9, 0.5, 6, divided), own)
+        assert torch.equal(
+            keep(torch.empty(own.shape), torch.cat([rng, torch.tensor(coordinates)]), 9, 0.5, 6, divided), own
+        )
 
 
 @pytest.mark.parametrize(
     ("model", "value", "divides", "dims"),
     [
-        (Pair, "up", [over(2, "columns")], [2]), (Pair, "up", [over(4, "columns", "a"), over(2, "columns", "b")], [2, 2]),
+        (Pair, "up", [over(2, "columns")], [2]),
+        (Pair, "up", [over(4, "columns", "a"), over(2, "columns", "b")], [2, 2]),
         (Normed, "norm", [over(3, "sequence")], [1]),
     ],
-)  # fmt: skip
-def test_dropout_in_a_divided_chunk(model: Callable[..., nn.Module], value: str, divides: list[Divide], dims: list[int]) -> None:
+)
+def test_dropout_in_a_divided_chunk(
+    model: Callable[..., nn.Module], value: str, divides: list[Divide], dims: list[int]
+) -> None:
     chunk = given(lambda: model(dropout=0.5), value=value)
     local = agree(chunk, *divides)
     (node,) = (node for node in local.joint.graph.nodes if node.target is torch.ops.piper.keep.default)
-    assert list(node.args[5]) == [number for i, (dim, divide) in enumerate(zip(dims, divides, strict=True)) for number in (dim, 2 + i, divide.size)]
+    assert list(node.args[5]) == [
+        number
+        for i, (dim, divide) in enumerate(zip(dims, divides, strict=True))
+        for number in (dim, 2 + i, divide.size)
+    ]
     # And it could have failed: masks that forget where they are differ.
     node.update_arg(5, [])
     local.joint.recompile()
@@ -401,7 +425,8 @@ def test_a_chunk_without_experts_is_refused() -> None:
 
 
 def test_a_residual_around_columns_is_refused() -> None:
-    """Each device would cut its part out of what all have: another part on each, which one graph cannot say. Twice, because DTensor remembers."""
+    """Each device would cut its part out of what all have: another part on each, which one graph cannot say. Twice,
+    because DTensor remembers."""
 
     class Residual(Normed):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -412,18 +437,30 @@ def test_a_residual_around_columns_is_refused() -> None:
 
     for _ in range(2):
         diagnostic = refused(given(Residual, value="norm"), over(2, "columns"))
-        assert diagnostic.notes == ("add needs a part of a value that every device has whole", "in module (the model itself)")
+        assert diagnostic.notes == (
+            "add needs a part of a value that every device has whole",
+            "in module (the model itself)",
+        )
 
 
 def test_a_sequence_that_cannot_be_divided_is_refused() -> None:
-    assert refused(given(Normed, value="norm"), over(4, "sequence", "sp")).notes[0] == "nothing that it reads has a second dimension that is a multiple of 4"
+    assert (
+        refused(given(Normed, value="norm"), over(4, "sequence", "sp")).notes[0]
+        == "nothing that it reads has a second dimension that is a multiple of 4"
+    )
     refused(given(Attention, value="attention"), over(2, "sequence", "sp"))
 
 
 def test_two_axes_of_which_one_does_not_fit_are_refused() -> None:
-    assert "is no multiple of 8" in refused(given(lambda: Pair(4), value="up"), over(2, "columns", "a"), over(4, "columns", "b")).notes[0]
+    assert (
+        "is no multiple of 8"
+        in refused(given(lambda: Pair(4), value="up"), over(2, "columns", "a"), over(4, "columns", "b")).notes[0]
+    )
     refused(given(Attention, value="attention"), over(2, "rows"), over(2, "sequence", "sp"))
-    assert agree(given(Normed, value="norm"), over(2, "rows"), over(2, "sequence", "sp")).places["output", 0] == (WHOLE, 1)
+    assert agree(given(Normed, value="norm"), over(2, "rows"), over(2, "sequence", "sp")).places["output", 0] == (
+        WHOLE,
+        1,
+    )
 
 
 def test_an_operator_without_a_rule_is_refused() -> None:
@@ -435,11 +472,16 @@ def test_an_operator_without_a_rule_is_refused() -> None:
             with annotate("part", "down"):
                 return self.down(x)
 
-    assert refused(given(Distances, value="up"), over(2, "columns")).notes[0].startswith("_cdist_forward cannot be divided so: ")
+    assert (
+        refused(given(Distances, value="up"), over(2, "columns"))
+        .notes[0]
+        .startswith("_cdist_forward cannot be divided so: ")
+    )
 
 
 def test_an_all_to_all_inside_a_chunk_prints_no_warning_of_torch(caplog: pytest.LogCaptureFixture) -> None:
-    """DTensor warns, once per process, that it replaces an all-to-all by an all-gather on CPU; a traced graph is not run with DTensors."""
+    """DTensor warns, once per process, that it replaces an all-to-all by an all-gather on CPU; a traced graph is not
+    run with DTensors."""
 
     class Transposed(nn.Module):
         def __init__(self) -> None:
@@ -452,7 +494,9 @@ def test_an_all_to_all_inside_a_chunk_prints_no_warning_of_torch(caplog: pytest.
                 return x + x.transpose(1, 2)
 
     torch._logging._internal.warning_once.cache_clear()
-    chunk = given(Transposed, value="up", batch=(torch.randn(SAMPLES, LENGTH, LENGTH), torch.randn(SAMPLES, LENGTH, LENGTH)))
+    chunk = given(
+        Transposed, value="up", batch=(torch.randn(SAMPLES, LENGTH, LENGTH), torch.randn(SAMPLES, LENGTH, LENGTH))
+    )
     assert refused(chunk, over(2, "columns")).notes[0].startswith("add needs communication between the devices")
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
@@ -477,10 +521,21 @@ def test_features_are_found_from_the_operators_that_read_a_weight() -> None:
                 x = torch.addmm(self.bias, x.flatten(0, 1), self.added).view(x.shape)
                 return torch.einsum("sld,edh->slh", x, self.experts)
 
-    chunk = given(Readers, value=0, batch=(torch.zeros(SAMPLES, LENGTH, dtype=torch.int64), torch.randn(SAMPLES, LENGTH, WIDTH)))
+    chunk = given(
+        Readers, value=0, batch=(torch.zeros(SAMPLES, LENGTH, dtype=torch.int64), torch.randn(SAMPLES, LENGTH, WIDTH))
+    )
     names = [chunk.traced.weights[place].name for place in chunk.chunk.weights]
     found = {name: features_of(chunk.traced, chunk.chunk)["weight", i] for i, name in enumerate(names)}
     assert found == {
-        "embed.weight": (1, None), "norm.weight": (None, None), "norm.bias": (None, None), "linear.weight": (0, 1), "linear.bias": (0, None),
-        "plain": (1, 0), "offset": (0, None), "turned": (0, 1), "added": (1, 0), "bias": (0, None), "experts": (2, 1),
-    }  # fmt: skip
+        "embed.weight": (1, None),
+        "norm.weight": (None, None),
+        "norm.bias": (None, None),
+        "linear.weight": (0, 1),
+        "linear.bias": (0, None),
+        "plain": (1, 0),
+        "offset": (0, None),
+        "turned": (0, 1),
+        "added": (1, 0),
+        "bias": (0, None),
+        "experts": (2, 1),
+    }

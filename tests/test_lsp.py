@@ -108,12 +108,12 @@ def test_diagnostics_while_typing(tmp_path: Path) -> None:
 
 def test_mistakes_in_an_imported_script_and_in_the_library(tmp_path: Path) -> None:
     (tmp_path / "mine.piper").write_text("def twice(x):\n    return x * nothing\n")
-    text = "from \"./mine.piper\" import twice\nlet a = twice(2)\n"
+    text = 'from "./mine.piper" import twice\nlet a = twice(2)\n'
 
     async def use(editor: Editor) -> None:
         (found,) = await editor.opens(text)
         assert (found.code, found.range.start) == ("P0201", lsp.Position(0, 0))
-        (beside, *_) = found.related_information or ()
+        beside, *_ = found.related_information or ()
         assert beside.location.uri == from_fs_path(str(tmp_path / "mine.piper"))
         assert beside.location.range.start == lsp.Position(1, 15)
         # Repaired and saved there, this one is checked again.
@@ -131,7 +131,7 @@ def test_unsaved_imports_and_lines_of_windows(tmp_path: Path) -> None:
     (tmp_path / "mine.piper").write_text("let width = 2\n")
 
     async def use(editor: Editor) -> None:
-        assert await editor.opens("\ufefffrom \"./mine.piper\" import width\r\nlet a = width\r\n") == []
+        assert await editor.opens('\ufefffrom "./mine.piper" import width\r\nlet a = width\r\n') == []
         other = from_fs_path(str(tmp_path / "mine.piper")) or ""
         editor.client.text_document_did_open(
             lsp.DidOpenTextDocumentParams(lsp.TextDocumentItem(other, "piper", 0, "let height = 2\n"))
@@ -190,7 +190,10 @@ def test_completion_hover_definition_and_formatting(tmp_path: Path) -> None:
 
         library = await defined("one_f_one_b(")
         assert library.uri.endswith("/pipeline.piper")
-        assert "def one_f_one_b" in Path(library.uri.removeprefix("file://")).read_text().splitlines()[library.range.start.line]
+        assert (
+            "def one_f_one_b"
+            in Path(library.uri.removeprefix("file://")).read_text().splitlines()[library.range.start.line]
+        )
         assert (await defined("gpu, 2)")).range.start == lsp.Position(2, 5)
 
         await editor.types("mesh   gpu=pp:2\n")
@@ -246,7 +249,15 @@ def test_in_neovim(tmp_path: Path) -> None:
     steps.write_text(NEOVIM.replace("PYTHON", repr(sys.executable)))
     done = subprocess.run(
         ["nvim", "--headless", "--clean", str(script), "-c", f"luafile {steps}"],
-        capture_output=True, text=True, timeout=200, check=True, cwd=ROOT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+        cwd=ROOT,
+    )
     lines = (done.stdout + done.stderr).replace("\r", "").splitlines()
-    assert [line.split() for line in lines] == [["1", "8", "P0201"], ["left", "0"], ["let", "b", "=", "2|let", "a", "=", "1"]]
+    assert [line.split() for line in lines] == [
+        ["1", "8", "P0201"],
+        ["left", "0"],
+        ["let", "b", "=", "2|let", "a", "=", "1"],
+    ]

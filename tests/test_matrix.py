@@ -20,12 +20,27 @@ from tests.jobs import Plain, assert_trains
 from tests.matrix import ALL, DATA, INSIDE, MATRIX, PAGE, PIPELINES, cases, listed, program, refused
 
 OFTEN = (
-    "gpipe x hybrid", "1f1b x zero3 x tp", "zb-h1 x dp x ep", "interleaved x zero2 x sp", "interleaved-zb x zero3", "zbv x zero3", "dualpipe x zero2 x tp", "dualpipev x zero3",
-    "dualpipev x zero2 x ep-data", "zbv x zero3 x dropless-data", "dualpipev x dp x dropless", "interleaved x zero2 x ep x offload and recompute", "1f1b x zero2 x data degrees 2 and 4, ZeRO-2 beside ZeRO-3", "zbv x zero1", "zero2 x dropless x experts on a mesh of their own",
-)  # fmt: skip
+    "gpipe x hybrid",
+    "1f1b x zero3 x tp",
+    "zb-h1 x dp x ep",
+    "interleaved x zero2 x sp",
+    "interleaved-zb x zero3",
+    "zbv x zero3",
+    "dualpipe x zero2 x tp",
+    "dualpipev x zero3",
+    "dualpipev x zero2 x ep-data",
+    "zbv x zero3 x dropless-data",
+    "dualpipev x dp x dropless",
+    "interleaved x zero2 x ep x offload and recompute",
+    "1f1b x zero2 x data degrees 2 and 4, ZeRO-2 beside ZeRO-3",
+    "zbv x zero1",
+    "zero2 x dropless x experts on a mesh of their own",
+)
 """Run every time: each pipeline, each data strategy and each way to divide a stage at least once."""
 RUNNING = [name for name, each in ALL.items() if each.refused is None]
-each_combination = pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in RUNNING])
+each_combination = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in RUNNING]
+)
 
 
 @each_combination
@@ -40,7 +55,9 @@ def test_what_makes_no_sense_is_refused(name: str) -> None:
 
 
 def test_the_matrix_is_whole() -> None:
-    assert {(each.pipeline, each.data, each.inside) for each in MATRIX} == {(p, d, i) for p in PIPELINES for d in DATA for i in INSIDE}
+    assert {(each.pipeline, each.data, each.inside) for each in MATRIX} == {
+        (p, d, i) for p in PIPELINES for d in DATA for i in INSIDE
+    }
     assert len(RUNNING) >= 60
     assert set(OFTEN) <= set(RUNNING)
     often = [ALL[name] for name in OFTEN]
@@ -77,8 +94,14 @@ def test_a_wrong_part_of_a_gradient_is_noticed(name: str) -> None:
     for k, device in enumerate(found):
         key, value = next((key, value) for key, value in device.items() if value.numel())
         weight = graph.held[key].weight
-        for wrong in (value + 1e-3 * expected[weight].abs().max(), torch.full_like(value, float("nan")), value.flatten()[:-1]):
-            errors = gradient_errors(graph, devices, [{**other, key: wrong} if other is device else other for other in found], expected)
+        for wrong in (
+            value + 1e-3 * expected[weight].abs().max(),
+            torch.full_like(value, float("nan")),
+            value.flatten()[:-1],
+        ):
+            errors = gradient_errors(
+                graph, devices, [{**other, key: wrong} if other is device else other for other in found], expected
+            )
             assert not errors[weight] <= LIMIT, (k, weight)
             assert all(error <= LIMIT for name, error in errors.items() if name != weight)
     missing = {name: value for name, value in expected.items() if name != weight}

@@ -61,7 +61,9 @@ def program(tokens: int) -> Program:
     return capture(partial(Layers, tokens), loss, batch(tokens))
 
 
-def run(cluster: Cluster, script: str, tokens: int = 4, max_norm: float | None = None) -> tuple[Graph, Captured, Plan, list[Measured]]:
+def run(
+    cluster: Cluster, script: str, tokens: int = 4, max_norm: float | None = None
+) -> tuple[Graph, Captured, Plan, list[Measured]]:
     """The second step of a job: optimizer states are there from the first."""
     graph, captured = compiled(program(tokens), script)
     plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
@@ -71,7 +73,10 @@ def run(cluster: Cluster, script: str, tokens: int = 4, max_norm: float | None =
 
 
 def pipeline(name: str, place: str, ranks: int, width: int, data: str = "", micro: int = 8) -> str:
-    return f"from std.pipeline import {name}, {place}\nmesh gpu = pp: {ranks}, dp: {width}\nsplit batch into {micro} as mb\n{place}(gpu, {ranks})\n{data}\n{name}(gpu, {ranks}, {micro})\n"
+    return (
+        f"from std.pipeline import {name}, {place}\nmesh gpu = pp: {ranks}, dp: {width}\nsplit batch into {micro} as"
+        f" mb\n{place}(gpu, {ranks})\n{data}\n{name}(gpu, {ranks}, {micro})\n"
+    )
 
 
 def zero(options: str) -> str:
@@ -87,8 +92,14 @@ def test_activations_of_1f1b(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "weights", "states"), [("", 1, 1), (" with states=sharded", 1, 1 / 4), (" with grads=sharded", 1, 1 / 4), (" with params=sharded", 1 / 4, 1 / 4)],
-)  # fmt: skip
+    ("options", "weights", "states"),
+    [
+        ("", 1, 1),
+        (" with states=sharded", 1, 1 / 4),
+        (" with grads=sharded", 1, 1 / 4),
+        (" with params=sharded", 1 / 4, 1 / 4),
+    ],
+)
 def test_weights_and_states_of_zero(cluster: Cluster, options: str, weights: float, states: float) -> None:
     for measured in run(cluster, zero(options))[3]:
         assert measured.held[-1]["weights"] == NEAR(weights * BYTES, rel=0.05)
@@ -96,9 +107,13 @@ def test_weights_and_states_of_zero(cluster: Cluster, options: str, weights: flo
         assert measured.start - feeds == NEAR((weights + 2 * states) * BYTES, rel=0.05)
 
 
-@pytest.mark.parametrize(("options", "part"), [("", 1), (" with states=sharded", 1), (" with grads=sharded", 1 / 4), (" with params=sharded", 1 / 4)])
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [("", 1), (" with states=sharded", 1), (" with grads=sharded", 1 / 4), (" with params=sharded", 1 / 4)],
+)
 def test_gradients_of_zero(cluster: Cluster, options: str, part: float) -> None:
-    """Before the norm of all gradients is known no weight is updated, and every gradient is there: whole, or the device's part of it."""
+    """Before the norm of all gradients is known no weight is updated, and every gradient is there: whole, or the
+    device's part of it."""
     _, _, plan, found = run(cluster, zero(options), max_norm=1.0)
     for device, measured in zip(plan.devices, found, strict=True):
         norm = next(i for i, x in enumerate(device.instructions) if x.do == "norm")
@@ -108,7 +123,10 @@ def test_gradients_of_zero(cluster: Cluster, options: str, part: float) -> None:
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_whole_weights_under_zero_3(cluster: Cluster, prefetch: int) -> None:
     """Prefetching one ahead, at most two chunks are whole at once; prefetching none, one."""
-    script = f"mesh gpu = pp: 2, dp: 2\nsplit batch into 4 as mb\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nreplicate [pass=*] over gpu.dp with params=sharded, prefetch={prefetch}\n"
+    script = (
+        "mesh gpu = pp: 2, dp: 2\nsplit batch into 4 as mb\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on"
+        f" gpu[pp=1]\nreplicate [pass=*] over gpu.dp with params=sharded, prefetch={prefetch}\n"
+    )
     for r in range(2):
         first, second = 2 * r, 2 * r + 1
         script += f"order on gpu[pp={r}]:\n"
@@ -124,12 +142,17 @@ def test_whole_weights_under_zero_3(cluster: Cluster, prefetch: int) -> None:
 SCHEDULES = {
     "1f1b": pipeline("one_f_one_b", "loop", 4, 1),
     "1f1b x zero3": pipeline("one_f_one_b", "loop", 4, 2, "replicate [pass=*] over gpu.dp with params=sharded"),
-    "1f1b x zero3, added up in parts": pipeline("one_f_one_b", "loop", 4, 2, "replicate [pass=*] over gpu.dp with params=sharded, accumulate=sharded"),
+    "1f1b x zero3, added up in parts": pipeline(
+        "one_f_one_b", "loop", 4, 2, "replicate [pass=*] over gpu.dp with params=sharded, accumulate=sharded"
+    ),
     "zbv x zero2": pipeline("zbv", "vee", 2, 2, "replicate [pass=*] over gpu.dp with grads=sharded"),
     "dualpipev x zero1": pipeline("dualpipev", "vee", 2, 2, "replicate [pass=*] over gpu.dp with states=sharded"),
-    "dp": zero(""), "zero1": zero(" with states=sharded"), "zero2": zero(" with grads=sharded"), "zero3": zero(" with params=sharded"),
+    "dp": zero(""),
+    "zero1": zero(" with states=sharded"),
+    "zero2": zero(" with grads=sharded"),
+    "zero3": zero(" with params=sharded"),
     "recompute": pipeline("gpipe", "loop", 4, 1, "recompute [stage=0:3]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tokens", [4, 128])
@@ -138,5 +161,10 @@ def test_the_plan_foresees_it(cluster: Cluster, name: str, tokens: int) -> None:
     """Within 5%, where weights dominate and where activations do; and nothing is kept that nobody will read."""
     graph, _, plan, found = run(cluster, SCHEDULES[name], tokens)
     for device, foreseen, measured in zip(plan.devices, peaks(plan, graph), found, strict=True):
-        assert foreseen.bytes == NEAR(measured.peak, rel=0.05), (device.device, foreseen, device.instructions[measured.at], plan.names[device.instructions[measured.at].node])
+        assert foreseen.bytes == NEAR(measured.peak, rel=0.05), (
+            device.device,
+            foreseen,
+            device.instructions[measured.at],
+            plan.names[device.instructions[measured.at].node],
+        )
         assert not measured.stale

@@ -1,4 +1,5 @@
-"""The broken schedules of examples/90_mistakes: each prints exactly what is recorded beside it, and its repaired form is fine."""
+"""The broken schedules of examples/90_mistakes: each prints exactly what is recorded beside it, and its repaired form
+is fine."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def _traced_once() -> Iterator[None]:
     known: dict[object, program.Program] = {}
     capture = program.capture
 
-    def remembered(make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> program.Program:
+    def remembered(
+        make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
+    ) -> program.Program:
         if make not in known:
             known[make] = capture(make, loss, batch, seed)
         return known[make]
@@ -72,7 +75,9 @@ def test_nothing_is_left_over() -> None:
     """Every mistake has its three files, and a line on the page."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert len(NAMES) >= 8
-    assert {path.name for path in FOLDER.glob("*.piper")} == {f"{name}{kind}" for name in NAMES for kind in (".piper", ".fixed.piper")}
+    assert {path.name for path in FOLDER.glob("*.piper")} == {
+        f"{name}{kind}" for name in NAMES for kind in (".piper", ".fixed.piper")
+    }
     assert {path.name for path in FOLDER.glob("*.txt")} == {f"{name}.txt" for name in NAMES}
     for name in NAMES:
         code = re.findall(r"error\[(P\d{4})\]", recorded(name))[0]

@@ -1,7 +1,7 @@
 """Plans with a mistake that the check accepts, on real gloo: they must come to the right numbers there, too.
 
-gloo is what a wrong plan would hang or go wrong on in silence; tests/test_plan.py tries a thousand mistakes on simulated devices. `-m slow` runs twenty here.
-"""
+gloo is what a wrong plan would hang or go wrong on in silence; tests/test_plan.py tries a thousand mistakes on
+simulated devices. `-m slow` runs twenty here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.test_plan import SUBJECTS, expected, planned
 
 
 def accepted() -> Iterator[tuple[int, str, Plan]]:
-    """Mistakes that change a plan of several devices and are not refused: their seed, whose plan it was, and what has become of it."""
+    """Mistakes that change a plan of several devices and are not refused: their seed, whose plan it was, and what has
+    become of it."""
     names = list(SUBJECTS)
     for seed in count():
         name = names[seed % len(names)]
@@ -45,7 +46,14 @@ def runs_right(cluster: Cluster, name: str, plan: Plan) -> None:
     case = CASES[model]
     graph, captured, _ = planned(model, text)
     losses, gradients, kept = expected(model, text)
-    with Job(plan, captured, Training(case.model, optimizer), timeout=20, cluster=cluster, loss_dtype=graph.model.tensors[graph.model.loss].dtype) as job:
+    with Job(
+        plan,
+        captured,
+        Training(case.model, optimizer),
+        timeout=20,
+        cluster=cluster,
+        loss_dtype=graph.model.tensors[graph.model.loss].dtype,
+    ) as job:
         for step, loss in enumerate(losses):
             torch.manual_seed(100 + step)
             assert job.step(case.batch(SAMPLES), gradients=True).loss == pytest.approx(loss, rel=LIMIT)

@@ -18,7 +18,9 @@ def test_there_are_scripts() -> None:
 
 @pytest.mark.parametrize("start", range(0, COUNT, 50))
 def test_mutants(start: int) -> None:
-    failures = [failure for i in range(start, start + 50) if (failure := judge(mutant(SEED, i), i, PATIENCE)[1]) is not None]
+    failures = [
+        failure for i in range(start, start + 50) if (failure := judge(mutant(SEED, i), i, PATIENCE)[1]) is not None
+    ]
     assert not failures, "\n\n".join(f"number {f.index}: {f.what}\n{shorten(f, 300)}\n{f.detail}" for f in failures[:3])
 
 

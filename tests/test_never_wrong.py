@@ -1,7 +1,8 @@
-"""Eight kinds of models and habits that once trained to the end, silently wrong: each now trains as plain PyTorch does, or is refused.
+"""Eight kinds of models and habits that once trained to the end, silently wrong: each now trains as plain PyTorch does,
+or is refused.
 
-And the guard of every job: with everything that was built for these kinds switched off, it alone stops each that a comparison of two calls can tell.
-"""
+And the guard of every job: with everything that was built for these kinds switched off, it alone stops each that a
+comparison of two calls can tell."""
 
 from __future__ import annotations
 
@@ -144,7 +145,9 @@ class Sized(Layers):
         return super().forward(x * self.scale(x.shape[0]))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("scale", [lambda n: n**2, lambda n: n**2 - 5 * n, lambda n: 0.5**n, lambda n: n.bit_length(), lambda n: n > 8])
+@pytest.mark.parametrize(
+    "scale", [lambda n: n**2, lambda n: n**2 - 5 * n, lambda n: 0.5**n, lambda n: n.bit_length(), lambda n: n > 8]
+)
 def test_a_program_that_depends_on_the_batch_size(scale: Callable[[int], Any]) -> None:
     """Two points always lie on a line: only a third size tells a square from it."""
     with pytest.raises(PiperError) as found:
@@ -160,7 +163,12 @@ def test_numbers_that_grow_with_the_batch(scale: Callable[[int], Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------- the guard
 
 
-def guarded(model: Callable[[], nn.Module], optimizer: Callable[[Any], Any] = sgd, schedule: str = "pp", loss: Callable[..., Any] = square) -> Verified:
+def guarded(
+    model: Callable[[], nn.Module],
+    optimizer: Callable[[Any], Any] = sgd,
+    schedule: str = "pp",
+    loss: Callable[..., Any] = square,
+) -> Verified:
     program = capture(model, loss, vectors())
     graph, captured = compiled(program, SCHEDULES[schedule])
     plan = lower(graph)
@@ -198,7 +206,15 @@ class _Everything:
 class _OnParts:
     """The user's optimizer made on each update's parts, flat as ZeRO has them."""
 
-    def __init__(self, model: nn.Module, make: Callable[[Any], Any], make_schedule: object, updates: Sequence[Update], masters: bool, updated: object) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Any], Any],
+        make_schedule: object,
+        updates: Sequence[Update],
+        masters: bool,
+        updated: object,
+    ) -> None:
         self.made = {}
         for update in updates:
             parameters = [nn.Parameter(part.now) for part in update.parts]
@@ -230,7 +246,13 @@ class Decaying(torch.optim.AdamW):
 
 def by_ndim(params: Any) -> torch.optim.Optimizer:
     params = list(params)
-    return torch.optim.SGD([{"params": [p for p in params if p.ndim > 1], "weight_decay": 0.5}, {"params": [p for p in params if p.ndim < 2], "lr": 0.3}], lr=0.1)
+    return torch.optim.SGD(
+        [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.5},
+            {"params": [p for p in params if p.ndim < 2], "lr": 0.3},
+        ],
+        lr=0.1,
+    )
 
 
 def decaying(params: Any) -> torch.optim.Optimizer:
@@ -262,8 +284,12 @@ def test_the_guard_alone_finds(name: str, words: str, monkeypatch: pytest.Monkey
     assert words in diagnostic.message
 
 
-@pytest.mark.parametrize(("optimizer", "schedule"), [(by_ndim, "zero1"), (by_ndim, "zero3"), (decaying, "zero1"), (decaying, "zero3")])
-def test_the_guard_alone_finds_optimizers(optimizer: Callable[[Any], Any], schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"), [(by_ndim, "zero1"), (by_ndim, "zero3"), (decaying, "zero1"), (decaying, "zero3")]
+)
+def test_the_guard_alone_finds_optimizers(
+    optimizer: Callable[[Any], Any], schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     every_special_case_off(monkeypatch)
     with pytest.raises(PiperError) as found:
         guarded(Layers, optimizer, schedule)
@@ -287,7 +313,8 @@ def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not verified" in str(found)
 
 
-# ------------------------------------------------------------------------------------------------------ counts of losses
+# ------------------------------------------------------------------------------------------------------ counts of
+# losses
 
 
 def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

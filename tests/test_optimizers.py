@@ -1,4 +1,5 @@
-"""Optimizers, parameter groups and learning rate schedules under a schedule do what they do in plain PyTorch, or are refused."""
+"""Optimizers, parameter groups and learning rate schedules under a schedule do what they do in plain PyTorch, or are
+refused."""
 
 from __future__ import annotations
 
@@ -37,12 +38,17 @@ WIDTH, SAMPLES, STEPS, LIMIT = 6, 8, 3, 1e-9
 
 
 class Net(nn.Module):
-    """Matrices, biases, norms, a scalar and a tied weight on two stages; a frozen layer, and a weight that nothing reads. In float64."""
+    """Matrices, biases, norms, a scalar and a tied weight on two stages; a frozen layer, and a weight that nothing
+    reads. In float64."""
 
     def __init__(self) -> None:
         super().__init__()
         linear = partial(nn.Linear, dtype=torch.float64)
-        self.first, self.norm, self.middle = linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH, dtype=torch.float64), linear(WIDTH, 2 * WIDTH)
+        self.first, self.norm, self.middle = (
+            linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH, dtype=torch.float64),
+            linear(WIDTH, 2 * WIDTH),
+        )
         self.frozen = linear(2 * WIDTH, 2 * WIDTH).requires_grad_(False)
         self.last, self.again = linear(2 * WIDTH, WIDTH), linear(WIDTH, WIDTH)
         self.scale, self.spare = (nn.Parameter(torch.full(shape, 0.7, dtype=torch.float64)) for shape in ((), (3,)))
@@ -75,7 +81,7 @@ SCRIPTS = {
     "pp zero3": f"mesh gpu = pp: 2, dp: 2\n{PLACED}replicate [pass=*] over gpu.dp with params=sharded\n",
     "columns": f"mesh gpu = tp: 2\n{COLUMNS}",
     "columns zero1": f"mesh gpu = dp: 2, tp: 2\n{COLUMNS}replicate [pass=*] over gpu.dp with states=sharded\n",
-}  # fmt: skip
+}
 
 
 @cache
@@ -173,12 +179,14 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "rmsprop": partial(optim.RMSprop, centered=True, momentum=0.5),
     "rprop": optim.Rprop,
     "asgd": partial(optim.ASGD, t0=1),
-}  # fmt: skip
+}
 
 
 def two(name: str, first: list[nn.Parameter], second: list[nn.Parameter]) -> optim.Optimizer:
     """An optimizer with two groups that differ in all that their class has."""
-    rates = [torch.tensor(rate, dtype=torch.float64) for rate in (0.02, 0.003)] if name == "tensor rate" else [0.02, 0.003]
+    rates = (
+        [torch.tensor(rate, dtype=torch.float64) for rate in (0.02, 0.003)] if name == "tensor rate" else [0.02, 0.003]
+    )
     groups = [{"params": first, "lr": rates[0], "weight_decay": 0.1}, {"params": second, "lr": rates[1]}]
     if name == "rprop":
         del groups[0]["weight_decay"]
@@ -212,7 +220,10 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 CHOICES: dict[str, tuple[Any, Callable[[Any, nn.Module], optim.Optimizer]]] = {
     "shape": (by_shape, lambda name, model: by_shape(name, trained(model))),
     "position": (by_position, lambda name, model: by_position(name, trained(model))),
-    "name": (by_name, lambda name, model: by_name(name, [(n, p) for n, p in model.named_parameters() if p.requires_grad])),
+    "name": (
+        by_name,
+        lambda name, model: by_name(name, [(n, p) for n, p in model.named_parameters() if p.requires_grad]),
+    ),
     "module": (by_module, by_module),
 }
 
@@ -237,7 +248,8 @@ def test_optimizers_of_torch(number: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "name", "choice"), [("pp zero3", "adagrad", "name"), ("zero1", "nesterov", "shape"), ("pp", "amsgrad", "module")]
+    ("script", "name", "choice"),
+    [("pp zero3", "adagrad", "name"), ("zero1", "nesterov", "shape"), ("pp", "amsgrad", "module")],
 )
 def test_groups_on_workers(cluster: Cluster, script: str, name: str, choice: str) -> None:
     make, reference = CHOICES[choice]
@@ -377,7 +389,10 @@ class Composed(optim.Optimizer):
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.01})
-        self.inner = [optim.Adam([p for p in params if p.ndim > 1], lr=0.01), optim.SGD([p for p in params if p.ndim <= 1], lr=0.01)]
+        self.inner = [
+            optim.Adam([p for p in params if p.ndim > 1], lr=0.01),
+            optim.SGD([p for p in params if p.ndim <= 1], lr=0.01),
+        ]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for inner in self.inner:
@@ -437,8 +452,16 @@ def test_only_weights_that_are_updated_must_be_whole() -> None:
 
 
 REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
-    "subclass under ZeRO": ("zero1", Normed, ("Normed may look at all", "`elementwise = True`", "`per_parameter = True`", "is divided")),
-    "subclass under a pipeline": ("pp", Normed, ("Normed may look at all", "is not on device", "every device have all weights")),
+    "subclass under ZeRO": (
+        "zero1",
+        Normed,
+        ("Normed may look at all", "`elementwise = True`", "`per_parameter = True`", "is divided"),
+    ),
+    "subclass under a pipeline": (
+        "pp",
+        Normed,
+        ("Normed may look at all", "is not on device", "every device have all weights"),
+    ),
     "declared per parameter": ("zero1", Halved, ("Halved needs whole weights", "is divided", "AdamW")),
     "Adafactor": ("pp zero3", optim.Adafactor, ("Adafactor needs whole weights", "states=sharded")),
     "Muon": ("columns", partial(matrices, optim.Muon), ("Muon needs whole weights", "middle.weight is divided")),
@@ -449,7 +472,7 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
     "step of the instance": ("one", replaced, ("replaced on the instance",)),
     "inner optimizers": ("pp", ElementwiseComposed, ("ElementwiseComposed cannot be copied", "holds parameters")),
     "differentiable": ("one", partial(optim.SGD, differentiable=True), ("differentiable=True",)),
-}  # fmt: skip
+}
 
 
 def test_hooks_of_all_optimizers() -> None:
@@ -493,7 +516,9 @@ def test_refused_on_workers(cluster: Cluster) -> None:
         workers(cluster, "pp zero3", Normed, steps=0)
     assert caught.value.diagnostics[0].code == "P0601"
     assert "divided by s.piper:5" in said(caught.value)
-    assert_equal(workers(cluster, "ddp", Normed, RATES["cosine"]), plain(lambda model: Normed(trained(model)), RATES["cosine"]))
+    assert_equal(
+        workers(cluster, "ddp", Normed, RATES["cosine"]), plain(lambda model: Normed(trained(model)), RATES["cosine"])
+    )
 
 
 def foreign(params: list[nn.Parameter]) -> optim.Optimizer:
@@ -518,7 +543,7 @@ def short(optimizer: optim.Optimizer) -> Any:
         (partial(optim.SGD, momentum=0.9), short, ("cannot be stepped",)),
     ],
     ids=["foreign tensor", "no optimizer", "schedule with an argument", "no schedule", "schedule that ends"],
-)  # fmt: skip
+)
 def test_mistakes_of_the_model_file(make: Make, schedule: Any, words: tuple[str, ...]) -> None:
     for train in (simulated, threads):
         with pytest.raises(PiperError) as caught:
@@ -542,7 +567,10 @@ def test_diagnostics_travel() -> None:
 class Half(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+        self.a, self.b = (
+            nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16),
+            nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
@@ -575,10 +603,13 @@ def test_float32_masters() -> None:
                     p.copy_(masters[name])
         weights = job.weights()
         assert {state["sum"].dtype for state in job.optimizers.states()} == {torch.float32}
-        found = sorted((p for _, its in job.optimizers.local.values() for p in its if p is not None), key=torch.Tensor.numel)
+        found = sorted(
+            (p for _, its in job.optimizers.local.values() for p in its if p is not None), key=torch.Tensor.numel
+        )
     expected = sorted(masters.values(), key=torch.Tensor.numel)
     assert found[0].dtype == torch.float32
-    # Gradients are in bfloat16, and kernels may round them differently; what a step of bfloat16 weights would lose is much more.
+    # Gradients are in bfloat16, and kernels may round them differently; what a step of bfloat16 weights would lose is
+    # much more.
     assert relative(found[0], expected[0]) <= 1e-3
     assert max(relative(weights[name], p) for name, p in model.named_parameters()) <= 2**-7
 
@@ -591,7 +622,9 @@ def test_the_whole_model_is_not_kept() -> None:
     with pytest.raises(PiperError, match="uses the state of the optimizer"):
         optimizers.user.state.items()
     held = sum(state["sum"].numel() for state in optimizers.states())
-    assert held == sum(p.numel() for n, p in net().named_parameters() if p.requires_grad and n != "spare")  # on four devices together
+    assert held == sum(
+        p.numel() for n, p in net().named_parameters() if p.requires_grad and n != "spare"
+    )  # on four devices together
 
 
 FILE = """
@@ -639,7 +672,8 @@ def lr_schedule(optimizer):
 
 @pytest.mark.parametrize("dropout", ["0.0", "0.5"])
 def test_groups_in_a_model_file(dropout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--numerics`, against eager training and against the unscheduled graph; and a job whose function travels to workers."""
+    """`--numerics`, against eager training and against the unscheduled graph; and a job whose function travels to
+    workers."""
     model, script = tmp_path / "model.py", tmp_path / "s.piper"
     model.write_text(FILE.replace("DROPOUT", dropout))
     script.write_text("mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with states=sharded\n")
@@ -648,4 +682,9 @@ def test_groups_in_a_model_file(dropout: str, tmp_path: Path, capsys: pytest.Cap
     function = shipped(load_model(model), "optimizer")
     assert function is not None
     assert list(inspect.signature(pickle.loads(pickle.dumps(function))).parameters) == ["named_params"]
-    assert main([str(model), str(script), "--steps", "2", "--executor", "inline", "--json", "--out", str(tmp_path / "run")]) == 0
+    assert (
+        main(
+            [str(model), str(script), "--steps", "2", "--executor", "inline", "--json", "--out", str(tmp_path / "run")]
+        )
+        == 0
+    )

@@ -41,7 +41,9 @@ def test_equals_deepseeks_eight_phases() -> None:
 def check_complete(schedule: Schedule, ranks: int, micro: int, chunks: int = 2) -> None:
     """Every stage and microbatch has one F, and one B or one I and one W; and the order runs to its end."""
     lanes = schedule.lanes(ranks, micro, chunks)
-    counts = Counter((item["stage"], item["mb"], item["pass"]) for lane in lanes for work in lane.steps for item in work.items)
+    counts = Counter(
+        (item["stage"], item["mb"], item["pass"]) for lane in lanes for work in lane.steps for item in work.items
+    )
     for stage in range(schedule.stage_count(ranks, chunks)):
         for mb in range(micro):
             have = tuple(counts.pop((stage, mb, phase), 0) for phase in "FBIW")
@@ -82,12 +84,23 @@ def test_any_number_of_chunks(name: str, chunks: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "at_most"),
-    [("gpipe", 66), ("one_f_one_b", 66), ("zero_bubble", 54), ("interleaved", 57), ("interleaved_zero_bubble", 51), ("zbv", 51), ("dualpipev", 54)],
+    [
+        ("gpipe", 66),
+        ("one_f_one_b", 66),
+        ("zero_bubble", 54),
+        ("interleaved", 57),
+        ("interleaved_zero_bubble", 51),
+        ("zbv", 51),
+        ("dualpipev", 54),
+    ],
 )
 def test_makespan_over_the_same_chunks(name: str, at_most: int) -> None:
-    """pp=4, eight microbatches, two chunks a rank: a stage of a one-stage schedule holds two chunks, so it costs double."""
+    """pp=4, eight microbatches, two chunks a rank: a stage of a one-stage schedule holds two chunks, so it costs
+    double."""
     scale = 2 if SCHEDULES[name].stages == 1 else 1
-    timeline = simulate(SCHEDULES[name].lanes(4, 8), UnitCosts({phase: scale * cost for phase, cost in UNIT.passes.items()}))
+    timeline = simulate(
+        SCHEDULES[name].lanes(4, 8), UnitCosts({phase: scale * cost for phase, cost in UNIT.passes.items()})
+    )
     assert timeline.length <= at_most
 
 
@@ -103,10 +116,25 @@ def test_one_f_one_b_keeps_few_microbatches_alive() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("from std.pipeline import dualpipe\nmesh gpu = pp: 3\nsplit batch into 8 as mb\ndualpipe(gpu, 3, 8)\n", "must be even"),
-        ("from std.pipeline import gpipe\nmesh gpu = pp: 2\nsplit batch into 8 as mb\ngpipe(gpu, 4, 8)\n", "fewer ranks along pp"),
-        ("from std.pipeline import gpipe\nmesh gpu = pp: 2\nsplit batch into 8 as mb\ngpipe(gpu, 2, 0)\n", "at least one microbatch"),
-        ("from std.pipeline import interleaved\nmesh gpu = pp: 2\nsplit batch into 8 as mb\ninterleaved(gpu, 2, 8, chunks=0)\n", "at least one chunk"),
+        (
+            "from std.pipeline import dualpipe\nmesh gpu = pp: 3\nsplit batch into 8 as mb\ndualpipe(gpu, 3, 8)\n",
+            "must be even",
+        ),
+        (
+            "from std.pipeline import gpipe\nmesh gpu = pp: 2\nsplit batch into 8 as mb\ngpipe(gpu, 4, 8)\n",
+            "fewer ranks along pp",
+        ),
+        (
+            "from std.pipeline import gpipe\nmesh gpu = pp: 2\nsplit batch into 8 as mb\ngpipe(gpu, 2, 0)\n",
+            "at least one microbatch",
+        ),
+        (
+            (
+                "from std.pipeline import interleaved\nmesh gpu = pp: 2\nsplit batch into 8 as mb\ninterleaved(gpu, 2,"
+                " 8, chunks=0)\n"
+            ),
+            "at least one chunk",
+        ),
     ],
 )
 def test_senseless_sizes_are_refused_with_the_reason(script: str, reason: str) -> None:

@@ -145,7 +145,10 @@ def test_it_is_small(installed: Installed) -> None:
 
 
 def test_neither_torch_nor_ray_is_there(installed: Installed) -> None:
-    code = "import importlib.util as u, piperlang; print([n for n in ('torch', 'ray', 'numpy') if u.find_spec(n)], piperlang.__file__)"
+    code = (
+        "import importlib.util as u, piperlang; print([n for n in ('torch', 'ray', 'numpy') if u.find_spec(n)],"
+        " piperlang.__file__)"
+    )
     done = installed.run("python", "-c", code)
     assert done.stdout.startswith("[] "), done.stderr
     assert str(installed.environment) in done.stdout

@@ -1,4 +1,5 @@
-"""Plans: the compiler's are right, files come back as they were, mistakes are refused before anything runs, and what a plan will cost is foreseen.
+"""Plans: the compiler's are right, files come back as they were, mistakes are refused before anything runs, and what a
+plan will cost is foreseen.
 
 `pytest tests/test_plan.py -m slow` runs a thousand mistakes and the plan of 1,024 devices.
 """
@@ -39,14 +40,31 @@ from tests.test_job import pipeline as piped
 from tests.test_random_schedules import model as random_model
 
 CROSSED = {
-    f"{name} x {level}": ("mlp" if ranks == 4 else "gpt", piped(name, place, ranks, 2, f"replicate [pass=*] over gpu.dp with {level}", arguments))
-    for name, place, ranks, arguments in (("one_f_one_b", "loop", 4, "4"), ("zero_bubble", "loop", 4, "4"), ("zbv", "vee", 2, "2"), ("dualpipev", "vee", 2, "2"), ("dualpipe", "mirror", 4, "4, 4"))
+    f"{name} x {level}": (
+        "mlp" if ranks == 4 else "gpt",
+        piped(name, place, ranks, 2, f"replicate [pass=*] over gpu.dp with {level}", arguments),
+    )
+    for name, place, ranks, arguments in (
+        ("one_f_one_b", "loop", 4, "4"),
+        ("zero_bubble", "loop", 4, "4"),
+        ("zbv", "vee", 2, "2"),
+        ("dualpipev", "vee", 2, "2"),
+        ("dualpipe", "mirror", 4, "4, 4"),
+    )
     for level in ("states=sharded", "grads=sharded", "params=sharded, prefetch=1")
 }
 """Pipelines of the library, with every level of ZeRO."""
 MORE = {
     "+".join((model, *names)): (model, script(model, *names))
-    for model, *names in (("gpt", "shard", "zero3"), ("moe", "shard", "zero2"), ("unet", "shard", "split"), ("dropout", "place", "zero2"), ("gpt", "split", "recompute"), ("mlp", "shard", "order"), ("unet", "place", "offload"))
+    for model, *names in (
+        ("gpt", "shard", "zero3"),
+        ("moe", "shard", "zero2"),
+        ("unet", "shard", "split"),
+        ("dropout", "place", "zero2"),
+        ("gpt", "split", "recompute"),
+        ("mlp", "shard", "order"),
+        ("unet", "place", "offload"),
+    )
 }
 SUBJECTS = {**SCHEDULES, **MORE, "zero_bubble x states=sharded": CROSSED["zero_bubble x states=sharded"]}
 """Whose mistakes are tried."""
@@ -67,7 +85,9 @@ def complaints(plan: Plan, **how: bool) -> tuple[Diagnostic, ...]:
 # --------------------------------------------------------------------------------------------------- running plans
 
 
-def trained(case: Case, captured: Any, plan: Plan, dtype: str) -> tuple[list[float], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+def trained(
+    case: Case, captured: Any, plan: Plan, dtype: str
+) -> tuple[list[float], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
     """Losses, gradients and weights of two steps on simulated devices; a plan that hangs fails."""
     found: list[Any] = []
 
@@ -191,7 +211,11 @@ def _assert_told(plan: Plan, mutation: str, diagnostics: tuple[Diagnostic, ...])
         assert found.helps
     named = [note for found in diagnostics for note in found.notes if "(device " in note]
     if mutation in COMMUNICATION and diagnostics[0].code == "P0503" and len(plan.devices) > 1:
-        assert len([note for note in diagnostics[0].notes if "(device " in note]) == 2 or "of devices" in diagnostics[0].message or "and there are" in diagnostics[0].message
+        assert (
+            len([note for note in diagnostics[0].notes if "(device " in note]) == 2
+            or "of devices" in diagnostics[0].message
+            or "and there are" in diagnostics[0].message
+        )
     assert named or mutation in ("share", "feed", "kept")
 
 
@@ -286,9 +310,20 @@ def test_an_update_in_place_waits_for_readers() -> None:
     whole = ((0, 64), (0, 64))
     plan.names.append("copy")
     plan.lines.append("large.piper:9")
-    copied = Instruction("copy", "side", len(plan.names) - 1, (old,), (f"{old}@1",), (), {"own": [(old, whole, whole)], "shape": (64, 64), "dtype": "float32"})
+    copied = Instruction(
+        "copy",
+        "side",
+        len(plan.names) - 1,
+        (old,),
+        (f"{old}@1",),
+        (),
+        {"own": [(old, whole, whole)], "shape": (64, 64), "dtype": "float32"},
+    )
     plan.devices[0].instructions.append(copied)
-    assert any("changed in place on device 0 while it may still be read" in found.message and len(found.notes) == 2 for found in complaints(plan))
+    assert any(
+        "changed in place on device 0 while it may still be read" in found.message and len(found.notes) == 2
+        for found in complaints(plan)
+    )
 
 
 def test_a_circle_is_shown() -> None:
@@ -313,13 +348,20 @@ def test_sends_that_block() -> None:
     for device, peer in ((0, 2), (2, 0)):
         here = plan.devices[device]
         node = here.instructions[0].node
-        for i, (do, args) in enumerate((
-            ("send", {"parts": [(peer, 99, None, (1,))], "key": None, "dtype": "uint8"}),
-            ("recv", {"parts": [(peer, 99, None, (1,))], "own": [], "shape": (1,), "dtype": "uint8"}),
-        )):  # fmt: skip
+        for i, (do, args) in enumerate(
+            (
+                ("send", {"parts": [(peer, 99, None, (1,))], "key": None, "dtype": "uint8"}),
+                ("recv", {"parts": [(peer, 99, None, (1,))], "own": [], "shape": (1,), "dtype": "uint8"}),
+            )
+        ):
             writes = (f"now:{device}",) if do == "recv" else ()
             here.instructions[:] = [x._replace(waits=tuple(k + (k >= i) for k in x.waits)) for x in here.instructions]
-            here.instructions.insert(i, here.instructions[0]._replace(do=do, stream="order", node=node, reads=(), writes=writes, waits=(), args=args))
+            here.instructions.insert(
+                i,
+                here.instructions[0]._replace(
+                    do=do, stream="order", node=node, reads=(), writes=writes, waits=(), args=args
+                ),
+            )
     check(plan)
     (found,) = complaints(plan, buffered=False)
     assert (found.code, found.message) == ("P0501", "devices 0, 2 wait for each other")
@@ -422,7 +464,11 @@ def _broken(text: str, draw: random.Random) -> str:
     for _ in range(draw.randrange(9)):
         holder, key = draw.choice(inside)
         value = holder[key]
-        deeper = [(value, k) for k in (value if isinstance(value, dict) else range(len(value)))] if isinstance(value, dict | list) else []
+        deeper = (
+            [(value, k) for k in (value if isinstance(value, dict) else range(len(value)))]
+            if isinstance(value, dict | list)
+            else []
+        )
         inside = deeper or inside
     holder, key = draw.choice(inside)
     if draw.random() < 0.3:
@@ -437,7 +483,10 @@ def _broken(text: str, draw: random.Random) -> str:
     [
         ("", "it is no JSON"),
         ("[]", "a plan says"),
-        ('{"format": "piperlang plan", "version": 0}', f"it is of version 0, and this piperlang reads version {VERSION}"),
+        (
+            '{"format": "piperlang plan", "version": 0}',
+            f"it is of version 0, and this piperlang reads version {VERSION}",
+        ),
         (f'{{"format": "piperlang plan", "version": {VERSION}}}', "it has no list of devices"),
         ("[" * 100_000, "it is no JSON"),
     ],
@@ -493,8 +542,14 @@ def test_schedules_that_save_memory_do() -> None:
         graph, _, plan = planned("gpt", text)
         return dict(max(peaks(plan, graph), key=lambda one: one.bytes).by)
 
-    split, plain = "split batch into 4 as mb\n", worst("split batch into 4 as mb\norder [stage=3, pass=F, mb=3] -> [stage=3, pass=B, mb=0]\n")
-    assert worst(f"{split}recompute [stage=*]\norder [stage=3, pass=F, mb=3] -> [stage=3, pass=B, mb=0]\n")["activations"] < plain["activations"]
+    split, plain = (
+        "split batch into 4 as mb\n",
+        worst("split batch into 4 as mb\norder [stage=3, pass=F, mb=3] -> [stage=3, pass=B, mb=0]\n"),
+    )
+    assert (
+        worst(f"{split}recompute [stage=*]\norder [stage=3, pass=F, mb=3] -> [stage=3, pass=B, mb=0]\n")["activations"]
+        < plain["activations"]
+    )
     data = "mesh gpu = dp: 4\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp"
     whole, parts = worst(data + "\n"), worst(data + " with states=sharded\n")
     assert parts["optimizer states"] <= whole["optimizer states"] / 3.9

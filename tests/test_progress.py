@@ -105,7 +105,10 @@ def test_a_line_at_any_width() -> None:
     assert row_line(ROW) == "step   10  loss 1.069707  2,481 samples/s  51.6 ms  385 MiB"
     assert row_line(ROW, 50) == "step   10  loss 1.069707  2,481 samples/s  51.6 ms"
     assert row_line(Row(10, 1.0, 0.05, 2481.0, 0, 0.5), 50) == "step   10  loss 1.000000  validation 0.500000"
-    assert wrapped("trained 200 steps on 4 devices in 3.9 s; runs/both-1", 49) == "trained 200 steps on 4 devices in 3.9 s;\nruns/both-1"
+    assert (
+        wrapped("trained 200 steps on 4 devices in 3.9 s; runs/both-1", 49)
+        == "trained 200 steps on 4 devices in 3.9 s;\nruns/both-1"
+    )
     assert wrapped("as it is", None) == "as it is"
 
 
@@ -114,7 +117,9 @@ def test_clock(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
 
 
-@pytest.mark.parametrize(("total", "every"), [(1, 1), (10, 1), (20, 1), (21, 2), (50, 5), (200, 10), (1000, 50), (10_000, 500)])
+@pytest.mark.parametrize(
+    ("total", "every"), [(1, 1), (10, 1), (20, 1), (21, 2), (50, 5), (200, 10), (1000, 50), (10_000, 500)]
+)
 def test_a_run_of_any_length_keeps_about_twenty_rows(total: int, every: int) -> None:
     assert default_every(total) == every
 
@@ -135,9 +140,18 @@ def test_a_log() -> None:
     out = io.StringIO()
     display = Plain(out)
     for event in (
-        Began("tracing model.py"), Ended("traced", 3.14, "87 nodes"), Began("applying s.piper"), Ended("", 5.0), Began("starting 4 workers"), Workers(2, 4),
-        Ended("workers 4/4", 6.2), Stepping(40, 30), *(Row(i, 1.0, 0.1, 10.0, 2**20) for i in range(40)), Stopped(), Message("trained"),
-    ):  # fmt: skip
+        Began("tracing model.py"),
+        Ended("traced", 3.14, "87 nodes"),
+        Began("applying s.piper"),
+        Ended("", 5.0),
+        Began("starting 4 workers"),
+        Workers(2, 4),
+        Ended("workers 4/4", 6.2),
+        Stepping(40, 30),
+        *(Row(i, 1.0, 0.1, 10.0, 2**20) for i in range(40)),
+        Stopped(),
+        Message("trained"),
+    ):
         display.show(event)
     display.close()
     steps = [f"step {i:4}  loss 1.000000  10 samples/s  100.0 ms  1 MiB" for i in (0, 30, 39)]
@@ -157,7 +171,10 @@ def test_signs_of_life_and_none_after_the_end() -> None:
             emit(Workers(1, 2))
             time.sleep(2.2)
     said = out.getvalue().splitlines()
-    assert re.fullmatch(r"(tracing model\.py \.\.\. [2-9] s\n)*traced \d+\.\d s\n(workers 1/2 \.\.\. \d+ s\n)+workers 2/2 \d+\.\d s", "\n".join(said))
+    assert re.fullmatch(
+        r"(tracing model\.py \.\.\. [2-9] s\n)*traced \d+\.\d s\n(workers 1/2 \.\.\. \d+ s\n)+workers 2/2 \d+\.\d s",
+        "\n".join(said),
+    )
     time.sleep(2.2)
     display.close()
     assert out.getvalue().splitlines() == said
@@ -186,7 +203,9 @@ def test_a_run_at_50_columns(tmp_path: Path) -> None:
 
 def test_ctrl_c_at_120_columns(tmp_path: Path) -> None:
     with terminal([*INLINE, "--steps", "100000", "--log-every", "10", "--out", "run"], 120, cwd=tmp_path) as seen:
-        seen.read(until=lambda: bool(re.search(r"\d\d/100,000 .* samples/s  ETA", seen.lines[-1] if seen.lines else "")))
+        seen.read(
+            until=lambda: bool(re.search(r"\d\d/100,000 .* samples/s  ETA", seen.lines[-1] if seen.lines else ""))
+        )
         assert len(seen.lines[-1]) > 60
         seen.child.sendintr()
         assert seen.end() == 130
@@ -278,7 +297,9 @@ def test_no_end_of_the_process_hides_the_cursor() -> None:
 
 
 def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
+    }
     env = {**inherited, "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
 
@@ -329,7 +350,9 @@ def test_json_is_pure(piperc: Callable[..., Said], tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in done.out.splitlines()] == list(range(5))
 
 
-def test_other_commands_tell_on_standard_error(piperc: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_commands_tell_on_standard_error(
+    piperc: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, SLOW)
     monkeypatch.setattr("piperlang.progress.plain.PATIENCE", 1.8)
     done = piperc("check", "model.py", "s.piper")
@@ -349,7 +372,17 @@ def test_a_log_with_colours_and_a_width() -> None:
 
 
 def test_a_run_on_workers_in_a_log(tmp_path: Path) -> None:
-    done = run([*PIPERC, MLP[0], str(ROOT / "examples" / "01_mlp" / "data.piper"), "--steps", "3", "--out", str(tmp_path / "run")])
+    done = run(
+        [
+            *PIPERC,
+            MLP[0],
+            str(ROOT / "examples" / "01_mlp" / "data.piper"),
+            "--steps",
+            "3",
+            "--out",
+            str(tmp_path / "run"),
+        ]
+    )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert any(re.fullmatch(r"workers (\d)/\1 \d+\.\d s", line) for line in lines)
@@ -375,7 +408,8 @@ def test_a_reader_that_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"), [(["--log-every", "0"], "--log-every must be at least 1"), (["--log", "tensorbord"], "tensorbord")]
+    ("wrong", "says"),
+    [(["--log-every", "0"], "--log-every must be at least 1"), (["--log", "tensorbord"], "tensorbord")],
 )
 def test_wrong_use(wrong: list[str], says: str, piperc: Callable[..., Said], tmp_path: Path) -> None:
     started = time.monotonic()
@@ -385,7 +419,9 @@ def test_wrong_use(wrong: list[str], says: str, piperc: Callable[..., Said], tmp
     assert time.monotonic() - started < 30
 
 
-def test_a_logger_that_is_not_installed(piperc: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_is_not_installed(
+    piperc: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr("piperlang.cli.metrics.find_spec", lambda name: None if name == "mlflow" else real(name))
     done = piperc(*write(tmp_path, "time.sleep(60)\n"), "--log", "tensorboard", "--log", "mlflow")
@@ -397,7 +433,9 @@ def test_a_logger_that_is_not_installed(piperc: Callable[..., Said], tmp_path: P
 def test_tensorboard_has_every_row(piperc: Callable[..., Said], tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     more = "def validation(): yield torch.ones(8, 4), torch.ones(8, 4)\n"
-    done = piperc(*write(tmp_path, more), "--steps", "5", "--out", "run", "--log", "tensorboard", "--validate-every", "2")
+    done = piperc(
+        *write(tmp_path, more), "--steps", "5", "--out", "run", "--log", "tensorboard", "--validate-every", "2"
+    )
     assert (done.code, done.err) == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     events = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
@@ -423,7 +461,10 @@ def test_an_on_step_that_cannot_be_used(more: str, says: str, piperc: Callable[.
 
 
 def test_on_step_is_called_with_every_row(piperc: Callable[..., Said], tmp_path: Path) -> None:
-    more = "import json\ncalls = []\ndef on_step(row):\n    calls.append(row)\n    open('calls', 'a').write(json.dumps(row) + '\\n')\n"
+    more = (
+        "import json\ncalls = []\ndef on_step(row):\n    calls.append(row)\n    open('calls',"
+        " 'a').write(json.dumps(row) + '\\n')\n"
+    )
     done = piperc(*write(tmp_path, more), "--steps", "3", "--out", "run")
     assert (done.code, done.err) == (0, "")
     assert (tmp_path / "calls").read_text() == (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -436,15 +477,19 @@ def test_a_trainer_in_a_notebook(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     write(tmp_path, "def optimizer(params): return torch.optim.SGD(params, lr=0.1)\n")
     cells = [
-        "import piperlang\nfrom model import *\nbatches = data()\n"
-        "trainer = piperlang.compile(model, 's.piper', loss=loss, example=next(batches), optimizer=optimizer, executor='inline')",
+        (
+            "import piperlang\nfrom model import *\nbatches = data()\ntrainer = piperlang.compile(model, 's.piper',"
+            " loss=loss, example=next(batches), optimizer=optimizer, executor='inline')"
+        ),
         "for _ in range(30):\n    trainer.step(next(batches))",
         "trainer.close()",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     # Ray and tqdm warn in streams, where some packages are not there.
-    compiled, stepped = ([out for out in cell.outputs if out["output_type"] == "display_data"] for cell in notebook.cells[:2])
+    compiled, stepped = (
+        [out for out in cell.outputs if out["output_type"] == "display_data"] for cell in notebook.cells[:2]
+    )
     (text,) = [output["data"]["text/plain"] for output in compiled]
     assert re.match(r"traced \d+\.\d s \(\d+ nodes\)\nplanned", text)
     (data,) = [output["data"] for output in stepped]
@@ -456,7 +501,9 @@ def test_a_trainer_in_a_notebook(tmp_path: Path) -> None:
     assert notebook.cells[2].outputs == []
 
 
-def test_a_trainer_in_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_in_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from piperlang.capture.model_file import load_model
 
     monkeypatch.chdir(tmp_path)
@@ -466,8 +513,14 @@ def test_a_trainer_in_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     batches = file.data()
     for progress, shown in ((None, []), (True, [0, 1, 2, 3])):
         with piperlang.compile(
-            file.model, "s.piper", loss=file.loss, example=next(batches), optimizer=file.optimizer, executor="inline", progress=progress
-        ) as trainer:  # fmt: skip
+            file.model,
+            "s.piper",
+            loss=file.loss,
+            example=next(batches),
+            optimizer=file.optimizer,
+            executor="inline",
+            progress=progress,
+        ) as trainer:
             for _ in range(4):
                 trainer.step(next(batches))
         said = capsys.readouterr()

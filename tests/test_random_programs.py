@@ -29,9 +29,13 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 def some(count: int) -> settings:
     """The same examples on every run. Texts are shortened by `holds`, which is faster than shrinking every choice."""
     return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )  # fmt: skip
+    )
 
 
 def holds(text: str, *examinations: Callable[[Source], object]) -> None:
@@ -55,7 +59,9 @@ class Writer:
     """Writes a program of the grammar. Names are mostly those in scope; kinds of values mostly fit."""
 
     draw: Draw
-    names: dict[str, list[str]] = field(default_factory=lambda: {"int": [], "list": [], "mesh": [], "selector": [], "function": []})
+    names: dict[str, list[str]] = field(
+        default_factory=lambda: {"int": [], "list": [], "mesh": [], "selector": [], "function": []}
+    )
     count: int = 0
     in_order: bool = False
     in_function: bool = False
@@ -96,24 +102,41 @@ class Writer:
     def expr(self, depth: int) -> str:
         kind = self.pick("int", "int", "int", "int", "list", "list", "selector", "bool", "string", "any")
         return {
-            "int": self.integer, "list": self.items, "selector": self.selector, "bool": self.truth, "string": self.string, "any": self.any,
-        }[kind](depth)  # fmt: skip
+            "int": self.integer,
+            "list": self.items,
+            "selector": self.selector,
+            "bool": self.truth,
+            "string": self.string,
+            "any": self.any,
+        }[kind](depth)
 
     def integer(self, depth: int) -> str:
         if depth <= 0:
-            return self.known("int", str(self.pick(0, 1, 1, 2, 2, 3) if self.number(0, 9) else self.pick("1_000", "1.5", "2e3", "25MB", "1GiB")))
+            return self.known(
+                "int",
+                str(
+                    self.pick(0, 1, 1, 2, 2, 3)
+                    if self.number(0, 9)
+                    else self.pick("1_000", "1.5", "2e3", "25MB", "1GiB")
+                ),
+            )
         inner = depth - 1
-        return str(self.pick(
-            lambda: f"{self.integer(inner)} {self.pick('+', '-', '*', '//', '/', '%')} {self.integer(inner)}",
-            lambda: f"({GAP}{self.integer(inner)}{GAP})",
-            lambda: f"{self.pick('-', '- ', '+')}{self.atom(inner)}",
-            lambda: f"{self.atom(inner)}**{self.pick('', '-')}{self.atom(0)}",
-            lambda: f"{self.items(0)}[{GAP}{self.integer(inner)}{GAP}]",
-            lambda: f"{self.pick('len', 'sum', 'min', 'max', 'abs')}({GAP}{self.several(lambda: self.items(inner), 1, 2)}{GAP})",
-            lambda: f"({self.conditional(inner)})",
-            lambda: self.call(inner),
-            lambda: f"{self.atom(inner)} * {self.atom(inner)} - {self.atom(inner)}",
-        )())  # fmt: skip
+        return str(
+            self.pick(
+                lambda: f"{self.integer(inner)} {self.pick('+', '-', '*', '//', '/', '%')} {self.integer(inner)}",
+                lambda: f"({GAP}{self.integer(inner)}{GAP})",
+                lambda: f"{self.pick('-', '- ', '+')}{self.atom(inner)}",
+                lambda: f"{self.atom(inner)}**{self.pick('', '-')}{self.atom(0)}",
+                lambda: f"{self.items(0)}[{GAP}{self.integer(inner)}{GAP}]",
+                lambda: (
+                    f"{self.pick('len', 'sum', 'min', 'max', 'abs')}"
+                    f"({GAP}{self.several(lambda: self.items(inner), 1, 2)}{GAP})"
+                ),
+                lambda: f"({self.conditional(inner)})",
+                lambda: self.call(inner),
+                lambda: f"{self.atom(inner)} * {self.atom(inner)} - {self.atom(inner)}",
+            )()
+        )
 
     def atom(self, depth: int) -> str:
         return self.known("int", "2") if depth <= 0 else f"({self.integer(depth - 1)})"
@@ -125,31 +148,51 @@ class Writer:
         if depth <= 0:
             return str(self.pick("True", "False", f"{self.integer(0)} == {self.integer(0)}"))
         inner = depth - 1
-        return str(self.pick(
-            lambda: f"{self.integer(inner)} {self.pick('<', '<=', '==', '>=', '>')} {self.integer(inner)}",
-            lambda: f"{self.pick('2', f'({self.atom(inner)})')} != {self.atom(inner)}",  # a name before it would be a condition where this is an item of a list
-            lambda: f"{self.atom(inner)} {self.pick('in', 'not in')} {self.items(inner)}",
-            lambda: f"not {self.truth(inner)}",
-            lambda: f"({GAP}{self.truth(inner)} {self.pick('and', 'or')} {self.truth(inner)}{GAP})",
-            lambda: f"{self.integer(0)} < {self.integer(0)} <= {self.integer(0)}",
-        )())  # fmt: skip
+        return str(
+            self.pick(
+                lambda: f"{self.integer(inner)} {self.pick('<', '<=', '==', '>=', '>')} {self.integer(inner)}",
+                lambda: (
+                    f"{self.pick('2', f'({self.atom(inner)})')} != {self.atom(inner)}"
+                ),  # a name before it would be a condition where this is an item of a list
+                lambda: f"{self.atom(inner)} {self.pick('in', 'not in')} {self.items(inner)}",
+                lambda: f"not {self.truth(inner)}",
+                lambda: f"({GAP}{self.truth(inner)} {self.pick('and', 'or')} {self.truth(inner)}{GAP})",
+                lambda: f"{self.integer(0)} < {self.integer(0)} <= {self.integer(0)}",
+            )()
+        )
 
     def string(self, depth: int) -> str:
-        return str(self.pick('"text"', "'single'", r'"a\n\"b\""', "'it\"s'", '"\u00e9 # no comment"', '"""three\nlines"""', "''", '"%"'))
+        return str(
+            self.pick(
+                '"text"',
+                "'single'",
+                r'"a\n\"b\""',
+                "'it\"s'",
+                '"\u00e9 # no comment"',
+                '"""three\nlines"""',
+                "''",
+                '"%"',
+            )
+        )
 
     def items(self, depth: int) -> str:
         if depth <= 0:
             return self.known("list", f"range({GAP}{self.number(0, 4)}{GAP})")
         inner = depth - 1
-        return str(self.pick(
-            lambda: f"[{GAP}{self.several(lambda: self.expr(inner), 0, 4)}{self.pick('', f',{GAP}') if self.number(0, 1) else ''}{GAP}]",
-            lambda: f"range({GAP}{self.several(lambda: self.integer(inner), 1, 3)}{GAP})",
-            lambda: self.comprehension(inner),
-            lambda: f"{self.items(0)}[{GAP}{self.integer(0)}{GAP}:{GAP}{self.pick('', self.integer(0))}{GAP}]",
-            lambda: f"{self.pick('sorted', 'reversed', 'enumerate', 'zip')}({GAP}{self.items(inner)}{GAP})",
-            lambda: f"({self.items(inner)} + {self.items(inner)})",
-            lambda: f'tags("{self.pick("stage", "expert")}")',
-        )()).replace(f"[{GAP},", f"[{GAP}")  # fmt: skip
+        return str(
+            self.pick(
+                lambda: (
+                    f"[{GAP}{self.several(lambda: self.expr(inner), 0, 4)}"
+                    f"{self.pick('', f',{GAP}') if self.number(0, 1) else ''}{GAP}]"
+                ),
+                lambda: f"range({GAP}{self.several(lambda: self.integer(inner), 1, 3)}{GAP})",
+                lambda: self.comprehension(inner),
+                lambda: f"{self.items(0)}[{GAP}{self.integer(0)}{GAP}:{GAP}{self.pick('', self.integer(0))}{GAP}]",
+                lambda: f"{self.pick('sorted', 'reversed', 'enumerate', 'zip')}({GAP}{self.items(inner)}{GAP})",
+                lambda: f"({self.items(inner)} + {self.items(inner)})",
+                lambda: f'tags("{self.pick("stage", "expert")}")',
+            )()
+        ).replace(f"[{GAP},", f"[{GAP}")
 
     def comprehension(self, depth: int) -> str:
         source = self.items(depth)
@@ -172,27 +215,46 @@ class Writer:
         return f"[{GAP}{self.several(lambda: self.condition(depth), 1, 3)}{GAP}]"
 
     def condition(self, depth: int) -> str:
-        return str(self.pick(
-            lambda: f"{self.pick('stage', 'expert', 'order', 'mb')}={self.value(depth)}",
-            lambda: f"{self.pick('stage', 'mb')}!={self.integer(0)}",
-            lambda: f"!{self.pick('expert', 'stage')}",
-            lambda: "update",
-            lambda: f"pass={self.pick(*PASSES, '{F, B}', '*')}",
-            lambda: f"comm={self.pick(*COMMUNICATIONS)}",
-            lambda: f"mb={self.pick('next', 'next?')}" if self.in_order else "mb=*",
-        )())  # fmt: skip
+        return str(
+            self.pick(
+                lambda: f"{self.pick('stage', 'expert', 'order', 'mb')}={self.value(depth)}",
+                lambda: f"{self.pick('stage', 'mb')}!={self.integer(0)}",
+                lambda: f"!{self.pick('expert', 'stage')}",
+                lambda: "update",
+                lambda: f"pass={self.pick(*PASSES, '{F, B}', '*')}",
+                lambda: f"comm={self.pick(*COMMUNICATIONS)}",
+                lambda: f"mb={self.pick('next', 'next?')}" if self.in_order else "mb=*",
+            )()
+        )
 
     def value(self, depth: int) -> str:
-        return str(self.pick("*", f"{self.integer(0)}", f"{self.integer(0)}:{self.integer(0)}", ":", f"{{{self.integer(0)}, {self.integer(0)}}}", '"a"'))
+        return str(
+            self.pick(
+                "*",
+                f"{self.integer(0)}",
+                f"{self.integer(0)}:{self.integer(0)}",
+                ":",
+                f"{{{self.integer(0)}, {self.integer(0)}}}",
+                '"a"',
+            )
+        )
 
     def where(self) -> str:
-        return self.known("mesh", "gpu") + str(self.pick("", f"[{GAP}pp={self.integer(0)}{GAP}]", "[dp=*]", f"[pp=0:{self.integer(0)}]"))
+        return self.known("mesh", "gpu") + str(
+            self.pick("", f"[{GAP}pp={self.integer(0)}{GAP}]", "[dp=*]", f"[pp=0:{self.integer(0)}]")
+        )
 
     def any(self, depth: int) -> str:
-        return str(self.pick(
-            lambda: self.known("mesh", "gpu"), lambda: f"{self.known('mesh', 'gpu')}.pp", lambda: self.known("function", "len"), self.where,
-            lambda: f"count({self.selector(0)})", lambda: "unknown",
-        )())  # fmt: skip
+        return str(
+            self.pick(
+                lambda: self.known("mesh", "gpu"),
+                lambda: f"{self.known('mesh', 'gpu')}.pp",
+                lambda: self.known("function", "len"),
+                self.where,
+                lambda: f"count({self.selector(0)})",
+                lambda: "unknown",
+            )()
+        )
 
     # ---------------------------------------------------------------------------------------------------- statements
 
@@ -201,26 +263,33 @@ class Writer:
             return self.steps()
         options = str(self.pick("", f" with {self.options('replicate')}"))
         axis = f"{self.known('mesh', 'gpu')}.{self.pick('pp', 'dp')}"
-        return str(self.pick(
-            lambda: self.bound("int", self.integer(2)),
-            lambda: self.bound("list", self.items(2)),
-            lambda: self.bound("selector", self.selector(2)),
-            lambda: f"let {self.fresh()}, {self.fresh()} = {self.expr(2)}, {self.expr(1)}",
-            lambda: self.bound("mesh", f"pp: {self.integer(1)}, dp: {self.integer(0)}", "mesh"),
-            lambda: f"tag stage={self.integer(0)} at embed, layers[{self.integer(0)}:{self.integer(0)}].{self.pick('attn', '0', 'in')}, \"a.b\"",
-            lambda: f"place {self.selector(1)} on {self.where()}",
-            lambda: f"replicate {self.selector(1)} over {axis}{options}",
-            lambda: f"shard {self.selector(1)} over {axis} with style={self.pick(*OPTION_WORDS['style'])}",
-            lambda: f"split {self.pick('batch', self.selector(0))} into {self.integer(1)} as {self.pick('mb', 'part')}",
-            lambda: f"stream {self.selector(1)} on {self.string(0)}",
-            lambda: f"order {self.step(1)} -> {self.step(1)}",
-            lambda: f"recompute {self.selector(1)}",
-            lambda: f"offload {self.selector(1)} with prefetch={self.integer(0)}",
-            lambda: f"require {self.truth(2)}, {self.string(0)}",
-            lambda: f"print {self.expr(2)}, {self.expr(1)}",
-            lambda: self.call(1),
-            lambda: f"return {self.expr(2)}" if self.in_function else f"print {self.string(0)}",
-        )())  # fmt: skip
+        return str(
+            self.pick(
+                lambda: self.bound("int", self.integer(2)),
+                lambda: self.bound("list", self.items(2)),
+                lambda: self.bound("selector", self.selector(2)),
+                lambda: f"let {self.fresh()}, {self.fresh()} = {self.expr(2)}, {self.expr(1)}",
+                lambda: self.bound("mesh", f"pp: {self.integer(1)}, dp: {self.integer(0)}", "mesh"),
+                lambda: (
+                    f"tag stage={self.integer(0)} at embed,"
+                    f' layers[{self.integer(0)}:{self.integer(0)}].{self.pick("attn", "0", "in")}, "a.b"'
+                ),
+                lambda: f"place {self.selector(1)} on {self.where()}",
+                lambda: f"replicate {self.selector(1)} over {axis}{options}",
+                lambda: f"shard {self.selector(1)} over {axis} with style={self.pick(*OPTION_WORDS['style'])}",
+                lambda: (
+                    f"split {self.pick('batch', self.selector(0))} into {self.integer(1)} as {self.pick('mb', 'part')}"
+                ),
+                lambda: f"stream {self.selector(1)} on {self.string(0)}",
+                lambda: f"order {self.step(1)} -> {self.step(1)}",
+                lambda: f"recompute {self.selector(1)}",
+                lambda: f"offload {self.selector(1)} with prefetch={self.integer(0)}",
+                lambda: f"require {self.truth(2)}, {self.string(0)}",
+                lambda: f"print {self.expr(2)}, {self.expr(1)}",
+                lambda: self.call(1),
+                lambda: f"return {self.expr(2)}" if self.in_function else f"print {self.string(0)}",
+            )()
+        )
 
     def options(self, directive: str) -> str:
         name = str(self.pick(*OPTIONS[directive]))
@@ -282,7 +351,12 @@ class Writer:
     def program(self) -> str:
         lines = [str(self.pick('"""What it does."""', "# nothing to say", ""))]
         self.names["mesh"].append("gpu")
-        lines += ["mesh gpu = pp: 2, dp: 2", "split batch into 4 as mb", "place [stage=0] on gpu[pp=0]", "place [stage=1] on gpu[pp=1]"]
+        lines += [
+            "mesh gpu = pp: 2, dp: 2",
+            "split batch into 4 as mb",
+            "place [stage=0] on gpu[pp=0]",
+            "place [stage=1] on gpu[pp=1]",
+        ]
         lines += ["replicate [stage=*] over gpu.dp"]
         for _ in range(self.number(1, 6)):
             lines += self.statement(2)
@@ -368,8 +442,45 @@ def test_programs_with_noise(text: str, noise: str, data: st.DataObject) -> None
     holds(text[:at] + noise + text[at:], examine_layout, examine_meaning)
 
 
-WORDS = st.sampled_from([*KEYWORDS, "x", "gpu", "stage", "0", "1", "2MB", '"s"', "(", ")", "[", "]", "{", "}", ",", ":", "=", "!=", "!", "?", "*", "**",
-                         "-", "->", "&", "|", ".", "\n", "\n    ", "\n        ", "# c\n", "range", "mb", "pass", "F"])  # fmt: skip
+WORDS = st.sampled_from(
+    [
+        *KEYWORDS,
+        "x",
+        "gpu",
+        "stage",
+        "0",
+        "1",
+        "2MB",
+        '"s"',
+        "(",
+        ")",
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        ":",
+        "=",
+        "!=",
+        "!",
+        "?",
+        "*",
+        "**",
+        "-",
+        "->",
+        "&",
+        "|",
+        ".",
+        "\n",
+        "\n    ",
+        "\n        ",
+        "# c\n",
+        "range",
+        "mb",
+        "pass",
+        "F",
+    ]
+)
 
 
 @some(400)
@@ -429,7 +540,9 @@ def test_strings(inside: str) -> None:
 
 
 @some(150)
-@given(st.integers(-(2**70), 2**70), st.sampled_from(["+", "-", "*", "//", "/", "%", "**"]), st.integers(-(2**70), 2**70))
+@given(
+    st.integers(-(2**70), 2**70), st.sampled_from(["+", "-", "*", "//", "/", "%", "**"]), st.integers(-(2**70), 2**70)
+)
 def test_integers(left: int, op: str, right: int) -> None:
     """Integers are those of Python, up to 64 bits; past that, or without a result, there is a diagnostic."""
     said: list[str] = []
@@ -437,7 +550,16 @@ def test_integers(left: int, op: str, right: int) -> None:
     examine_diagnostics(found.problems)
     assert len(said) + len(found.problems) == 1
     if said and op in ("+", "-", "*", "//", "%"):
-        assert int(said[0]) == {"+": left + right, "-": left - right, "*": left * right, "//": right and left // right, "%": right and left % right}[op]
+        assert (
+            int(said[0])
+            == {
+                "+": left + right,
+                "-": left - right,
+                "*": left * right,
+                "//": right and left // right,
+                "%": right and left % right,
+            }[op]
+        )
 
 
 @some(150)

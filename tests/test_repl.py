@@ -43,7 +43,8 @@ _opened = cache(open_model)
 
 
 def repl_here(lines: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
-    """The same in this process, with a model that is traced once for all: where what is answered is looked at, and not how a process ends."""
+    """The same in this process, with a model that is traced once for all: where what is answered is looked at, and not
+    how a process ends."""
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr("piperlang.repl.model.open_model", _opened)
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
@@ -124,7 +125,9 @@ def _verbose() -> list[str]:
 
 
 def test_a_refused_statement_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = repl_here("mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=0] on gpu[pp=1]\n:list\n", GPT, monkeypatch)
+    done = repl_here(
+        "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=0] on gpu[pp=1]\n:list\n", GPT, monkeypatch
+    )
     assert "error[P0401]: stage=0 is placed twice" in done.stderr
     assert done.stdout.endswith("   1  mesh gpu = pp: 2\n   2  place [stage=0] on gpu[pp=0]\n")
 
@@ -233,7 +236,10 @@ def test_nodes_with_the_same_name_are_all_compared() -> None:
 
 
 def test_tags_are_cut_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = 'tag part="up" at blocks[*].up\ntag part="down" at blocks[*].dwn\ntag part="down" at blocks[*].down\n:count [part=*]\n:show [part="up", pass=F]\n'
+    text = (
+        'tag part="up" at blocks[*].up\ntag part="down" at blocks[*].dwn\ntag part="down" at blocks[*].down\n:count'
+        ' [part=*]\n:show [part="up", pass=F]\n'
+    )
     done = repl_here(text, GPT, monkeypatch)
     assert "did you mean `blocks.0.down`?" in done.stderr or "P0306" in done.stderr
     assert "the model is cut when a directive uses the chunks" in done.stdout
@@ -258,7 +264,10 @@ order on gpu[pp=1]:
 
 def test_without_a_model_and_without_torch(tmp_path: Path) -> None:
     """Directives, grids, undo and files; what needs a model says so."""
-    commands = f":undo\n:redo\n:orders\ntags('stage')\nlen(gpu.pp) * 3\n:count [stage=0]\n:save {tmp_path / 's.piper'}\n:run 3\n:show [stage=0]\n"
+    commands = (
+        f":undo\n:redo\n:orders\ntags('stage')\nlen(gpu.pp) * 3\n:count [stage=0]\n:save {tmp_path / 's.piper'}\n:run"
+        " 3\n:show [stage=0]\n"
+    )
     code = f"""
 import io, sys
 sys.modules['torch'] = sys.modules['ray'] = None
@@ -283,7 +292,10 @@ sys.exit(main(['repl']))
 
 
 def test_a_model_without_torch_says_what_installs_it() -> None:
-    code = f"import sys; sys.modules['torch'] = None; from piperlang.cli.main import main; sys.exit(main(['repl', {str(GPT)!r}]))"
+    code = (
+        "import sys; sys.modules['torch'] = None; from piperlang.cli.main import main; sys.exit(main(['repl',"
+        f" {str(GPT)!r}]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
     )
@@ -369,10 +381,14 @@ def test_loading_keeps_comments_and_may_import_neighbours(tmp_path: Path) -> Non
     (tmp_path / "common.piper").write_text(
         "def both(gpu):\n    place [stage=0] on gpu[pp=0]\n    place [stage=1] on gpu[pp=1]\n"
     )
-    script = '"""What it is for."""\nfrom "./common.piper" import both\n\nparam ranks = 3\n\n# the devices\nmesh gpu = pp: ranks\nboth(gpu)  # all of them\n'
+    script = (
+        '"""What it is for."""\nfrom "./common.piper" import both\n\nparam ranks = 3\n\n# the devices\nmesh gpu = pp:'
+        " ranks\nboth(gpu)  # all of them\n"
+    )
     (tmp_path / "s.piper").write_text(script)
     done = repl(
-        ":undo\n:redo\n:save copy.piper\nplace [stage=9] on gpu[pp=0]\n:load s.piper\n:save sub/copy.piper\n:save copy.piper\n:save! copy.piper\n",
+        ":undo\n:redo\n:save copy.piper\nplace [stage=9] on gpu[pp=0]\n:load s.piper\n:save sub/copy.piper\n:save"
+        " copy.piper\n:save! copy.piper\n",
         "s.piper",
         "-p",
         "ranks=2",
@@ -489,7 +505,9 @@ def test_run_and_numerics_import_before_they_are_interrupted(
 def test_closed_standard_streams(closed: str, code: int) -> None:
     """Closed input is empty input; answers to a closed output are lost, and refusals are not."""
     command = f"{shlex.quote(sys.executable)} -m piperlang repl {closed}"
-    done = subprocess.run(["sh", "-c", command], input="1\n:lst\n", capture_output=True, text=True, timeout=600, cwd=ROOT)
+    done = subprocess.run(
+        ["sh", "-c", command], input="1\n:lst\n", capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
     assert (done.returncode, "bug" in done.stderr) == (code, False), done.stderr
 
 
@@ -506,7 +524,9 @@ def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along() -> No
     assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
     assert "gpu.dp has no use" not in done.stdout
     # Opening is told in the words of other commands.
-    assert re.search(r"^loaded model\.py [\d.]+ s\n(.* \.\.\. \d+ s\n)*traced [\d.]+ s \(\d+ nodes\)$", done.stderr, re.MULTILINE)
+    assert re.search(
+        r"^loaded model\.py [\d.]+ s\n(.* \.\.\. \d+ s\n)*traced [\d.]+ s \(\d+ nodes\)$", done.stderr, re.MULTILINE
+    )
 
 
 def test_a_mistyped_executor_is_corrected() -> None:

@@ -51,7 +51,9 @@ def numbers(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(count, LONG, WIDE), torch.randn(count, LONG, WIDE)
 
 
-def analysed(model: Callable[[], nn.Module], loss: Loss, batch: Callable[[int], Any] = numbers, size: int = 2) -> Samples:
+def analysed(
+    model: Callable[[], nn.Module], loss: Loss, batch: Callable[[int], Any] = numbers, size: int = 2
+) -> Samples:
     return samples(trace(model, loss, batch(size)), trace(model, loss, batch(2 * size)))
 
 
@@ -59,13 +61,17 @@ def same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def divided(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, torch.Tensor], parts: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def divided(
+    model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, torch.Tensor], parts: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The sums of losses and of gradients over equal parts of the batch."""
     total, grads = torch.zeros((), dtype=torch.float64), [torch.zeros_like(p) for p in model.parameters()]
     for x, y in zip(*(tensor.chunk(parts) for tensor in batch), strict=True):
         one = loss(model(x), y)
         total += one.detach()
-        for into, grad in zip(grads, torch.autograd.grad(one, list(model.parameters()), allow_unused=True), strict=True):
+        for into, grad in zip(
+            grads, torch.autograd.grad(one, list(model.parameters()), allow_unused=True), strict=True
+        ):
             into += 0 if grad is None else grad
     return total, grads
 
@@ -102,7 +108,9 @@ def test_transformers_may_be_divided(name: str) -> None:
     pytest.importorskip("transformers")
     from tests import test_transformers
 
-    found = analysed(getattr(test_transformers, name), test_transformers.loss, lambda n: (torch.zeros(n, 6, dtype=torch.long),) * 2)
+    found = analysed(
+        getattr(test_transformers, name), test_transformers.loss, lambda n: (torch.zeros(n, 6, dtype=torch.long),) * 2
+    )
     assert found.mixing is None
     assert found.loss == "sum"
     assert not found.weighted
@@ -215,9 +223,21 @@ FINE: dict[str, tuple[Function, Loss, str]] = {
     "product over samples": (same, lambda o, t: torch.einsum("bij,bij->", o, t), "sum"),
     "gram of features": (same, lambda o, t: (o.flatten(0, 1).T @ t.flatten(0, 1)).diagonal().sum() / len(o), "mean"),
     "cross entropy": (same, lambda o, t: f.cross_entropy(*classes(o, t)) * 2, "mean"),
-    "cross entropy by hand": (same, lambda o, t: f.cross_entropy(*classes(o, t), reduction="none").view(o.shape[:2]).sum(1).mean(), "mean"),
-    "cross entropy of sequences": (same, lambda o, t: f.cross_entropy(o.transpose(1, 2), t.argmax(-1), reduction="sum"), "sum"),
-    "cross entropy of shares": (same, lambda o, t: f.cross_entropy(o.flatten(0, 1), t.flatten(0, 1).softmax(-1)), "mean"),
+    "cross entropy by hand": (
+        same,
+        lambda o, t: f.cross_entropy(*classes(o, t), reduction="none").view(o.shape[:2]).sum(1).mean(),
+        "mean",
+    ),
+    "cross entropy of sequences": (
+        same,
+        lambda o, t: f.cross_entropy(o.transpose(1, 2), t.argmax(-1), reduction="sum"),
+        "sum",
+    ),
+    "cross entropy of shares": (
+        same,
+        lambda o, t: f.cross_entropy(o.flatten(0, 1), t.flatten(0, 1).softmax(-1)),
+        "mean",
+    ),
     "nll": (lambda x: x.log_softmax(-1), lambda o, t: f.nll_loss(*classes(o, t)), "mean"),
     "l1": (same, f.l1_loss, "mean"),
     "huber": (same, lambda o, t: f.huber_loss(o, t, reduction="sum"), "sum"),
@@ -240,24 +260,46 @@ FINE: dict[str, tuple[Function, Loss, str]] = {
     "layer norm": (lambda x: f.layer_norm(x, x.shape[1:]), square, "mean"),
     "group norm": (lambda x: f.group_norm(x, 2), square, "mean"),
     "instance norm": (lambda x: f.instance_norm(x), square, "mean"),
-    "batch norm of constants": (lambda x: f.batch_norm(x, torch.zeros(LONG, dtype=x.dtype), torch.ones(LONG, dtype=x.dtype)), square, "mean"),
+    "batch norm of constants": (
+        lambda x: f.batch_norm(x, torch.zeros(LONG, dtype=x.dtype), torch.ones(LONG, dtype=x.dtype)),
+        square,
+        "mean",
+    ),
     "written in place": (written, square, "mean"),
     "repeated": (lambda x: x.repeat_interleave(2, 0).relu().unflatten(0, (-1, 2)).sum(1), square, "mean"),
     "two halves": (lambda x: torch.cat([x, x.exp()]), lambda o, t: f.mse_loss(o, torch.cat([t, t])), "mean"),
     "two halves apart": (lambda x: torch.cat([x, x.exp()])[x.shape[0] :], square, "mean"),
-    "parts of a sample": (lambda x: torch.cat([t * 2 for t in reversed(x.unbind(1))], -1).view_as(x) + torch.cat(x.chunk(2, 1)[::-1], 1), square, "mean"),
+    "parts of a sample": (
+        lambda x: torch.cat([t * 2 for t in reversed(x.unbind(1))], -1).view_as(x) + torch.cat(x.chunk(2, 1)[::-1], 1),
+        square,
+        "mean",
+    ),
     "gathered within": (lambda x: x.gather(1, x.argsort(1)), square, "mean"),
     "picked per sample": (lambda x: x + x[torch.arange(x.shape[0]), x.mean(-1).argmax(1)][:, None], square, "mean"),
     "placed by zeros": (lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:]], 1), square, "mean"),
     "triangle": (lambda x: torch.ones(LONG, LONG, dtype=x.dtype).tril() @ x, square, "mean"),
     "fourier": (lambda x: torch.fft.fft(x, dim=1).real, square, "mean"),
-    "inverses": (lambda x: x + torch.linalg.inv(x @ x.mT + torch.eye(LONG, dtype=x.dtype)).diagonal(0, 1, 2)[..., None], square, "mean"),
-    "sums by kind": (same, lambda o, t: torch.zeros(WIDE, dtype=o.dtype).scatter_add_(0, t.argmax(-1).flatten(), o.mean(-1).flatten()).sum(), "sum"),
-    "constant as long as the batch": (same, lambda o, t: (per_sample(o, t) * torch.full((len(o),), 1 / len(o))).sum(), "mean"),
+    "inverses": (
+        lambda x: x + torch.linalg.inv(x @ x.mT + torch.eye(LONG, dtype=x.dtype)).diagonal(0, 1, 2)[..., None],
+        square,
+        "mean",
+    ),
+    "sums by kind": (
+        same,
+        lambda o, t: (
+            torch.zeros(WIDE, dtype=o.dtype).scatter_add_(0, t.argmax(-1).flatten(), o.mean(-1).flatten()).sum()
+        ),
+        "sum",
+    ),
+    "constant as long as the batch": (
+        same,
+        lambda o, t: (per_sample(o, t) * torch.full((len(o),), 1 / len(o))).sum(),
+        "mean",
+    ),
     "where": (lambda x: torch.where(x > 0, x, -x).masked_fill(x > 1, 0.5).clamp(max=0.9), square, "mean"),
     "capacity per sequence": (capacity_per_sequence, square, "mean"),
     "balance per sequence": (same, balance_per_sequence, "mean"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FINE)
@@ -361,11 +403,23 @@ MIXING: dict[str, tuple[Function, str]] = {
     "divided by the sum": (lambda x: x / x.exp().sum(), "divides by a sum over the samples"),
     "batch norm": (lambda x: f.batch_norm(x, None, None, training=True), "batch_norm over the samples"),
     "layer norm of all": (lambda x: f.layer_norm(x, x.shape), "layer_norm over the samples"),
-    "instance norm of transposed": (lambda x: f.instance_norm(x.permute(1, 2, 0)).permute(2, 0, 1), "instance_norm over the samples"),
-    "group norm of transposed": (lambda x: f.group_norm(x.transpose(0, 1), 1).transpose(0, 1), "group_norm over the samples"),
+    "instance norm of transposed": (
+        lambda x: f.instance_norm(x.permute(1, 2, 0)).permute(2, 0, 1),
+        "instance_norm over the samples",
+    ),
+    "group norm of transposed": (
+        lambda x: f.group_norm(x.transpose(0, 1), 1).transpose(0, 1),
+        "group_norm over the samples",
+    ),
     "gram": (gram, "matmul sets samples against each other"),
-    "gram by einsum": (lambda x: x + torch.einsum("bij,cij->bc", x, x).tanh().mean(1)[:, None, None], "einsum sets samples against each other"),
-    "distances": (lambda x: x + torch.cdist(x.flatten(1), x.flatten(1)).mean(1)[:, None, None], "cdist sets samples against each other"),
+    "gram by einsum": (
+        lambda x: x + torch.einsum("bij,cij->bc", x, x).tanh().mean(1)[:, None, None],
+        "einsum sets samples against each other",
+    ),
+    "distances": (
+        lambda x: x + torch.cdist(x.flatten(1), x.flatten(1)).mean(1)[:, None, None],
+        "cdist sets samples against each other",
+    ),
     "all pairs": (lambda x: (x[None] - x[:, None]).abs().mean(1), "sub sets samples against each other"),
     "samples as a sequence": (attended, "scaled_dot_product_attention goes through the samples"),
     "convolution over samples": (convolved, "conv1d goes through the samples"),
@@ -374,27 +428,54 @@ MIXING: dict[str, tuple[Function, str]] = {
     "last sample": (minus(lambda x: x[-1:]), "slice takes some of the samples"),
     "halves of the batch": (lambda x: torch.cat(x.chunk(2)[::-1]), "chunk takes some of the samples"),
     "neighbours": (lambda x: x - torch.cat([torch.zeros_like(x[:1]), x[:-1]]), "slice takes some of the samples"),
-    "ghost batches": (lambda x: x.view(2, -1, LONG, WIDE).cumsum(0).view_as(x), "view divides the samples between dimensions"),
-    "other order": (lambda x: x * x.transpose(0, 1).reshape(x.shape[0], LONG, WIDE), "reshape divides the samples between dimensions"),
-    "other samples": (lambda x: (x.flatten(0, 1) * x.transpose(0, 1).flatten(0, 1)).view_as(x), "mul sets samples against each other"),
+    "ghost batches": (
+        lambda x: x.view(2, -1, LONG, WIDE).cumsum(0).view_as(x),
+        "view divides the samples between dimensions",
+    ),
+    "other order": (
+        lambda x: x * x.transpose(0, 1).reshape(x.shape[0], LONG, WIDE),
+        "reshape divides the samples between dimensions",
+    ),
+    "other samples": (
+        lambda x: (x.flatten(0, 1) * x.transpose(0, 1).flatten(0, 1)).view_as(x),
+        "mul sets samples against each other",
+    ),
     "chosen by data": (lambda x: x * x[x.mean((1, 2)).argsort() * 0], "goes through the samples"),
-    "chosen by own data": (lambda x: x * x[(x.mean((1, 2)) > 9).long()], "index chooses among the samples by what is in them"),
+    "chosen by own data": (
+        lambda x: x * x[(x.mean((1, 2)) > 9).long()],
+        "index chooses among the samples by what is in them",
+    ),
     "size as a factor": (lambda x: (x / x.shape[0]).exp(), "exp uses a number that depends on the size of the batch"),
-    "size as a bound": (lambda x: x.clamp(max=0.01 * x.shape[0]), "clamp uses a number that depends on the size of the batch"),
-    "size as a tensor": (lambda x: x * torch.ones(x.shape[0], dtype=x.dtype).sum(), "mul uses a number that depends on the size of the batch"),
+    "size as a bound": (
+        lambda x: x.clamp(max=0.01 * x.shape[0]),
+        "clamp uses a number that depends on the size of the batch",
+    ),
+    "size as a tensor": (
+        lambda x: x * torch.ones(x.shape[0], dtype=x.dtype).sum(),
+        "mul uses a number that depends on the size of the batch",
+    ),
     "across two batches": (crossing(lambda x: len(x) // 2), "slice takes some of the samples"),
     "from the third sample": (crossing(lambda x: 2), "slice takes some of the samples"),
     "between constants": (padded, "cat puts something else among the samples"),
     "triangle over samples": (lambda x: x.movedim(0, -1).tril().movedim(-1, 0), "tril goes through the samples"),
     "windows": (lambda x: x - x.unfold(0, 2, 2).mean(), "unfold takes some of the samples"),
     "size as a term": (lambda x: x + 0.1 * len(x), "add uses a number that depends on the size of the batch"),
-    "size in weights": (lambda x: x @ torch.full((WIDE, WIDE), 0.1 * len(x), dtype=x.dtype), "matmul uses a number that depends on the size of the batch"),
-    "size as a tensor's bound": (lambda x: torch.maximum(x, torch.full((), 0.01 * len(x), dtype=x.dtype)), "maximum uses a number that depends on the size"),
-    "size as repetitions": (lambda x: x + x.diff(n=len(x) // 2, dim=1).sum(1, keepdim=True), "diff goes through the samples"),
+    "size in weights": (
+        lambda x: x @ torch.full((WIDE, WIDE), 0.1 * len(x), dtype=x.dtype),
+        "matmul uses a number that depends on the size of the batch",
+    ),
+    "size as a tensor's bound": (
+        lambda x: torch.maximum(x, torch.full((), 0.01 * len(x), dtype=x.dtype)),
+        "maximum uses a number that depends on the size",
+    ),
+    "size as repetitions": (
+        lambda x: x + x.diff(n=len(x) // 2, dim=1).sum(1, keepdim=True),
+        "diff goes through the samples",
+    ),
     "fourier": (lambda x: torch.fft.fft(x, dim=0).real, "fft_fft goes through the samples"),
     "diagonal": (minus(lambda x: x.diagonal(0, 0, 1).sum()), "diagonal goes through the samples"),
     "capacity of all": (capacity_of_all, "cumsum goes through the samples"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -412,19 +493,28 @@ def test_models_that_mix_samples(name: str) -> None:
 
 
 PLACED: dict[str, Function] = {
-    "bags of half a sample": lambda x: x + f.embedding_bag(x.argmax(2).flatten(), torch.eye(WIDE, dtype=x.dtype), torch.arange(0, LONG * len(x), 2))[::2, None],
+    "bags of half a sample": lambda x: (
+        x
+        + f.embedding_bag(x.argmax(2).flatten(), torch.eye(WIDE, dtype=x.dtype), torch.arange(0, LONG * len(x), 2))[
+            ::2, None
+        ]
+    ),
     "arange": lambda x: x + torch.arange(len(x))[:, None, None],
     "linspace": lambda x: x + torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None, None],
     "logspace": lambda x: x * torch.logspace(0, 1, len(x), dtype=x.dtype)[:, None, None],
     "window": lambda x: x * torch.hann_window(len(x), dtype=x.dtype)[:, None, None],
     "eye": lambda x: x + torch.eye(len(x), x.shape[1], dtype=x.dtype)[..., None],
-    "meshgrid": lambda x: x + torch.meshgrid(torch.arange(len(x)), torch.arange(x.shape[1]), indexing="ij")[0][..., None],
+    "meshgrid": lambda x: (
+        x + torch.meshgrid(torch.arange(len(x)), torch.arange(x.shape[1]), indexing="ij")[0][..., None]
+    ),
     "cumsum of ones": lambda x: x + torch.ones_like(x).cumsum(0),
     "cumsum of new ones": lambda x: x + torch.ones(len(x), dtype=x.dtype).cumsum(0)[:, None, None],
     "triangle of ones": lambda x: x + torch.ones(len(x), len(x), dtype=x.dtype).tril()[:, :1, None],
     "remainder of the number": lambda x: x + torch.arange(3, dtype=x.dtype)[torch.arange(len(x)) % 3][:, None, None],
     "share of the batch": lambda x: x + x.new_full((len(x), 1, 1), 1.0 / len(x)),
-    "one of the batch": lambda x: x + torch.cat([torch.ones(1, dtype=x.dtype), torch.zeros(len(x) - 1, dtype=x.dtype)])[:, None, None],
+    "one of the batch": lambda x: (
+        x + torch.cat([torch.ones(1, dtype=x.dtype), torch.zeros(len(x) - 1, dtype=x.dtype)])[:, None, None]
+    ),
     "padded": lambda x: x + f.pad(torch.zeros(len(x) - 1, dtype=x.dtype), (1, 0), value=1.0)[:, None, None],
     "first row written": lambda x: x * _written(x, lambda mask: mask[0].fill_(0)),
     "all but the first written": lambda x: x * _written(x, lambda mask: mask[1:].fill_(0)),
@@ -442,7 +532,8 @@ PLACED: dict[str, Function] = {
     "pseudo-inverse": lambda x: x + torch.linalg.pinv(x.flatten(1)).T.view_as(x),
     "strides": lambda x: x.contiguous().as_strided(x.shape, (0, x.stride(1), x.stride(2))),
 }
-"""What depends on where in the batch a sample stands, by constants as long as the batch or by operators without a rule."""
+"""What depends on where in the batch a sample stands, by constants as long as the batch or by operators without a
+rule."""
 
 
 def _written(x: torch.Tensor, write: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -459,9 +550,16 @@ def test_where_a_sample_stands(name: str) -> None:
 
 
 def test_what_can_be_neither_known_nor_tried() -> None:
-    refused = analysed(lambda: Whole(lambda x: torch.segment_reduce(x, "sum", lengths=torch.full((len(x), 2), 2), axis=1).repeat(1, 2, 1)), square).mixing
+    refused = analysed(
+        lambda: Whole(
+            lambda x: torch.segment_reduce(x, "sum", lengths=torch.full((len(x), 2), 2), axis=1).repeat(1, 2, 1)
+        ),
+        square,
+    ).mixing
     assert refused is not None
-    assert "nothing is known of segment_reduce, and it could not be tried on two batches: RuntimeError" in refused.message
+    assert (
+        "nothing is known of segment_reduce, and it could not be tried on two batches: RuntimeError" in refused.message
+    )
 
 
 ALIKE: dict[str, Function] = {
@@ -470,7 +568,9 @@ ALIKE: dict[str, Function] = {
     "rows by number and position": lambda x: x[torch.arange(len(x))[:, None], torch.arange(x.shape[1])],
     "positions": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype)[None, :, None].expand(len(x), -1, 1),
     "positions by cumsum": lambda x: x + torch.ones(x.shape[:2], dtype=x.dtype).cumsum(1)[..., None],
-    "differences": lambda x: x + torch.diff(torch.arange(x.shape[1] + 1, dtype=x.dtype)[None].expand(len(x), -1), dim=1)[..., None],
+    "differences": lambda x: (
+        x + torch.diff(torch.arange(x.shape[1] + 1, dtype=x.dtype)[None].expand(len(x), -1), dim=1)[..., None]
+    ),
     "mask": lambda x: x * torch.ones(len(x), x.shape[1], x.shape[1], dtype=x.dtype).tril()[:, :, :1],
     "constant column written": lambda x: x * _written(x, lambda mask: mask[:, 0].fill_(2)),
     "padding": lambda x: torch.cat([x, x.new_zeros(len(x), 1, x.shape[2])], 1)[:, :-1],
@@ -479,7 +579,9 @@ ALIKE: dict[str, Function] = {
     "one hot": lambda x: x + f.one_hot(x.argmax(2), x.shape[2]),
     "searched": lambda x: x + torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype)),
     "windows within": lambda x: x + x.unfold(1, 2, 1).mean(-1).mean(1, keepdim=True),
-    "pixels by place": lambda x: x + f.grid_sample(x[:, None], torch.tanh(x)[..., None].expand(-1, -1, -1, 2), align_corners=True)[:, 0],
+    "pixels by place": lambda x: (
+        x + f.grid_sample(x[:, None], torch.tanh(x)[..., None].expand(-1, -1, -1, 2), align_corners=True)[:, 0]
+    ),
     "bags": lambda x: x + f.embedding_bag(x.argmax(2), torch.eye(WIDE, dtype=x.dtype))[:, None],
     "unpooled": lambda x: f.max_unpool1d(*f.max_pool1d(x, 2, return_indices=True), 2),
 }
@@ -499,23 +601,53 @@ MIXING_LOSSES: dict[str, tuple[Loss, str]] = {
     "product of means": (lambda o, t: o.mean() * t.mean(), "mul multiplies a mean over the samples"),
     "dot of means": (lambda o, t: o.mean((0, 1)) @ t.mean((0, 1)), "matmul multiplies a mean over the samples"),
     "rounded": (lambda o, t: (o.sum() * 99).long() + square(o, t), "to of a sum over the samples"),
-    "counts": (lambda o, t: t.argmax(-1).flatten().bincount(minlength=WIDE).to(o.dtype) @ o.mean((0, 1)), "matmul multiplies a sum over the samples"),
+    "counts": (
+        lambda o, t: t.argmax(-1).flatten().bincount(minlength=WIDE).to(o.dtype) @ o.mean((0, 1)),
+        "matmul multiplies a sum over the samples",
+    ),
     "constant over a mean": (lambda o, t: torch.ones(()) / square(o, t), "div of a mean over the samples"),
-    "constant that follows the size": (lambda o, t: square(o, t) + torch.ones(()) * len(o), "add combines values that follow the size of the batch"),
-    "scaled in a product": (lambda o, t: torch.addmm(t[:, 0], o[:, 0], torch.eye(WIDE, dtype=o.dtype), alpha=len(o)).mean(), "addmm uses a number"),
-    "samples as classes": (lambda o, t: f.cross_entropy(o.flatten(1).T, torch.zeros(LONG * WIDE).long()), "cross_entropy_loss goes through the samples"),
+    "constant that follows the size": (
+        lambda o, t: square(o, t) + torch.ones(()) * len(o),
+        "add combines values that follow the size of the batch",
+    ),
+    "scaled in a product": (
+        lambda o, t: torch.addmm(t[:, 0], o[:, 0], torch.eye(WIDE, dtype=o.dtype), alpha=len(o)).mean(),
+        "addmm uses a number",
+    ),
+    "samples as classes": (
+        lambda o, t: f.cross_entropy(o.flatten(1).T, torch.zeros(LONG * WIDE).long()),
+        "cross_entropy_loss goes through the samples",
+    ),
     "masked mean": (lambda o, t: (o * (t > 0)).sum() / (t > 0).sum(), "div divides by a sum over the samples"),
-    "sum and mean": (lambda o, t: square(o, t) + (o - t).sum(), "add combines values that follow the size of the batch differently"),
+    "sum and mean": (
+        lambda o, t: square(o, t) + (o - t).sum(),
+        "add combines values that follow the size of the batch differently",
+    ),
     "sum and a constant": (lambda o, t: (o - t).sum() + 1, "add adds a constant to a sum over the samples"),
-    "stacked sum and mean": (lambda o, t: torch.stack([square(o, t), (o - t).sum()]).sum(), "stack combines values that follow the size of the batch"),
+    "stacked sum and mean": (
+        lambda o, t: torch.stack([square(o, t), (o - t).sum()]).sum(),
+        "stack combines values that follow the size of the batch",
+    ),
     "divided twice": (lambda o, t: square(o, t) / len(o), "neither a sum nor a mean"),
-    "root of the size": (lambda o, t: ((o - t) ** 2).sum() / math.sqrt(len(o)), "div uses a number that depends on the size of the batch"),
-    "size in a tensor": (lambda o, t: ((o - t) ** 2).sum() / torch.tensor(math.sqrt(len(o))), "div uses a number that depends on the size of the batch"),
+    "root of the size": (
+        lambda o, t: ((o - t) ** 2).sum() / math.sqrt(len(o)),
+        "div uses a number that depends on the size of the batch",
+    ),
+    "size in a tensor": (
+        lambda o, t: ((o - t) ** 2).sum() / torch.tensor(math.sqrt(len(o))),
+        "div uses a number that depends on the size of the batch",
+    ),
     "worst sample": (lambda o, t: per_sample(o, t).max(), "max over the samples"),
-    "contrast": (lambda o, t: f.cross_entropy(o.flatten(1) @ t.flatten(1).T, torch.arange(len(o))), "matmul sets samples against each other"),
-    "table of pairs": (lambda o, t: (o.mean((1, 2)) - t.mean((1, 2))[:, None]).abs().sqrt().mean(), "sub sets samples against each other"),
+    "contrast": (
+        lambda o, t: f.cross_entropy(o.flatten(1) @ t.flatten(1).T, torch.arange(len(o))),
+        "matmul sets samples against each other",
+    ),
+    "table of pairs": (
+        lambda o, t: (o.mean((1, 2)) - t.mean((1, 2))[:, None]).abs().sqrt().mean(),
+        "sub sets samples against each other",
+    ),
     "balance of all": (balance_of_all, "mul multiplies a mean over the samples"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MIXING_LOSSES)
@@ -691,7 +823,18 @@ def test_samples_are_followed_through_views(size: int) -> None:
         x = x.flatten()  # (2 * samples * words * 3): outer 2
         return x.view(2, -1, LONG, 3).permute(1, 2, 0, 3).flatten(2)
 
-    assert dims_of(function, size) == [(0, LONG), (0, LONG), (1, LONG), (1, LONG * 3), (2, LONG * 3), (1, 1), (0, LONG * 3), (1, 1), (0, 1), (0, 1)]
+    assert dims_of(function, size) == [
+        (0, LONG),
+        (0, LONG),
+        (1, LONG),
+        (1, LONG * 3),
+        (2, LONG * 3),
+        (1, 1),
+        (0, LONG * 3),
+        (1, 1),
+        (0, 1),
+        (0, 1),
+    ]
 
 
 def test_samples_are_followed_through_joints() -> None:
@@ -744,7 +887,8 @@ def test_ignored_targets_are_why_parts_have_weights() -> None:
     assert not combines("mean", lambda: Whole(same), ignoring)
 
 
-# ----------------------------------------------------------------------------------------------- what nothing is known of
+# ----------------------------------------------------------------------------------------------- what nothing is known
+# of
 
 
 def test_custom_operators_are_trusted() -> None:
@@ -779,5 +923,7 @@ def test_custom_operators_that_lose_the_samples_are_not() -> None:
 
 
 @pytest.mark.parametrize(("model", "loss", "batch"), [(Mlp, square, vectors), (Moe, words, tokens)], ids=["mlp", "moe"])
-def test_models_are_what_the_analysis_says(model: Callable[[], nn.Module], loss: Loss, batch: Callable[[int], Any]) -> None:
+def test_models_are_what_the_analysis_says(
+    model: Callable[[], nn.Module], loss: Loss, batch: Callable[[int], Any]
+) -> None:
     assert combines("mean", model, loss, batch)

@@ -39,8 +39,15 @@ def test_one_error_for_each_broken_statement_at_its_line() -> None:
         "let f = 1\n"
     )
     assert problems(text) == [
-        ("P0102", 1, 1), ("P0105", 3, 9), ("P0105", 5, 7), ("P0102", 6, 3), ("P0102", 7, 18), ("P0104", 11, 4), ("P0110", 12, 9), ("P0106", 13, 9),
-    ]  # fmt: skip
+        ("P0102", 1, 1),
+        ("P0105", 3, 9),
+        ("P0105", 5, 7),
+        ("P0102", 6, 3),
+        ("P0102", 7, 18),
+        ("P0104", 11, 4),
+        ("P0110", 12, 9),
+        ("P0106", 13, 9),
+    ]
     script, _ = parse(Source("s.piper", text))
     assert [s.names[0].text for s in script.statements if isinstance(s, tree.Let)] == ["a", "c", "f"]
 
@@ -61,7 +68,10 @@ def test_one_error_for_each_broken_statement_at_its_line() -> None:
         ("let а = 1\n", "replace it by `a`"),
         ("let a = 25mb\n", "did you mean `25MB`?"),
         ("let a = 1 \\\n  + 2\n", "a line goes on inside brackets; no backslash is needed"),
-        ("order on gpu:\n    [stage=0] | [stage=1]\n", "inside an order, join selectors in parentheses: `([stage=0] | [stage=1])`"),
+        (
+            "order on gpu:\n    [stage=0] | [stage=1]\n",
+            "inside an order, join selectors in parentheses: `([stage=0] | [stage=1])`",
+        ),
     ],
 )
 def test_repairs(text: str, help: str | None) -> None:
@@ -94,8 +104,16 @@ def test_overlap_in_steps_and_intersection_in_expressions() -> None:
 
 
 def test_selectors_lists_and_comparisons_share_brackets() -> None:
-    for text, kind in [("[a, b]", tree.ListOf), ("[a=1, b!=2, !c]", tree.SelectorOf), ("[a != b]", tree.SelectorOf), ("[(a != b)]", tree.ListOf),
-                       ("[a == b]", tree.ListOf), ("[update]", tree.SelectorOf), ("[x for x in y]", tree.Comprehension), ("[order=1]", tree.SelectorOf)]:  # fmt: skip
+    for text, kind in [
+        ("[a, b]", tree.ListOf),
+        ("[a=1, b!=2, !c]", tree.SelectorOf),
+        ("[a != b]", tree.SelectorOf),
+        ("[(a != b)]", tree.ListOf),
+        ("[a == b]", tree.ListOf),
+        ("[update]", tree.SelectorOf),
+        ("[x for x in y]", tree.Comprehension),
+        ("[order=1]", tree.SelectorOf),
+    ]:
         let = statement(f"let v = {text}\n")
         assert isinstance(let, tree.Let)
         assert type(let.values[0]) is kind, text

@@ -28,7 +28,18 @@ from tests.test_job import SCHEDULES
 
 MAX_NORM = 0.05
 """Small enough that gradients of all these models are clipped."""
-NAMES = ["1f1b", "zbv x zero3", "dualpipe x zero2", "dp", "zero1", "zero3", "ep", "columns and rows", "ranks wait for each other", "uneven"]
+NAMES = [
+    "1f1b",
+    "zbv x zero3",
+    "dualpipe x zero2",
+    "dp",
+    "zero1",
+    "zero3",
+    "ep",
+    "columns and rows",
+    "ranks wait for each other",
+    "uneven",
+]
 
 
 def plain(model: torch.nn.Module, name: str, steps: int = 2) -> list[float]:
@@ -90,7 +101,8 @@ def test_clipping_on_workers(cluster: Cluster) -> None:
 
 
 def test_a_norm_that_counts_wrong_is_refused() -> None:
-    """A part of a gradient that nobody counts, or two do; a gradient left out; an update that does not scale; members with different limits."""
+    """A part of a gradient that nobody counts, or two do; a gradient left out; an update that does not scale; members
+    with different limits."""
     plan = clipped(planned("dp")[1], MAX_NORM)
     norms = [next(i for i, x in enumerate(device.instructions) if x.do == "norm") for device in plan.devices]
 
@@ -105,7 +117,9 @@ def test_a_norm_that_counts_wrong_is_refused() -> None:
     assert all(counts)
     for mutant in (
         changed(0, weights=[{**entries[0], "counts": False}, *entries[1:]]),
-        changed(1, weights=[{**entries[0], "counts": True}, *plan.devices[1].instructions[norms[1]].args["weights"][1:]]),
+        changed(
+            1, weights=[{**entries[0], "counts": True}, *plan.devices[1].instructions[norms[1]].args["weights"][1:]]
+        ),
         changed(0, weights=entries[1:]),
         changed(1, limit=2 * MAX_NORM),
     ):
@@ -133,7 +147,9 @@ def test_evaluation(name: str) -> None:
     only = forward(plan)
     check(only, forward=True)
     check(only, buffered=False, forward=True)
-    assert {x.do for device in only.devices for x in device.instructions}.isdisjoint({"B", "I", "W", "update", "scatter", "reduce"})
+    assert {x.do for device in only.devices for x in device.instructions}.isdisjoint(
+        {"B", "I", "W", "update", "scatter", "reduce"}
+    )
     with ThreadJob(plan, captured, Training(case.model, optimizer)) as job:  # type: ignore[arg-type]
         job.prepare(only, captured)  # type: ignore[arg-type]
         for _ in range(2):
@@ -148,9 +164,13 @@ def test_evaluation(name: str) -> None:
 
 
 def test_evaluation_on_workers_without_dropout(cluster: Cluster) -> None:
-    """In evaluation mode there are no masks: the loss is that of the plain model, to which training with masks cannot be compared."""
+    """In evaluation mode there are no masks: the loss is that of the plain model, to which training with masks cannot
+    be compared."""
     case = CASES["dropout"]
-    script = "mesh gpu = pp: 2, dp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nreplicate [pass=*] over gpu.dp with params=sharded\nsplit batch into 2 as mb\n"
+    script = (
+        "mesh gpu = pp: 2, dp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nreplicate [pass=*]"
+        " over gpu.dp with params=sharded\nsplit batch into 2 as mb\n"
+    )
     graph, captured = compiled(program("dropout"), script)
     other_graph, other = compiled(capture(Evaluated(case.model), case.loss, case.batch(SAMPLES)), script)
     torch.manual_seed(0)
@@ -200,14 +220,32 @@ def optimizer(params): return torch.optim.SGD(params, lr=0.1)
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
     (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "two.piper").write_text("mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nsplit batch into 2 as mb\n")
+    (tmp_path / "two.piper").write_text(
+        "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nsplit batch into 2 as mb\n"
+    )
     return str(tmp_path / "model.py"), str(tmp_path / "two.piper")
 
 
 def test_a_model_file_with_both(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *files, "--numerics", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
-    assert main([*files, "--steps", "4", "--validate-every", "2", "--executor", "inline", "--json", "--out", str(tmp_path / "run")]) == 0
+    assert (
+        main(
+            [
+                *files,
+                "--steps",
+                "4",
+                "--validate-every",
+                "2",
+                "--executor",
+                "inline",
+                "--json",
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
+    )
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert ["validation_loss" in row for row in rows] == [False, True, False, True]
     scope: dict[str, object] = {}
@@ -218,7 +256,9 @@ def test_a_model_file_with_both(files: tuple[str, str], tmp_path: Path, capsys: 
     assert rows[-1]["validation_loss"] == pytest.approx(sum(losses) / 3, rel=LIMIT)
 
 
-@pytest.mark.parametrize(("line", "said"), [("max_norm = 0", "`max_norm` is 0"), ("max_norm = 'much'", "`max_norm` is 'much'")])
+@pytest.mark.parametrize(
+    ("line", "said"), [("max_norm = 0", "`max_norm` is 0"), ("max_norm = 'much'", "`max_norm` is 'much'")]
+)
 def test_a_norm_that_is_none(files: tuple[str, str], line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(files[0]).write_text(MODEL.replace("max_norm = 0.01", line))
     assert main(["check", *files]) == 1
@@ -251,12 +291,18 @@ class Spare(torch.nn.Module):
 def test_what_is_saved_can_be_loaded(cluster: Cluster) -> None:
     """Everything that the plain model would save, and nothing else."""
     batch = torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 4)
-    graph, captured = compiled(capture(Spare, torch.nn.functional.mse_loss, batch), "mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\n")
+    graph, captured = compiled(
+        capture(Spare, torch.nn.functional.mse_loss, batch),
+        "mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\n",
+    )
     plan = lower(graph)
     torch.manual_seed(0)
     plain = Spare()
     before = {name: value.clone() for name, value in plain.state_dict().items()}
-    with Job(plan, captured, Training(Spare, optimizer), timeout=30, cluster=cluster) as job, ThreadJob(plan, captured, Training(Spare, optimizer)) as threads:
+    with (
+        Job(plan, captured, Training(Spare, optimizer), timeout=30, cluster=cluster) as job,
+        ThreadJob(plan, captured, Training(Spare, optimizer)) as threads,
+    ):
         for one in (job, threads):
             one.step(batch)
             plain.load_state_dict(one.weights())

@@ -1,4 +1,5 @@
-"""Unmodified Hugging Face models, made from tiny configurations, cut by module path: alone and under schedules they equal eager training."""
+"""Unmodified Hugging Face models, made from tiny configurations, cut by module path: alone and under schedules they
+equal eager training."""
 
 from __future__ import annotations
 
@@ -22,23 +23,48 @@ LAYERS, WORDS = 4, 64
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=LAYERS, n_head=2, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    config = transformers.GPT2Config(
+        vocab_size=WORDS,
+        n_positions=16,
+        n_embd=16,
+        n_layer=LAYERS,
+        n_head=2,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+    )
     config.use_cache = False
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1, use_cache=False
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        use_cache=False,
     )
     return transformers.LlamaForCausalLM(config)
 
 
 def qwen_moe() -> nn.Module:
     config = transformers.Qwen3MoeConfig(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=LAYERS, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2, use_cache=False, experts_implementation="batched_mm",
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_cache=False,
+        experts_implementation="batched_mm",
+    )
     return transformers.Qwen3MoeForCausalLM(config)
 
 
@@ -54,7 +80,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 FAMILIES = pytest.mark.parametrize(
     ("model", "first", "layers", "last"),
     [
-        (gpt2, [("transformer", "wte"), ("transformer", "wpe")], ("transformer", "h"), [("transformer", "ln_f"), ("lm_head",)]),
+        (
+            gpt2,
+            [("transformer", "wte"), ("transformer", "wpe")],
+            ("transformer", "h"),
+            [("transformer", "ln_f"), ("lm_head",)],
+        ),
         (llama, [("model", "embed_tokens")], ("model", "layers"), [("model", "norm"), ("lm_head",)]),
         (qwen_moe, [("model", "embed_tokens")], ("model", "layers"), [("model", "norm"), ("lm_head",)]),
     ],
@@ -64,7 +95,9 @@ FAMILIES = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 @FAMILIES
-def test_captured_by_module_path(model: Callable[[], nn.Module], first: list[Any], layers: tuple[str, ...], last: list[Any], stages: int) -> None:
+def test_captured_by_module_path(
+    model: Callable[[], nn.Module], first: list[Any], layers: tuple[str, ...], last: list[Any], stages: int
+) -> None:
     per = LAYERS // stages
     tags = [tag("stage", s, (*layers, (s * per, (s + 1) * per))) for s in range(stages)]
     tags += [tag("stage", 0, *first), tag("stage", stages - 1, *last)]
@@ -92,14 +125,31 @@ replicate [pass=*] over gpu.dp with {level}=sharded
 """
 
 
-@pytest.mark.parametrize(("stages", "schedule", "level"), [(2, "one_f_one_b", "params"), pytest.param(4, "zero_bubble", "grads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stages", "schedule", "level"),
+    [(2, "one_f_one_b", "params"), pytest.param(4, "zero_bubble", "grads", marks=pytest.mark.slow)],
+)
 @FAMILIES
-def test_scheduled_by_module_path(model: Callable[[], nn.Module], first: list[Any], layers: tuple[str, ...], last: list[Any], stages: int, schedule: str, level: str) -> None:
+def test_scheduled_by_module_path(
+    model: Callable[[], nn.Module],
+    first: list[Any],
+    layers: tuple[str, ...],
+    last: list[Any],
+    stages: int,
+    schedule: str,
+    level: str,
+) -> None:
     per = LAYERS // stages
     tags = [f"tag stage={s} at {'.'.join(layers)}[{s * per}:{(s + 1) * per}]" for s in range(stages)]
-    tags += [f"tag stage=0 at {'.'.join(path)}" for path in first] + [f"tag stage={stages - 1} at {'.'.join(path)}" for path in last]
+    tags += [f"tag stage=0 at {'.'.join(path)}" for path in first] + [
+        f"tag stage={stages - 1} at {'.'.join(path)}" for path in last
+    ]
     case = Case("transformers", model, lambda output, target: loss(output, target), words, stages)
-    assert_same(case, capture(case.model, case.loss, words(SAMPLES)), "\n".join(tags) + SCHEDULE.format(schedule=schedule, stages=stages, level=level))
+    assert_same(
+        case,
+        capture(case.model, case.loss, words(SAMPLES)),
+        "\n".join(tags) + SCHEDULE.format(schedule=schedule, stages=stages, level=level),
+    )
 
 
 def words(samples: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""User code that raises, or returns what cannot be used: always a diagnostic at the user's own line with a repair, and exit code 1."""
+"""User code that raises, or returns what cannot be used: always a diagnostic at the user's own line with a repair, and
+exit code 1."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def forward(*lines: str) -> str:
     """A model file whose module `blocks.1` runs these lines on x, with a layer of its own."""
     body = "".join(f"        {line}\n" for line in lines)
     return written(
-        f"class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         f"        self.layer = nn.Linear(4, 4)\n\n    def forward(self, x):\n{body}\n\n"
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.blocks = nn.ModuleList([nn.Linear(4, 4), Block()])\n\n"
@@ -91,7 +92,9 @@ FILES = [
         "P0801",
         ("cannot be imported", "No module named 'no_such_module'", "install `no_such_module`"),
     ),
-    Mistake("top level raises", written(more="x = 1 / 0  # here"), "P0801", ("cannot be imported", "ZeroDivisionError")),
+    Mistake(
+        "top level raises", written(more="x = 1 / 0  # here"), "P0801", ("cannot be imported", "ZeroDivisionError")
+    ),
     Mistake("top level exits", written(more="sys.exit('no GPU')  # here"), "P0801", ("SystemExit: no GPU",)),
     Mistake(
         "nothing there",
@@ -114,8 +117,12 @@ FILES = [
             "add `def model(): return Net()`",
         ),
     ),
-    Mistake("max_norm negative", written(more="max_norm = -1  # here"), "P0801", ("`max_norm` is -1", "`max_norm = 1.0`")),
-    Mistake("max_norm a string", written(more="max_norm = '1'  # here"), "P0801", ("`max_norm` is '1'", "positive number")),
+    Mistake(
+        "max_norm negative", written(more="max_norm = -1  # here"), "P0801", ("`max_norm` is -1", "`max_norm = 1.0`")
+    ),
+    Mistake(
+        "max_norm a string", written(more="max_norm = '1'  # here"), "P0801", ("`max_norm` is '1'", "positive number")
+    ),
     Mistake("max_norm not a number", written(more="max_norm = float('nan')  # here"), "P0801", ("`max_norm` is nan",)),
 ]
 
@@ -195,7 +202,10 @@ MODELS = [
     ),
     Mistake(
         "exception without a message",
-        written("class E(Exception):\n    def __str__(self):\n        raise KeyError\n\n\ndef model():\n    raise E()  # here\n"),
+        written(
+            "class E(Exception):\n    def __str__(self):\n        raise KeyError\n\n\ndef model():\n    raise E()  #"
+            " here\n"
+        ),
         "P0801",
         ("`model` raised E",),
     ),
@@ -256,7 +266,10 @@ FORWARDS = [
     ),
     Mistake(
         "forward takes another argument",
-        written("class Net(nn.Module):\n    def forward(self, x, mask):  # here\n        return x\n\n\ndef model():\n    return Net()\n"),
+        written(
+            "class Net(nn.Module):\n    def forward(self, x, mask):  # here\n        return x\n\n\ndef model():\n   "
+            " return Net()\n"
+        ),
         "P0802",
         ("TypeError", "'mask'"),
     ),
@@ -401,7 +414,8 @@ BACKWARDS = [
         written(
             OPERATOR.format(
                 "raises",
-                "\ndef backward(ctx, gradient):\n    raise ValueError('no gradient')  # here\n\n\noperator.register_autograd(backward)\n\n",
+                "\ndef backward(ctx, gradient):\n    raise ValueError('no gradient')  #"
+                " here\n\n\noperator.register_autograd(backward)\n\n",
                 "",
             )
         ),
@@ -411,9 +425,9 @@ BACKWARDS = [
     Mistake(
         "sparse gradients",
         written(
-            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-            "        self.table = nn.Embedding(4, 4, sparse=True)\n\n"
-            "    def forward(self, x):\n        return self.table((x > 0).long()).sum(1)  # here\n\n\ndef model():\n    return Net()\n"
+            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.table ="
+            " nn.Embedding(4, 4, sparse=True)\n\n    def forward(self, x):\n        return self.table((x >"
+            " 0).long()).sum(1)  # here\n\n\ndef model():\n    return Net()\n"
         ),
         "P0802",
         ("sparse gradients", "`sparse=True`"),
@@ -477,7 +491,9 @@ LOSSES = [
     ),
     Mistake(
         "all weights frozen",
-        written("def model():\n    return nn.Linear(4, 4).requires_grad_(False)\n", LOSS.replace("):", "):  # here", 1)),
+        written(
+            "def model():\n    return nn.Linear(4, 4).requires_grad_(False)\n", LOSS.replace("):", "):  # here", 1)
+        ),
         "P0807",
         ("does not depend on any weight", "requires_grad_(False)"),
     ),
@@ -501,7 +517,9 @@ LOSSES = [
     ),
     Mistake(
         "count is an int",
-        written(loss="def loss(output, target):  # here\n    return (output - target).square().sum(), target.numel()\n"),
+        written(
+            loss="def loss(output, target):  # here\n    return (output - target).square().sum(), target.numel()\n"
+        ),
         "P0807",
         ("the count that `loss` returned", "int"),
     ),
@@ -509,7 +527,8 @@ LOSSES = [
         "count is 0",
         written(
             loss="def loss(output, target):  # here\n    return (output - target).square().sum(), (target > 9).sum()\n",
-            data=DATA.replace("randn(8, 4)\n", "full((8, 4), 10.0)\n", 1) + "        yield torch.randn(8, 4), torch.zeros(8, 4)\n",
+            data=DATA.replace("randn(8, 4)\n", "full((8, 4), 10.0)\n", 1)
+            + "        yield torch.randn(8, 4), torch.zeros(8, 4)\n",
         ),
         "P0807",
         ("counts nothing", "masked"),
@@ -548,7 +567,9 @@ BATCHES = [
         "P0801",
         ("`data` raised OSError: shard 2",),
     ),
-    Mistake("data exits", written(data="def data():\n    sys.exit(1)  # here\n"), "P0801", ("`data` raised SystemExit: 1",)),
+    Mistake(
+        "data exits", written(data="def data():\n    sys.exit(1)  # here\n"), "P0801", ("`data` raised SystemExit: 1",)
+    ),
     Mistake(
         "a process that loads data raises",
         written(
@@ -667,7 +688,7 @@ BATCHES = [
         "shapes change with the epoch",
         written(
             data=(
-                f"sizes = [8, 8, 7]\n\n\ndef data():  # here\n    size = sizes.pop(0)\n"
+                "sizes = [8, 8, 7]\n\n\ndef data():  # here\n    size = sizes.pop(0)\n"
                 f"    yield {ONE.replace('8', 'size')}, {ONE.replace('8', 'size')}\n"
             )
         ),
@@ -790,7 +811,12 @@ OPTIMIZERS = [
     ),
     Mistake(
         "lr_schedule wants the loss",
-        written(more="def lr_schedule(optimizer):  # here\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"),
+        written(
+            more=(
+                "def lr_schedule(optimizer):  # here\n    return"
+                " torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+            )
+        ),
         "P0801",
         ("ReduceLROnPlateau", "needs `metrics`", "without arguments"),
     ),
@@ -812,8 +838,9 @@ LATE = written(  # fails with the values of the second batch, so that the check 
     ),
 )
 SINGULAR = written(  # the second batch makes matrices that cannot be inverted: eager PyTorch raises, too
-    "class Net(nn.Linear):\n    def forward(self, x):\n        matrices = torch.diag_embed((x != 0).float())\n"
-    "        return super().forward((torch.linalg.inv(matrices) @ x[..., None])[..., 0])  # here\n\n\ndef model():\n    return Net(4, 4)\n",
+    "class Net(nn.Linear):\n    def forward(self, x):\n        matrices = torch.diag_embed((x != 0).float())\n       "
+    " return super().forward((torch.linalg.inv(matrices) @ x[..., None])[..., 0])  # here\n\n\ndef model():\n    return"
+    " Net(4, 4)\n",
     data="def data():\n    yield torch.ones(8, 4), torch.randn(8, 4)\n    yield torch.zeros(8, 4), torch.randn(8, 4)\n",
 )
 EAGER = LATE.replace("torch.zeros(8, 3, dtype=torch.int64)", "torch.full((8, 3), 9)", 1)
@@ -824,7 +851,10 @@ KERNEL = written(
     "@kernel.register_fake\ndef _(x):\n    return torch.empty_like(x)\n\n\nclass Net(nn.Linear):\n"
     "    def forward(self, x):\n        return super().forward(kernel(x))\n\n\ndef model():\n"
     "    return Net(4, 4)\n",
-    data="def data():\n    yield torch.zeros(8, 4), torch.randn(8, 4)\n    yield torch.full((8, 4), 10.0), torch.randn(8, 4)\n",
+    data=(
+        "def data():\n    yield torch.zeros(8, 4), torch.randn(8, 4)\n    yield torch.full((8, 4), 10.0),"
+        " torch.randn(8, 4)\n"
+    ),
 )
 STEPS = [
     Mistake(
@@ -833,7 +863,12 @@ STEPS = [
         "P0604",
         ("device 0 failed", "IndexError: index out of range in self", "in module table", "it was at F of"),
     ),
-    Mistake("a matrix that cannot be inverted", SINGULAR, "P0604", ("device 0 failed", "input matrix is singular", "it was at F of")),
+    Mistake(
+        "a matrix that cannot be inverted",
+        SINGULAR,
+        "P0604",
+        ("device 0 failed", "input matrix is singular", "it was at F of"),
+    ),
     Mistake("kernel raises", KERNEL.format(1), "P0604", ("device 0 failed", "ValueError: in the kernel")),
     Mistake(
         "optimizer.step raises later",
@@ -843,7 +878,9 @@ STEPS = [
     ),
     Mistake(
         "lr_schedule.step raises later",
-        written(more=SCHEDULE.format("self.count = getattr(self, 'count', 0) + 1; assert self.count < 6, 'fifth step'")),
+        written(
+            more=SCHEDULE.format("self.count = getattr(self, 'count', 0) + 1; assert self.count < 6, 'fifth step'")
+        ),
         "P0801",
         ("AssertionError: fifth step",),
     ),
@@ -953,7 +990,9 @@ def test_several_mistakes_at_once() -> None:
     ]
 
 
-def test_a_neighbour_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_neighbour_that_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(written(more="import user_errors_neighbour\n"))
     Path("user_errors_neighbour.py").write_text("x = 1\ny = x + 'a'\n")
@@ -972,7 +1011,10 @@ def test_callables_of_every_kind() -> None:
     text = written(
         "model = partial(nn.Linear, 4, 4)\n",
         "loss = nn.MSELoss()\n",
-        more="optimizer = torch.optim.AdamW\nlr_schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2)\nmax_norm = 1\n",
+        more=(
+            "optimizer = torch.optim.AdamW\nlr_schedule = partial(torch.optim.lr_scheduler.StepLR,"
+            " step_size=2)\nmax_norm = 1\n"
+        ),
     )
     found = answer(f"from functools import partial\n{text}", *TRAIN)
     assert (found.status, found.err) == (0, "")
@@ -1018,8 +1060,9 @@ def test_torch_writes_nothing_to_standard_error(mistake: Mistake, tmp_path: Path
 def test_the_text_for_people() -> None:
     """All of it, once."""
     mistake = next(mistake for mistake in FORWARDS if mistake.name == "branch on a sum")
-    assert answer(mistake.text, "check", "model.py", "schedule.piper").err == (
-        "error[P0802]: data-dependent control flow: a branch or a loop reads the value of a tensor\n"
+    assert (
+        answer(mistake.text, "check", "model.py", "schedule.piper").err
+        == "error[P0802]: data-dependent control flow: a branch or a loop reads the value of a tensor\n"
         "  --> model.py:16:9\n"
         "   |\n"
         "16 |         return self.layer(x) if x.sum() > 0 else x  # here\n"
@@ -1066,7 +1109,9 @@ EXAMPLE = (torch.zeros(8, 4), torch.zeros(8, 4))
 
 
 def line_with(word: str) -> int:
-    return next(number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(f"# {word}"))
+    return next(
+        number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(f"# {word}")
+    )
 
 
 def compiled_and_stepped(tmp_path: Path, **changes: Any) -> Diagnostic:
@@ -1122,9 +1167,9 @@ WORKERS = [
     Mistake(
         "constructor raises on a worker, and what cannot be unpickled",
         written(
-            f"class OnlyHere(Exception):\n    def __init__(self, a, b):\n"
+            "class OnlyHere(Exception):\n    def __init__(self, a, b):\n"
             f"        super().__init__('no memory')\n\n\ndef model():\n    if {ON_WORKERS}:\n"
-            f"        raise OnlyHere(1, 2)  # here\n    return nn.Linear(4, 4)\n"
+            "        raise OnlyHere(1, 2)  # here\n    return nn.Linear(4, 4)\n"
         ),
         "P0801",
         ("`model` raised OnlyHere: no memory",),
@@ -1132,7 +1177,10 @@ WORKERS = [
     Mistake(
         "optimizer exits on a worker",
         written(
-            more=f"def optimizer(params):\n    if {ON_WORKERS}:\n        sys.exit(5)  # here\n    return torch.optim.SGD(params, 0.1)\n"
+            more=(
+                f"def optimizer(params):\n    if {ON_WORKERS}:\n        sys.exit(5)  # here\n    return"
+                " torch.optim.SGD(params, 0.1)\n"
+            )
         ),
         "P0801",
         ("`optimizer` raised SystemExit: 5",),

@@ -1,4 +1,5 @@
-"""What the first batch does not show is refused, or found by the comparison with other numbers; models that need their own numbers still train."""
+"""What the first batch does not show is refused, or found by the comparison with other numbers; models that need their
+own numbers still train."""
 
 from __future__ import annotations
 
@@ -71,8 +72,20 @@ class Probabilities(Layers):
     "habit",
     [
         Habit("logarithms", "numbers", Logarithm, batch=positive),
-        Habit("one class", "numbers", Layers, loss=f.cross_entropy, batch=lambda step: (torch.randn(SAMPLES, WIDTH), torch.full((SAMPLES,), WIDTH - 1))),
-        Habit("inputs as probabilities", "numbers", Probabilities, loss=lambda o, t: f.binary_cross_entropy(t, o.detach()) * 0 + f.binary_cross_entropy(o, t), batch=positive),
+        Habit(
+            "one class",
+            "numbers",
+            Layers,
+            loss=f.cross_entropy,
+            batch=lambda step: (torch.randn(SAMPLES, WIDTH), torch.full((SAMPLES,), WIDTH - 1)),
+        ),
+        Habit(
+            "inputs as probabilities",
+            "numbers",
+            Probabilities,
+            loss=lambda o, t: f.binary_cross_entropy(t, o.detach()) * 0 + f.binary_cross_entropy(o, t),
+            batch=positive,
+        ),
     ],
     ids=lambda habit: habit.name,
 )

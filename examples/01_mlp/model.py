@@ -42,5 +42,6 @@ def data() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    # With its usual eps Adam makes steps of full size out of gradients that are almost zero, and rounding would show in the fifth digit of the loss.
+    # With its usual eps Adam makes steps of full size out of gradients that are almost zero, and rounding would show in
+    # the fifth digit of the loss.
     return torch.optim.Adam(params, lr=0.01, eps=1e-4)

@@ -14,7 +14,7 @@ If all the grain came at once, the first hand would shovel while three looked on
 and passes it on; the second hand takes it, and the first takes the next. Soon all four hands are busy, each with a sack of its own.
 At the end the sacks come back, the last one first, and every hand counts what has passed. Four counts must agree with the count at the gate.
 Whoever changes the order of the sacks may do so, for the harbour is long and the day is short. Nobody may change the count.
-"""
+"""  # noqa: E501
 LETTERS = sorted(set(TEXT))
 LAYERS, WIDTH, HEADS, LENGTH, SAMPLES = 4, 32, 2, 32, 16
 
@@ -28,7 +28,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         samples, length, _ = x.shape
-        q, k, v = (t.view(samples, length, HEADS, -1).transpose(1, 2) for t in self.qkv(self.before_attention(x)).chunk(3, -1))
+        q, k, v = (
+            t.view(samples, length, HEADS, -1).transpose(1, 2) for t in self.qkv(self.before_attention(x)).chunk(3, -1)
+        )
         seen = f.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(samples, length, -1))
         return x + self.down(f.gelu(self.up(self.before_mlp(x))))

@@ -1,4 +1,5 @@
-"""A mixture of experts in four stages: every sequence sends each of its letters to one of four experts, as long as that one has room."""
+"""A mixture of experts in four stages: every sequence sends each of its letters to one of four experts, as long as that
+one has room."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,5 @@
-"""A transformer whose blocks are tagged for tensor parallelism: `in` makes heads and hidden features, `out` adds them up, `between` is the rest."""
+"""A transformer whose blocks are tagged for tensor parallelism: `in` makes heads and hidden features, `out` adds them
+up, `between` is the rest."""
 
 from collections.abc import Iterator
 
@@ -21,8 +22,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         samples, length, _ = x.shape
         with annotate("part", "in"):
-            q, k, v = (layer(x).view(samples, length, HEADS, WIDTH // HEADS).transpose(1, 2) for layer in (self.q, self.k, self.v))
-            seen = f.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(samples, length, WIDTH)
+            q, k, v = (
+                layer(x).view(samples, length, HEADS, WIDTH // HEADS).transpose(1, 2)
+                for layer in (self.q, self.k, self.v)
+            )
+            seen = (
+                f.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(samples, length, WIDTH)
+            )
         with annotate("part", "out"):
             return self.out(seen)
 

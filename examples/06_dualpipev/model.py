@@ -1,4 +1,5 @@
-"""A transformer with a mixture of experts in every layer. Attention, dispatch, experts and combine are chunks of their own."""
+"""A transformer with a mixture of experts in every layer. Attention, dispatch, experts and combine are chunks of their
+own."""
 
 from collections.abc import Iterator
 
@@ -26,7 +27,8 @@ class Attention(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """Which words go to which expert, and with what weight they come back. Slots are counted within a sequence, so samples stay independent."""
+    """Which words go to which expert, and with what weight they come back. Slots are counted within a sequence, so
+    samples stay independent."""
 
     def __init__(self) -> None:
         super().__init__()

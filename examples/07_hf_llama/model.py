@@ -1,4 +1,5 @@
-"""A Llama from the transformers library as it is there: a tiny configuration, random weights, and no line in it about schedules."""
+"""A Llama from the transformers library as it is there: a tiny configuration, random weights, and no line in it about
+schedules."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,8 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 def data() -> Iterator[tuple[Tensor, Tensor]]:
-    """Sequences that count up by a step of their own, modulo the number of words; the target is the word that comes next."""
+    """Sequences that count up by a step of their own, modulo the number of words; the target is the word that comes
+    next."""
     while True:
         start, step = torch.randint(WORDS, (SAMPLES, 1)), torch.randint(1, WORDS // 2, (SAMPLES, 1))
         words = (start + step * torch.arange(LENGTH + 1)) % WORDS

@@ -1,4 +1,5 @@
-"""A mixture of experts that drops nothing: every word goes to two of eight experts, however many go there, and to one that all share."""
+"""A mixture of experts that drops nothing: every word goes to two of eight experts, however many go there, and to one
+that all share."""
 
 from collections.abc import Iterator
 
@@ -23,12 +24,14 @@ class Layer(nn.Module):
         self.shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Three chunks: the choice of experts, the experts, and the way back. Also how unevenly each sequence has chosen."""
+        """Three chunks: the choice of experts, the experts, and the way back. Also how unevenly each sequence has
+        chosen."""
         before = f.pad(x, (0, 0, 1, 0))[:, :-1]
         x = x + torch.tanh(self.mix(torch.cat([self.norm(x), before], -1)))
         gates = torch.softmax(self.gate(x), -1)
         weight, picked = gates.topk(CHOICES, -1)
-        # Within a sequence, never over the batch: samples stay independent of each other, and a schedule may divide them.
+        # Within a sequence, never over the batch: samples stay independent of each other, and a schedule may divide
+        # them.
         often = f.one_hot(picked, EXPERTS).sum(2).to(x.dtype).mean(1) / CHOICES
         uneven = EXPERTS * (often * gates.mean(1)).sum(-1)
         rows, chosen = x.unsqueeze(2).expand(-1, -1, CHOICES, -1).flatten(0, 2), picked.flatten()

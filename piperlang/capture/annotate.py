@@ -14,7 +14,8 @@ PREFIX = "piper."
 
 @contextmanager
 def annotate(key: str, value: int | str) -> Iterator[None]:
-    """Tag every operator inside with key=value, for selectors like `[key=value]`. Tags nest; the innermost of a key holds."""
+    """Tag every operator inside with key=value, for selectors like `[key=value]`. Tags nest; the innermost of a key
+    holds."""
     if not isinstance(key, str) or not key.isidentifier():
         raise TypeError(f"a tag's name is an identifier, not {key!r}")
     if not isinstance(value, int | str) or isinstance(value, bool):

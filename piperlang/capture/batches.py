@@ -73,7 +73,8 @@ def wrong_batch(batch: Any, where: str) -> Wrong | None:
     if other is not batch:
         return Wrong(
             f"{where} contains {kind(other)}",
-            "make every part of a batch a tensor whose first dimension counts samples, with torch.as_tensor or torch.stack",
+            "make every part of a batch a tensor whose first dimension counts samples, with torch.as_tensor or"
+            " torch.stack",
         )
     counts = {leaf.shape[0]: leaf for leaf in leaves if leaf.dim()}
     if not counts:

@@ -1,9 +1,10 @@
 """What a model writes while it runs: buffers that change, as values of the graph.
 
-In plain PyTorch a buffer is changed once a step, by the forward of the whole batch. Here the forward of a chunk gives the new value as one more output. A value that does
-not depend on the samples (a counter, the vectors of spectral_norm) is the same for every part of the batch, so any part may give it; one that does (running statistics) is right
-only where the batch is not divided, which passes/build.py checks. Everything else that is written in place and outlives the forward is refused: parameters, plain tensors, views of buffers.
-"""
+In plain PyTorch a buffer is changed once a step, by the forward of the whole batch. Here the forward of a chunk gives
+the new value as one more output. A value that does not depend on the samples (a counter, the vectors of spectral_norm)
+is the same for every part of the batch, so any part may give it; one that does (running statistics) is right only where
+the batch is not divided, which passes/build.py checks. Everything else that is written in place and outlives the
+forward is refused: parameters, plain tensors, views of buffers."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ aten = torch.ops.aten
 def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[str, str]) -> dict[str, fx.Node]:
     """Replace writes in place by operators that give new tensors.
 
-    `kept`: what outlives a step, by placeholder: parameters, buffers, constants; `buffers`: those of them that may change. Gives the new values that running statistics
-    take; all other changes are results of the replaced operators, which the trace already reads in place of the old tensors."""
+    `kept`: what outlives a step, by placeholder: parameters, buffers, constants; `buffers`: those of them that may
+    change. Gives the new values that running statistics take; all other changes are results of the replaced operators,
+    which the trace already reads in place of the old tensors."""
     statistics: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in (aten.batch_norm.default, aten.instance_norm.default):
@@ -35,9 +37,15 @@ def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[s
             root, direct = _root(target)
             if root.op == "placeholder" and root.name not in kept:
                 raise error(
-                    "P0803", "the model changes its batch in place", line_of_operator(node), notes=["whoever yields the same tensor again would yield the changed one; devices have copies", module_of(node)],
+                    "P0803",
+                    "the model changes its batch in place",
+                    line_of_operator(node),
+                    notes=[
+                        "whoever yields the same tensor again would yield the changed one; devices have copies",
+                        module_of(node),
+                    ],
                     help="work on a copy: `x = x.clone()`, or write the operator without the underscore",
-                )  # fmt: skip
+                )
             alone = direct and len(written(node)) == 1 and not _viewed_later(root, node)
             if root.op == "placeholder" and root.name in kept and (root.name not in buffers or not alone):
                 raise _refused(node, kept[root.name], view=not alone)
@@ -51,9 +59,12 @@ def _refuse_custom(node: fx.Node) -> None:
     namespace = getattr(node.target, "namespace", "aten")
     if namespace not in ("aten", "piper"):
         raise error(
-            "P0803", f"operator {node.target} writes to its arguments", line_of_operator(node), notes=[module_of(node)],
+            "P0803",
+            f"operator {node.target} writes to its arguments",
+            line_of_operator(node),
+            notes=[module_of(node)],
             help="let it return new tensors, with `mutates_args=()`",
-        )  # fmt: skip
+        )
 
 
 def root_of(node: fx.Node) -> fx.Node:
@@ -93,13 +104,18 @@ def new_values(values: Mapping[str, fx.Node], names: Mapping[str, str]) -> dict[
         (old,) = (other for other in node.graph.nodes if other.name == place)
         if (old.meta["val"].shape, old.meta["val"].dtype) != (node.meta["val"].shape, node.meta["val"].dtype):
             raise error(
-                "P0803", f"buffer {names[place]} is replaced by one of another shape or type", line_of_operator(node), notes=[module_of(node)],
+                "P0803",
+                f"buffer {names[place]} is replaced by one of another shape or type",
+                line_of_operator(node),
+                notes=[module_of(node)],
                 help="keep the shape and type that it is registered with",
-            )  # fmt: skip
+            )
         # The new value is an output of its own, whoever else reads it, and nothing is differentiated through it.
         if node.op == "placeholder" or len(node.users) > 1 or node.meta["val"].requires_grad:
             with node.graph.inserting_before(_after(node)):
-                node = _call(node.graph, node, aten.clone.default, (_call(node.graph, node, aten.detach.default, (node,)),))
+                node = _call(
+                    node.graph, node, aten.clone.default, (_call(node.graph, node, aten.detach.default, (node,)),)
+                )
         changed[place] = node
     return changed
 
@@ -118,7 +134,11 @@ def written(node: fx.Node) -> list[fx.Node]:
     if schema is None or not schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    found = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    found = [
+        given.get(argument.name)
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     return [value for value in found if isinstance(value, fx.Node)]
 
 
@@ -137,7 +157,9 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     if schema is None or not schema.returns or schema.returns[0].alias_info is None or not schema.arguments:
         return None
     targets = written(node)
-    source = targets[0] if targets else node.args[0] if node.args and schema.arguments[0].alias_info is not None else None
+    source = (
+        targets[0] if targets else node.args[0] if node.args and schema.arguments[0].alias_info is not None else None
+    )
     return source if isinstance(source, fx.Node) else None
 
 
@@ -181,7 +203,9 @@ def _functional(target: Any) -> Any:
     return None
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+def _call(
+    graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> fx.Node:
     """A new node, at the place and with the module and line of another."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     node.meta = dict(like.meta)
@@ -193,7 +217,8 @@ def _call(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kw
 
 
 def _running(graph: fx.Graph, node: fx.Node, current: dict[str, fx.Node], buffers: Mapping[str, str]) -> None:
-    """Batch normalisation changes its running statistics, which its schema does not say: it is given none, and what they become is computed beside it."""
+    """Batch normalisation changes its running statistics, which its schema does not say: it is given none, and what
+    they become is computed beside it."""
     given: Any = node.args
     x, _, _, mean, variance, training, momentum = given[:7]
     if not training or not isinstance(mean, fx.Node):
@@ -215,9 +240,16 @@ def _running(graph: fx.Graph, node: fx.Node, current: dict[str, fx.Node], buffer
 def _refused(node: fx.Node, name: str, view: bool) -> PiperError:
     how = "through a view, or in a way that has no form without the write" if view else "in place"
     return error(
-        "P0803", f"the model changes {name} while it runs", line_of_operator(node), f"{node.target} writes to it {how}", notes=[module_of(node)],
-        help="let the forward only read parameters and plain tensors; keep what changes from step to step in a registered buffer and assign it a new value: `self.x = f(self.x)`",
-    )  # fmt: skip
+        "P0803",
+        f"the model changes {name} while it runs",
+        line_of_operator(node),
+        f"{node.target} writes to it {how}",
+        notes=[module_of(node)],
+        help=(
+            "let the forward only read parameters and plain tensors; keep what changes from step to step in a"
+            " registered buffer and assign it a new value: `self.x = f(self.x)`"
+        ),
+    )
 
 
 def ancestors(nodes: Iterator[fx.Node] | list[fx.Node]) -> set[fx.Node]:

@@ -22,7 +22,8 @@ class Cost:
     scratch_bytes: int = 0
     """Needed on the way, beyond what it reads and gives."""
     given: tuple[frozenset[int], ...] = ()
-    """For each thing that it takes, the storages it lies in, by number; the same for what it gives. Numbers tell only which are the same."""
+    """For each thing that it takes, the storages it lies in, by number; the same for what it gives. Numbers tell only
+    which are the same."""
     gave: tuple[frozenset[int], ...] = ()
     sizes: Mapping[int, int] = field(default_factory=dict)
     """Bytes of each storage."""
@@ -39,17 +40,28 @@ def cost(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Cos
     numbers = {storage: i for i, storage in enumerate(sizes)}
     numbered = [tuple(frozenset(numbers[storage] for storage in one) for one in side) for side in (taken, gave)]
     return Cost(
-        int(counter.get_total_flops()), sum(map(size, inputs)), sum(map(size, results)), scratch, numbered[0], numbered[1], {numbers[storage]: length for storage, length in sizes.items()},
-    )  # fmt: skip
+        int(counter.get_total_flops()),
+        sum(map(size, inputs)),
+        sum(map(size, results)),
+        scratch,
+        numbered[0],
+        numbered[1],
+        {numbers[storage]: length for storage, length in sizes.items()},
+    )
 
 
 def storages(values: Any) -> dict[int, int]:
     """What values lie in, by identity, and how large that is."""
-    return {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)}
+    return {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        for value in pytree.tree_leaves(values)
+        if isinstance(value, torch.Tensor)
+    }
 
 
 class _Watched(fx.Interpreter):
-    """Runs a graph and sees how much of its own it holds at most; the generated code, too, lets go of a value after its last use."""
+    """Runs a graph and sees how much of its own it holds at most; the generated code, too, lets go of a value after its
+    last use."""
 
     def __init__(self, module: fx.GraphModule, inputs: list[Any]) -> None:
         super().__init__(module)

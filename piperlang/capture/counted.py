@@ -1,9 +1,9 @@
 """Losses that are a sum over a count: exact however the batch is divided, even where parts count differently.
 
-`loss` may return (sum, count), such as the sum of token losses and the number of tokens that are not masked. A cross entropy with reduction
-"mean" is one in disguise: it divides by the number of targets that are not `ignore_index`. The count of the whole batch is computed from the
-batch alone before a step; the graph then has the sum only, and its gradient starts from 1 / count.
-"""
+`loss` may return (sum, count), such as the sum of token losses and the number of tokens that are not masked. A cross
+entropy with reduction "mean" is one in disguise: it divides by the number of targets that are not `ignore_index`. The
+count of the whole batch is computed from the batch alone before a step; the graph then has the sum only, and its
+gradient starts from 1 / count."""
 
 from __future__ import annotations
 
@@ -20,14 +20,22 @@ aten = torch.ops.aten
 MEAN, SUM = 1, 2
 
 
-def take_count(root: fx.GraphModule, batch: list[str], leaves: int, constants: Mapping[str, torch.Tensor]) -> fx.GraphModule | None:
-    """Leave only the sum of the loss in the graph; gives a module from the batch's tensors to the count, or None where there is no count.
+def take_count(
+    root: fx.GraphModule, batch: list[str], leaves: int, constants: Mapping[str, torch.Tensor]
+) -> fx.GraphModule | None:
+    """Leave only the sum of the loss in the graph; gives a module from the batch's tensors to the count, or None where
+    there is no count.
 
-    `leaves`: how many of the graph's outputs are the loss; those after it stay. `constants`: what the code makes of numbers, by placeholder."""
+    `leaves`: how many of the graph's outputs are the loss; those after it stay. `constants`: what the code makes of
+    numbers, by placeholder."""
     (output,) = (node for node in root.graph.nodes if node.op == "output")
     results, others = list(output.args[0][:leaves]), output.args[0][leaves:]
     if len(results) > 2 or not all(isinstance(node, fx.Node) for node in results):
-        raise error("P0807", "the loss gives no tensor" if len(results) == 1 else f"the loss gives {len(results)} values", help="return one number, or (sum, count)")
+        raise error(
+            "P0807",
+            "the loss gives no tensor" if len(results) == 1 else f"the loss gives {len(results)} values",
+            help="return one number, or (sum, count)",
+        )
     if len(results) == 1 and not _is_mean_of_targets(results[0]):
         return None
     total, count = results if len(results) == 2 else _apart(root.graph, results[0])
@@ -49,7 +57,12 @@ def _is_mean_of_targets(node: fx.Node) -> bool:
 def _settings(node: fx.Node) -> tuple[Any, int, int, float]:
     names = ("weight", "reduction", "ignore_index", "label_smoothing")
     given: dict[str, Any] = dict(zip(names, node.args[2:], strict=False)) | dict(node.kwargs)
-    return given.get("weight"), given.get("reduction", MEAN), given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
+    return (
+        given.get("weight"),
+        given.get("reduction", MEAN),
+        given.get("ignore_index", -100),
+        given.get("label_smoothing", 0.0),
+    )
 
 
 def _apart(graph: fx.Graph, mean: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -71,7 +84,9 @@ def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) 
     return node
 
 
-def _counting(root: fx.GraphModule, count: fx.Node, batch: list[str], constants: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+def _counting(
+    root: fx.GraphModule, count: fx.Node, batch: list[str], constants: Mapping[str, torch.Tensor]
+) -> fx.GraphModule:
     """The part of the graph that makes the count, which must need nothing but the batch and constants."""
     wanted: set[fx.Node] = set()
     todo = [count]
@@ -82,7 +97,12 @@ def _counting(root: fx.GraphModule, count: fx.Node, batch: list[str], constants:
         wanted.add(node)
         todo += node.all_input_nodes
         if node.op == "placeholder" and node.name not in batch and node.name not in constants:
-            raise error("P0807", "the count of a loss depends on the model", notes=[f"{module_of(count)}"], help="count from the batch alone, such as the targets that are not masked")
+            raise error(
+                "P0807",
+                "the count of a loss depends on the model",
+                notes=[f"{module_of(count)}"],
+                help="count from the batch alone, such as the targets that are not masked",
+            )
     graph, held = fx.Graph(), nn.Module()
     copied = {node: graph.placeholder(node.name) for name in batch for node in root.graph.nodes if node.name == name}
     for node in root.graph.nodes:

@@ -1,8 +1,7 @@
 """Cutting the traced graph into chunks: maximal runs of equal tags, in the order of the program.
 
-The chunks form a true DAG: a value used three stages later has its own edge, several tensors may cross an edge, and integers
-and masks cross it forward only.
-"""
+The chunks form a true DAG: a value used three stages later has its own edge, several tensors may cross an edge, and
+integers and masks cross it forward only."""
 
 from __future__ import annotations
 
@@ -72,12 +71,25 @@ def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Chunk]:
 
 
 def _chunk(
-    number: int, tags: Tags, group: list[fx.Node], traced: Traced, owner: dict[fx.Node, int], differentiable: set[fx.Node], result: set[fx.Node]
+    number: int,
+    tags: Tags,
+    group: list[fx.Node],
+    traced: Traced,
+    owner: dict[fx.Node, int],
+    differentiable: set[fx.Node],
+    result: set[fx.Node],
 ) -> Chunk:
-    read = list(dict.fromkeys(source for node in group for source in node.all_input_nodes if owner.get(source) != number))
+    read = list(
+        dict.fromkeys(source for node in group for source in node.all_input_nodes if owner.get(source) != number)
+    )
     changed = {place: node for place, node in traced.changes.items() if owner[node] == number}
     places = list(dict.fromkeys([*(node.name for node in read if node.op == "placeholder"), *changed]))
-    outputs = [node for node in group if node not in changed.values() and (node in result or any(owner.get(user, number) != number for user in node.users))]
+    outputs = [
+        node
+        for node in group
+        if node not in changed.values()
+        and (node in result or any(owner.get(user, number) != number for user in node.users))
+    ]
     outputs += changed.values()
 
     def value(node: fx.Node) -> Value:
@@ -85,10 +97,16 @@ def _chunk(
 
     weights = tuple(p for p in places if p in traced.weights)
     return Chunk(
-        number, tags, tuple(group), weights, tuple(p for p in places if p in traced.batch),
-        PLACE in places, tuple(value(node) for node in read if node.op != "placeholder"), tuple(value(node) for node in outputs),
+        number,
+        tags,
+        tuple(group),
+        weights,
+        tuple(p for p in places if p in traced.batch),
+        PLACE in places,
+        tuple(value(node) for node in read if node.op != "placeholder"),
+        tuple(value(node) for node in outputs),
         tuple((weights.index(place), outputs.index(node)) for place, node in changed.items()),
-    )  # fmt: skip
+    )
 
 
 def _refuse_shared_writes(nodes: list[fx.Node], owner: dict[fx.Node, int]) -> None:
@@ -103,9 +121,16 @@ def _refuse_shared_writes(nodes: list[fx.Node], owner: dict[fx.Node, int]) -> No
         for node in lying[root_of(target)]:
             if any(owner.get(other, owner[write]) != owner[write] for other in (node, *node.users)):
                 raise error(
-                    "P0803", "a tensor is changed in place, and another chunk has a view of it", line_of_operator(write), str(write.target), notes=[module_of(write)],
-                    help="make a new tensor instead of writing into a view: torch.cat, torch.where, index_put without the underscore",
-                )  # fmt: skip
+                    "P0803",
+                    "a tensor is changed in place, and another chunk has a view of it",
+                    line_of_operator(write),
+                    str(write.target),
+                    notes=[module_of(write)],
+                    help=(
+                        "make a new tensor instead of writing into a view: torch.cat, torch.where, index_put without"
+                        " the underscore"
+                    ),
+                )
 
 
 # ------------------------------------------------------------------------------------------------------------- tags

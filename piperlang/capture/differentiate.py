@@ -1,11 +1,11 @@
-"""Backward at compile time: explicit graphs for F, B, and the halves I and W of a chunk, none recomputing what another did.
+"""Backward at compile time: explicit graphs for F, B, and the halves I and W of a chunk, none recomputing what another
+did.
 
 The joint graph of a chunk (joint.py) is divided by dependency alone: F is what the outputs need; of the
 rest, I is what the gradients of the inputs need, and W is what remains. B is I and W in one.
 
-Pieces know their values by slot (the third weight, the first input), not by name, so that equal chunks share them: sixteen
-equal layers are differentiated, and later compiled, once.
-"""
+Pieces know their values by slot (the third weight, the first input), not by name, so that equal chunks share them:
+sixteen equal layers are differentiated, and later compiled, once."""
 
 from __future__ import annotations
 
@@ -29,10 +29,20 @@ Localize: TypeAlias = Callable[[fx.GraphModule, Sequence[Slot], Sequence[Slot | 
 """Turns a joint graph, with what it takes and gives, into the one that each device runs."""
 
 _VIEWS = {
-    torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.view.default,
-    torch.ops.aten.detach.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims, torch.ops.aten.expand.default,
-    torch.ops.aten.alias.default, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int, torch.ops.aten.reshape.default,
-}  # fmt: skip
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.reshape.default,
+}
 """Of a weight or of the batch they are no activation, and are made again rather than kept."""
 
 
@@ -49,14 +59,16 @@ class Piece:
         return dict(zip(self.gives, self.call([values[slot] for slot in self.takes]), strict=True))
 
     def call(self, taken: Sequence[Any]) -> Sequence[Any]:
-        """By `forward`: called as a module, a graph in which an operator raises prints its code and forgets where it was."""
+        """By `forward`: called as a module, a graph in which an operator raises prints its code and forgets where it
+        was."""
         function = self.module.forward if isinstance(self.module, fx.GraphModule) else self.module
         return function(*taken)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """All graphs of a chunk. I is missing where no input wants a gradient, W where no weight learns, B where neither does."""
+    """All graphs of a chunk. I is missing where no input wants a gradient, W where no weight learns, B where neither
+    does."""
 
     F: Piece
     B: Piece | None
@@ -68,12 +80,20 @@ class Pieces:
     """What I keeps for W when the two run apart."""
 
     def saved(self) -> tuple[int, tuple[Slot, ...]]:
-        """Of what F keeps for the backward: bytes that only that keeps, and which of its inputs and outputs it keeps with it, because it lies in them."""
+        """Of what F keeps for the backward: bytes that only that keeps, and which of its inputs and outputs it keeps
+        with it, because it lies in them."""
         cost = self.F.cost
-        mine = frozenset[int]().union(*(found for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] == "saved"))
-        others = [*zip(self.F.takes, cost.given, strict=True), *((slot, found) for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] != "saved")]
+        mine = frozenset[int]().union(
+            *(found for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] == "saved")
+        )
+        others = [
+            *zip(self.F.takes, cost.given, strict=True),
+            *((slot, found) for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] != "saved"),
+        ]
         apart = mine.difference(*(found for _, found in others))
-        return sum(cost.sizes[storage] for storage in apart), tuple(slot for slot, found in others if slot[0] in ("input", "output") and found & mine)
+        return sum(cost.sizes[storage] for storage in apart), tuple(
+            slot for slot, found in others if slot[0] in ("input", "output") and found & mine
+        )
 
 
 def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
@@ -94,7 +114,8 @@ def divide(joint: Joint, local: Localize | None = None) -> Pieces:
 
 
 def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> object:
-    """Equal for chunks that compute the same: operators, constants, shapes, and who reads whom; with `sizes`, at any size."""
+    """Equal for chunks that compute the same: operators, constants, shapes, and who reads whom; with `sizes`, at any
+    size."""
     numbers: dict[fx.Node, int] = {}
     parts: list[object] = []
     for slot, node, learns in sources(traced, chunk):
@@ -113,7 +134,8 @@ def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> objec
 
 
 def value_name(chunk: Chunk, slot: Slot) -> str:
-    """The name, unique in the whole graph, of what stands in a slot of a chunk. Gradients are `grad:` and what they are of."""
+    """The name, unique in the whole graph, of what stands in a slot of a chunk. Gradients are `grad:` and what they are
+    of."""
     kind, i = slot
     if kind.startswith("grad_"):
         return f"grad:{value_name(chunk, (kind.removeprefix('grad_'), i))}"
@@ -132,7 +154,8 @@ def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _copies(results: Sequence[tuple[Slot, fx.Node]]) -> list[bool]:
-    """Which gradients have to be copied: those that cross and are not contiguous, and those that would share a tensor with another.
+    """Which gradients have to be copied: those that cross and are not contiguous, and those that would share a tensor
+    with another.
 
     Optimizers and sums change gradients in place, so every one needs a tensor of its own."""
     given: set[fx.Node] = set()
@@ -180,7 +203,11 @@ class _Division:
             return Pieces(f, None, None, None, 0, 0)
         b = self._piece(back, self.grads, given)
         i = self._piece(half, [*input_grads, *name_kept], given) if input_grads else None
-        w = self._piece([*again, *rest], weight_grads, given | {node: slot for slot, node in name_kept}) if weight_grads else None
+        w = (
+            self._piece([*again, *rest], weight_grads, given | {node: slot for slot, node in name_kept})
+            if weight_grads
+            else None
+        )
         return Pieces(f, b, i, w, bytes_of(saved), bytes_of(kept) if i and w else 0)
 
     def _needed(self, targets: Iterable[fx.Node], stop: set[fx.Node] | None = None) -> list[fx.Node]:
@@ -222,8 +249,19 @@ class _Division:
             if node in inside:
                 copied[node] = graph.node_copy(node, lambda n: copied[n])
                 if node.target is torch.ops.aten.view.default:
-                    # Some kernels lay their result out otherwise than tracing says; then a view is impossible where a copy is not.
+                    # Some kernels lay their result out otherwise than tracing says; then a view is impossible where a
+                    # copy is not.
                     copied[node].target = torch.ops.aten.reshape.default
-        graph.output(tuple(_contiguous(graph, copied[node]) if copy else copied[node] for (_, node), copy in zip(results, _copies(results), strict=True)))
+        graph.output(
+            tuple(
+                _contiguous(graph, copied[node]) if copy else copied[node]
+                for (_, node), copy in zip(results, _copies(results), strict=True)
+            )
+        )
         module = fx.GraphModule(self.joint, graph)
-        return Piece(module, tuple(slots), tuple(slot for slot, _ in results), cost(module, [node.meta["val"] for node in outer], self.mode))
+        return Piece(
+            module,
+            tuple(slots),
+            tuple(slot for slot, _ in results),
+            cost(module, [node.meta["val"] for node in outer], self.mode),
+        )

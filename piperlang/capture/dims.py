@@ -1,8 +1,7 @@
 """Operators that choose dimensions by their sizes, with the dimensions that they chose for the whole batch.
 
-`squeeze()` removes whatever has size 1, and `cross` without a dimension takes the first of size 3. In a part of the batch that
-could be the dimension of the samples.
-"""
+`squeeze()` removes whatever has size 1, and `cross` without a dimension takes the first of size 3. In a part of the
+batch that could be the dimension of the samples."""
 
 from __future__ import annotations
 
@@ -25,7 +24,10 @@ def _squeeze(node: fx.Node) -> None:
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", range(len(shape)))
     dims = [given] if isinstance(given, int) else list(given)  # type: ignore[arg-type]
     node.target = aten.squeeze.dims
-    node.args, node.kwargs = (node.args[0], sorted({dim % len(shape) for dim in dims if shape[dim] == 1} if shape else ())), {}
+    node.args, node.kwargs = (
+        (node.args[0], sorted({dim % len(shape) for dim in dims if shape[dim] == 1} if shape else ())),
+        {},
+    )
 
 
 def _cross(node: fx.Node) -> None:

@@ -1,7 +1,7 @@
 """The plain model, run eagerly as anyone would, with dropout masks that the traced program meets too.
 
-Private API, kept in this file: `torch._VF`, where nn.Dropout and its functional form look `dropout` up (tried on torch 2.11 and 2.13).
-"""
+Private API, kept in this file: `torch._VF`, where nn.Dropout and its functional form look `dropout` up (tried on torch
+2.11 and 2.13)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from piperlang.capture.user_code import eagerly
 def counted_dropout(seed: int, step: int, samples: int) -> Iterator[None]:
     """Dropout by a count of its calls, as the traced program has it, in place of dropout by a generator.
 
-    A call is known by a number drawn from torch's generator, because checkpointing, which runs a part of the forward again, sets the generator back: the same call draws the same number."""
+    A call is known by a number drawn from torch's generator, because checkpointing, which runs a part of the forward
+    again, sets the generator back: the same call draws the same number."""
     plain = torch.dropout
     rng, calls = [mix(seed, step), 0], dict[int, int]()
 
@@ -51,7 +52,9 @@ class Eager:
     """By the first name of each parameter; those that have none are missing."""
 
 
-def forward_and_backward(model: nn.Module, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int, step: int, samples: int) -> Eager:
+def forward_and_backward(
+    model: nn.Module, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int, step: int, samples: int
+) -> Eager:
     """Gradients stay in the parameters, too."""
     model.zero_grad(set_to_none=True)
     with eagerly(model, loss), counted_dropout(seed, step, samples), torch.enable_grad():

@@ -1,11 +1,12 @@
-"""Operators with side effects, as ahead-of-time autograd writes them: `with_effects(token, operator, ...)`, with tokens that order them.
+"""Operators with side effects, as ahead-of-time autograd writes them: `with_effects(token, operator, ...)`, with tokens
+that order them.
 
-What `torch.linalg` checks, whether its matrices could be solved, is such an effect: it only raises. It becomes a value that
-passes through the check, so that the check goes wherever the value is computed.
+What `torch.linalg` checks, whether its matrices could be solved, is such an effect: it only raises. It becomes a value
+that passes through the check, so that the check goes wherever the value is computed.
 
-Private API, kept in this file, tried on torch 2.11 and 2.13: the form of these nodes, `aten._linalg_check_errors`, and the register of
-effects, which has that operator since 2.13. Before, autograd drops it, and the program goes on with what could not be computed.
-"""
+Private API, kept in this file, tried on torch 2.11 and 2.13: the form of these nodes, `aten._linalg_check_errors`, and
+the register of effects, which has that operator since 2.13. Before, autograd drops it, and the program goes on with
+what could not be computed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ if effects._get_effect(_CHECK) is None:
     effects._register_effectful_op(_CHECK, EffectType.ORDERED)
 
 
-@torch.library.custom_op("piper::checked", mutates_args=(), schema="(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor")
+@torch.library.custom_op(
+    "piper::checked", mutates_args=(), schema="(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor"
+)
 def checked(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool) -> torch.Tensor:
     """The value, if `info` says that it could be computed."""
     _CHECK(info, name, is_matrix=is_matrix)
@@ -38,7 +41,8 @@ def _(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool) -> to
 
 
 def without_effects(joint: fx.GraphModule) -> None:
-    """Makes values of checks, and takes out the tokens, which come first among what a graph takes and gives. Refuses other effects."""
+    """Makes values of checks, and takes out the tokens, which come first among what a graph takes and gives. Refuses
+    other effects."""
     graph = joint.graph
     found = [node for node in graph.nodes if node.target is torch.ops.higher_order.with_effects]
     if not found:
@@ -46,9 +50,15 @@ def without_effects(joint: fx.GraphModule) -> None:
     for node in found:
         if node.args[1] is not _CHECK:
             raise error(
-                "P0802", f"operator {node.args[1]} has side effects", line_of_operator(node), notes=[module_of(node)],
-                help="do it outside of the model: chunks run on several devices, and a step runs them once for every microbatch",
-            )  # fmt: skip
+                "P0802",
+                f"operator {node.args[1]} has side effects",
+                line_of_operator(node),
+                notes=[module_of(node)],
+                help=(
+                    "do it outside of the model: chunks run on several devices, and a step runs them once for every"
+                    " microbatch"
+                ),
+            )
         _pass_through(graph, node)
     (output,) = (node for node in graph.nodes if node.op == "output")
     tokens = {user for node in found for user in node.users if user.target is operator.getitem and user.args[1] == 0}
@@ -71,6 +81,8 @@ def _pass_through(graph: fx.Graph, check: fx.Node) -> None:
     places = {node: i for i, node in enumerate(graph.nodes)}
     for value in together:
         with graph.inserting_after(max(value, info, key=lambda node: places[node])):
-            new = graph.call_function(torch.ops.piper.checked.default, (value, info, name, bool(check.kwargs.get("is_matrix", False))))
+            new = graph.call_function(
+                torch.ops.piper.checked.default, (value, info, name, bool(check.kwargs.get("is_matrix", False)))
+            )
         new.meta = {**check.meta, "val": value.meta["val"]}
         value.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""What a style divides: the features of weights, found from the operators that read them, and the places of all values, in the order to try them."""
+"""What a style divides: the features of weights, found from the operators that read them, and the places of all values,
+in the order to try them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ PerAxis: TypeAlias = tuple[Place, ...]
 aten = torch.ops.aten
 _ATTEMPTS = 16
 _KINDS = {"weight": "a weight", "batch": "a tensor of the batch", "rng": "the random state", "input": "an input"}
-_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten._to_copy.default, aten.to.dtype}
+_SAME = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten._to_copy.default,
+    aten.to.dtype,
+}
 _PRODUCTS = {aten.mm.default, aten.matmul.default, aten.bmm.default}
 
 
@@ -63,7 +71,11 @@ def _read(node: fx.Node) -> list[tuple[Any, Features]]:
         return [(arguments[2], (1, 0)), (arguments[0], (-1, None))]
     if node.target in _PRODUCTS and arguments[1].meta["val"].dim() > 1:
         return [(arguments[1], (-1, -2))]
-    if node.target is aten.add.Tensor and isinstance(arguments[0], fx.Node) and arguments[0].target in _PRODUCTS | {aten.einsum.default}:
+    if (
+        node.target is aten.add.Tensor
+        and isinstance(arguments[0], fx.Node)
+        and arguments[0].target in _PRODUCTS | {aten.einsum.default}
+    ):
         return [(arguments[1], (-1, None))]  # a bias that is no argument of the product
     if node.target is aten.embedding.default:
         return [(arguments[0], (1, None))]
@@ -110,20 +122,34 @@ def _weight(node: Any) -> tuple[fx.Node | None, list[int]]:
 
 
 def candidates(
-    values: Mapping[Slot, torch.Tensor], features: Mapping[Slot, Features], divides: Sequence[Divide], arriving: Mapping[Slot, PerAxis], rows: Collection[Slot] = ()
+    values: Mapping[Slot, torch.Tensor],
+    features: Mapping[Slot, Features],
+    divides: Sequence[Divide],
+    arriving: Mapping[Slot, PerAxis],
+    rows: Collection[Slot] = (),
 ) -> tuple[list[dict[Slot, PerAxis]], int]:
-    """What to try, in order, and the number of the one that the styles ask for, whose failure is the one to report. `rows`: inputs whose rows go where their experts are."""
+    """What to try, in order, and the number of the one that the styles ask for, whose failure is the one to report.
+    `rows`: inputs whose rows go where their experts are."""
     experts = [_experts(values) if divide.style == "experts" else 0 for divide in divides]
     choices: dict[Slot, list[PerAxis]] = {}
     asked: dict[Slot, PerAxis] = {}
     for slot, value in values.items():
         if slot[0] == "grad_output":
             continue  # follows the output
-        per_axis = [[0] if divide.style == "experts" and slot in rows else _choices(slot, value, divide, features.get(slot, (None, None)), e) for divide, e in zip(divides, experts, strict=True)]
+        per_axis = [
+            (
+                [0]
+                if divide.style == "experts" and slot in rows
+                else _choices(slot, value, divide, features.get(slot, (None, None)), e)
+            )
+            for divide, e in zip(divides, experts, strict=True)
+        ]
         options = list(itertools.product(*per_axis))
         asked[slot] = options[0]
         choices[slot] = list(dict.fromkeys([arriving[slot], *options] if slot in arriving else options))
-    combinations = (dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values()))
+    combinations = (
+        dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())
+    )
     first, *others = itertools.islice(combinations, _ATTEMPTS)
     found = [first, *([asked] if asked != first else []), *(other for other in others if other != asked)]
     return found, found.index(asked)
@@ -133,8 +159,14 @@ def _experts(values: Mapping[Slot, torch.Tensor]) -> int:
     found = {value.shape[0] for (kind, _), value in values.items() if kind == "weight" and value.dim() >= 3}
     if len(found) != 1:
         if not found:
-            raise Unfit("no weight of it has three or more dimensions, the first of them the experts", help="without experts, say how to divide: `with style=columns`, `rows` or `sequence`")
-        raise Unfit(f"the first dimension of weights of three or more dimensions is the number of experts, but there are {sorted(found)}")
+            raise Unfit(
+                "no weight of it has three or more dimensions, the first of them the experts",
+                help="without experts, say how to divide: `with style=columns`, `rows` or `sequence`",
+            )
+        raise Unfit(
+            "the first dimension of weights of three or more dimensions is the number of experts, but there are"
+            f" {sorted(found)}"
+        )
     return found.pop()
 
 
@@ -144,7 +176,11 @@ def _choices(slot: Slot, value: torch.Tensor, divide: Divide, features: Features
     if divide.size == 1:
         return [WHOLE]
     if kind == "weight":
-        dim = {"columns": features[0], "rows": features[1], "experts": 0 if value.dim() and value.shape[0] == experts else None}.get(divide.style)
+        dim = {
+            "columns": features[0],
+            "rows": features[1],
+            "experts": 0 if value.dim() and value.shape[0] == experts else None,
+        }.get(divide.style)
         return [WHOLE if dim is None else dim]
     wanted: list[int] = []
     if divide.style == "experts" and kind == "input":
@@ -163,7 +199,11 @@ def check(places: Mapping[Slot, PerAxis], values: Mapping[Slot, torch.Tensor], d
         for dim in {place for place in chosen if isinstance(place, int)}:
             times = math.prod(divide.size for place, divide in zip(chosen, divides, strict=True) if place == dim)
             if shape[dim] % times:
-                raise Unfit(f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is no multiple of {times}", slot, f"divide it among a number of devices that divides {shape[dim]}, or {_APART}")
+                raise Unfit(
+                    f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is no multiple of {times}",
+                    slot,
+                    f"divide it among a number of devices that divides {shape[dim]}, or {_APART}",
+                )
     for axis, divide in enumerate(divides):
         if divide.style == "sequence" and divide.size > 1 and all(chosen[axis] == WHOLE for chosen in places.values()):
             raise Unfit(f"nothing that it reads has a second dimension that is a multiple of {divide.size}")
@@ -181,20 +221,28 @@ def part_shape(shape: Sequence[int], places: PerAxis, divides: Sequence[Divide])
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-def refusal(problem: Unfit, divides: Sequence[Divide], nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule) -> PiperError:
+def refusal(
+    problem: Unfit, divides: Sequence[Divide], nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule
+) -> PiperError:
     """The diagnostic for it, but for which chunk and which line; `nodes` are the placeholders of the joint graph."""
     how = " and ".join(f"over {divide.axis} with style={divide.style}" for divide in divides)
     return error(
-        "P0411", f"the chunk cannot be divided {how}", notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
+        "P0411",
+        f"the chunk cannot be divided {how}",
+        notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
         help=problem.help,
-    )  # fmt: skip
+    )
 
 
 def _blamed(problem: Unfit, nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule) -> fx.Node | None:
     """The operator to blame: of a value its first reader, and of the whole chunk its first one."""
     if isinstance(problem.at, fx.Node):
         return problem.at
-    readers = nodes[problem.at].users if problem.at is not None else [node for node in joint.graph.nodes if node.op == "call_function"]
+    readers = (
+        nodes[problem.at].users
+        if problem.at is not None
+        else [node for node in joint.graph.nodes if node.op == "call_function"]
+    )
     return next(iter(readers), None)
 
 
@@ -211,4 +259,6 @@ def _where(node: fx.Node | None) -> list[str]:
 
 def operator_name(node: fx.Node | None) -> str:
     schema = getattr(getattr(node, "target", None), "_schema", None)
-    return str(schema.name).removeprefix("aten::") if schema is not None else str(getattr(node, "target", "an operator"))
+    return (
+        str(schema.name).removeprefix("aten::") if schema is not None else str(getattr(node, "target", "an operator"))
+    )

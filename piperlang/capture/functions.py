@@ -1,12 +1,12 @@
 """Custom `torch.autograd.Function`s: the backward that the user wrote is kept.
 
-torch.export looks through `Function.apply` and sees only the operators of its forward; differentiating those drops the user's backward. So while a
-model is traced every call of `apply` becomes one opaque operator, and afterwards a node that calls the Function itself. Ahead-of-time autograd then runs
-forward and backward of the Function as they were written, and the graphs of a chunk hold plain operators again.
+torch.export looks through `Function.apply` and sees only the operators of its forward; differentiating those drops the
+user's backward. So while a model is traced every call of `apply` becomes one opaque operator, and afterwards a node
+that calls the Function itself. Ahead-of-time autograd then runs forward and backward of the Function as they were
+written, and the graphs of a chunk hold plain operators again.
 
-Private API, kept in this file: `torch.autograd.function._SingleLevelFunction` (tried on torch 2.11 and 2.13). It is where every `apply` ends up, also one that
-was bound to a name (`scale = Scale.apply`) long before the trace.
-"""
+Private API, kept in this file: `torch.autograd.function._SingleLevelFunction` (tried on torch 2.11 and 2.13). It is
+where every `apply` ends up, also one that was bound to a name (`scale = Scale.apply`) long before the trace."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def _apply(function: type, *arguments: Any) -> Any:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """While open, calls of autograd Functions become `piper::apply_function` operators; their numbers index the list."""
+    """While open, calls of autograd Functions become `piper::apply_function` operators; their numbers index the
+    list."""
     calls: list[Call] = []
     _open.append(calls)
     _SingleLevelFunction.apply = classmethod(_record)  # type: ignore[attr-defined]
@@ -92,13 +93,19 @@ def recorded() -> Iterator[list[Call]]:
 def _record(function: type, *arguments: Any) -> Any:
     if function is CheckpointFunction:
         return _checkpointed(*arguments)
-    if function.__module__.startswith("torch."):  # torch's own: inside a custom operator, which is traced as one, or without a gradient
+    if function.__module__.startswith(
+        "torch."
+    ):  # torch's own: inside a custom operator, which is traced as one, or without a gradient
         return _apply(function, *arguments)
     flat, layout = pytree.tree_flatten(arguments)
     tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     other = next((leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
     if other is not None:
-        raise _refused(function, f"is given a {type(other).__name__}", "pass it tensors and numbers only, and what it needs of other objects as arguments of their own")
+        raise _refused(
+            function,
+            f"is given a {type(other).__name__}",
+            "pass it tensors and numbers only, and what it needs of other objects as arguments of their own",
+        )
     call = Call(function, layout, [_HOLE if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
     _open[-1].append(call)
     results = iter(torch.ops.piper.apply_function(tensors, len(_open[-1]) - 1))
@@ -106,7 +113,8 @@ def _record(function: type, *arguments: Any) -> Any:
 
 
 def _checkpointed(run: Any, preserve: bool, *arguments: Any) -> Any:
-    """Reentrant checkpointing: what it recomputes is a matter of memory, but without an input that requires gradients, nothing inside gets any."""
+    """Reentrant checkpointing: what it recomputes is a matter of memory, but without an input that requires gradients,
+    nothing inside gets any."""
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in arguments):
         return run(*arguments)
     with torch.no_grad():
@@ -124,7 +132,10 @@ def _shapes(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
     given = iter(tensors)
     versions = [tensor._version for tensor in tensors]
     with torch.no_grad():
-        call.result = _apply(call.function, *pytree.tree_unflatten([next(given) if leaf is _HOLE else leaf for leaf in call.flat], call.arguments))
+        call.result = _apply(
+            call.function,
+            *pytree.tree_unflatten([next(given) if leaf is _HOLE else leaf for leaf in call.flat], call.arguments),
+        )
     if versions != [tensor._version for tensor in tensors]:
         raise _refused(call.function, "changes an argument in place", "return a new tensor instead")
     return [leaf.detach().clone() for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, torch.Tensor)]
@@ -136,14 +147,18 @@ def restore(graph: fx.Graph, calls: Sequence[Call]) -> None:
         tensors, number = node.args
         call, given = calls[number], iter(tensors)
         with graph.inserting_before(node):
-            applied = graph.call_function(Applied(call.function, call.arguments), tuple(next(given) if leaf is _HOLE else leaf for leaf in call.flat))
+            applied = graph.call_function(
+                Applied(call.function, call.arguments),
+                tuple(next(given) if leaf is _HOLE else leaf for leaf in call.flat),
+            )
         applied.meta = dict(node.meta)
         node.replace_all_uses_with(applied)
         graph.erase_node(node)
 
 
 def backward_graph(node: fx.Node, mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
-    """Of a call of a Function: from its tensors and the gradients of its outputs to the gradients of its tensors, None where there is none."""
+    """Of a call of a Function: from its tensors and the gradients of its outputs to the gradients of its tensors, None
+    where there is none."""
     tensors = [leaf.meta["val"] for leaf in node.args if isinstance(leaf, fx.Node)]
     results = list(pytree.tree_leaves(node.meta["val"]))
 
@@ -151,13 +166,25 @@ def backward_graph(node: fx.Node, mode: FakeTensorMode, table: Mapping[Any, Any]
         inputs = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in given[: len(tensors)]]
         rest = iter(inputs)
         outputs = node.target(*(next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in node.args))  # type: ignore[operator]
-        pairs = [(output, gradient) for output, gradient in zip(outputs, given[len(tensors) :], strict=True) if output.requires_grad]
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, given[len(tensors) :], strict=True)
+            if output.requires_grad
+        ]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        found = iter(torch.autograd.grad([output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True) if pairs else [None] * len(wanted))
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
+            )
+            if pairs
+            else [None] * len(wanted)
+        )
         return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
     with differentiating(node), mode, torch.enable_grad():
-        graph: fx.Graph = make_fx(run, decomposition_table=dict(table))(*tensors, *(torch.empty_like(result) for result in results)).graph
+        graph: fx.Graph = make_fx(run, decomposition_table=dict(table))(
+            *tensors, *(torch.empty_like(result) for result in results)
+        ).graph
     return graph
 
 
@@ -174,10 +201,12 @@ def refuse_backward_state(graph: fx.Graph, mode: FakeTensorMode) -> None:
         evolving = {name for name, print in snapshot_of(function).items() if print != before.get(name)}
         if evolving:
             raise error(
-                "P0808", f"{min(evolving)} changes every time the backward of `{function.__qualname__}` runs", _line_of_class(function),
+                "P0808",
+                f"{min(evolving)} changes every time the backward of `{function.__qualname__}` runs",
+                _line_of_class(function),
                 notes=["the traced program would keep the value it had in the first step"],
                 help="pass it to `apply` as a tensor: a registered buffer, or a tensor that comes with the batch",
-            )  # fmt: skip
+            )
 
 
 def identity(target: object) -> object:
@@ -186,7 +215,13 @@ def identity(target: object) -> object:
 
 
 def _refused(function: type, what: str, help: str) -> PiperError:
-    return error("P0809", f"autograd function `{function.__qualname__}` {what}", _line_of_class(function), notes=["it cannot be traced with the backward that it defines"], help=help)
+    return error(
+        "P0809",
+        f"autograd function `{function.__qualname__}` {what}",
+        _line_of_class(function),
+        notes=["it cannot be traced with the backward that it defines"],
+        help=help,
+    )
 
 
 def _line_of_class(function: type) -> Span | None:

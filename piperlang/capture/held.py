@@ -1,8 +1,8 @@
 """Models that the user's code keeps hold of: they are left as they were, and not used by mistake.
 
-`model()` may return an object that the file keeps (`NET = Net()` at its top, a list that it is appended to). Devices train their own parts of the weights, so code
-that goes on with the kept object (labels from the current weights in `data`, clamping in `on_step`) would work with other weights than those that are trained.
-"""
+`model()` may return an object that the file keeps (`NET = Net()` at its top, a list that it is appended to). Devices
+train their own parts of the weights, so code that goes on with the kept object (labels from the current weights in
+`data`, clamping in `on_step`) would work with other weights than those that are trained."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def refuse_use() -> None:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, _Untrained | _Frozen):
-                    module._parameters[name] = _Untrained(torch.empty(0)) if parameter.requires_grad else _Frozen(parameter.detach(), False)
+                    module._parameters[name] = (
+                        _Untrained(torch.empty(0)) if parameter.requires_grad else _Frozen(parameter.detach(), False)
+                    )
 
 
 class _Untrained(nn.Parameter):
@@ -71,6 +73,14 @@ class _Frozen(nn.Parameter):
 
 def _refused() -> PiperError:
     return error(
-        "P0808", "this code uses a model that is not the one that is trained", here(), notes=["devices train copies of what `model` returns; the object that is kept here has the weights of the start"],
-        help="compute what depends on the current weights in the model's forward or in the loss; read trained weights from weights.pt of the run folder",
-    )  # fmt: skip
+        "P0808",
+        "this code uses a model that is not the one that is trained",
+        here(),
+        notes=[
+            "devices train copies of what `model` returns; the object that is kept here has the weights of the start"
+        ],
+        help=(
+            "compute what depends on the current weights in the model's forward or in the loss; read trained weights"
+            " from weights.pt of the run folder"
+        ),
+    )

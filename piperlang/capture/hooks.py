@@ -1,7 +1,8 @@
-"""What model code does to gradients behind the program's back: hooks, and backwards of its own. The traced program has no place for them, so they are refused.
+"""What model code does to gradients behind the program's back: hooks, and backwards of its own. The traced program has
+no place for them, so they are refused.
 
-Private API, kept in this file: the dicts in which torch keeps hooks of modules and tensors (tried on torch 2.11 and 2.13).
-"""
+Private API, kept in this file: the dicts in which torch keeps hooks of modules and tensors (tried on torch 2.11 and
+2.13)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from torch.nn.modules import module as module_globals
 from piperlang.capture.where import here, line_of_function
 from piperlang.diagnostics import PiperError, error
 
-_REPAIR = "write it as a torch.autograd.Function whose backward does the same; to clip gradients by their norm, set `max_norm` in the model file"
+_REPAIR = (
+    "write it as a torch.autograd.Function whose backward does the same; to clip gradients by their norm, set"
+    " `max_norm` in the model file"
+)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -28,7 +32,10 @@ def refuse_hooks(model: nn.Module) -> None:
     for hook in (*module_globals._global_backward_hooks.values(), *module_globals._global_backward_pre_hooks.values()):
         raise _refused(hook, "a backward hook is registered for all modules")
     for name, parameter in model.named_parameters():
-        for hook in (*(parameter._backward_hooks or {}).values(), *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        for hook in (
+            *(parameter._backward_hooks or {}).values(),
+            *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values(),
+        ):
             raise _refused(hook, f"parameter {name} has a gradient hook")
 
 
@@ -69,18 +76,37 @@ def _no_saved_tensors_hooks(self: saved_tensors_hooks) -> None:
 
 def _no_inference_mode(self: torch.inference_mode) -> None:
     if self.mode:
-        raise error("P0810", "the model runs a part in inference mode", here(), "torch.inference_mode", help="use torch.no_grad(): the values it gives may be used in training")
+        raise error(
+            "P0810",
+            "the model runs a part in inference mode",
+            here(),
+            "torch.inference_mode",
+            help="use torch.no_grad(): the values it gives may be used in training",
+        )
     _enter_inference(self)
 
 
 def _no_backward(*_: Any, **__: Any) -> Any:
     raise error(
-        "P0810", "the model computes gradients inside its forward", here(), notes=["a traced program is differentiated as a whole, and derivatives of derivatives are not captured"],
-        help="write the derivative out as a formula in the forward, or as a torch.autograd.Function; add a second loss to the loss that is returned",
-    )  # fmt: skip
+        "P0810",
+        "the model computes gradients inside its forward",
+        here(),
+        notes=["a traced program is differentiated as a whole, and derivatives of derivatives are not captured"],
+        help=(
+            "write the derivative out as a formula in the forward, or as a torch.autograd.Function; add a second loss"
+            " to the loss that is returned"
+        ),
+    )
 
 
 def _refused(hook: Callable[..., Any], what: str, at_call: bool = False) -> PiperError:
     name = getattr(hook, "__qualname__", type(hook).__name__)
     span = here() if at_call else line_of_function(hook)
-    return error("P0810", what, span, f"hook `{name}`", notes=["gradients are computed by the traced program, which does not call hooks"], help=_REPAIR)
+    return error(
+        "P0810",
+        what,
+        span,
+        f"hook `{name}`",
+        notes=["gradients are computed by the traced program, which does not call hooks"],
+        help=_REPAIR,
+    )

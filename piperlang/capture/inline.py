@@ -1,5 +1,5 @@
-"""Tidying what export gives: regions without gradients (`with torch.no_grad()`), which it keeps as calls of submodules, become
-part of the graph, and what nobody reads goes."""
+"""Tidying what export gives: regions without gradients (`with torch.no_grad()`), which it keeps as calls of submodules,
+become part of the graph, and what nobody reads goes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def drop_unread(graph: fx.Graph) -> None:
             continue
         schema = getattr(node.target, "_schema", None)
         check = node.target is torch.ops.aten._assert_tensor_metadata.default
-        if check or node.target is operator.getitem or (schema is not None and schema.returns and not schema.is_mutable):
+        if (
+            check
+            or node.target is operator.getitem
+            or (schema is not None and schema.returns and not schema.is_mutable)
+        ):
             graph.erase_node(node)
 
 

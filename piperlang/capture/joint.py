@@ -22,15 +22,20 @@ from piperlang.ir.model import Slot
 def sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
     """What a chunk reads: slot, node of the traced graph, and whether it learns."""
     nodes = {node.name: node for node in traced.graph.nodes}
-    found: list[tuple[Slot, fx.Node, bool]] = [(("weight", i), nodes[p], traced.weights[p].name in traced.trained) for i, p in enumerate(chunk.weights)]
+    found: list[tuple[Slot, fx.Node, bool]] = [
+        (("weight", i), nodes[p], traced.weights[p].name in traced.trained) for i, p in enumerate(chunk.weights)
+    ]
     found += [(("batch", i), nodes[p], False) for i, p in enumerate(chunk.batch)]
     found += [(("rng", 0), nodes[PLACE], False)] if chunk.random else []
     return found + [(("input", i), nodes[v.name], v.differentiable) for i, v in enumerate(chunk.inputs)]
 
 
 def _stand_in(slot: Slot, value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor for tracing. What crosses between chunks, forward and backward, is contiguous: both sides count on it."""
-    return torch.empty_like(value, memory_format=torch.contiguous_format if slot[0] == "input" else torch.preserve_format)
+    """A fake tensor for tracing. What crosses between chunks, forward and backward, is contiguous: both sides count on
+    it."""
+    return torch.empty_like(
+        value, memory_format=torch.contiguous_format if slot[0] == "input" else torch.preserve_format
+    )
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
@@ -48,11 +53,17 @@ class Joint:
         self.operators = self._operators()
         self.module = self._trace()
         given = [slot for slot, _, _ in self.sources]
-        gradients = [("grad_output", i) for i, value in enumerate(chunk.outputs) if value.differentiable] if self.learns else []
+        gradients = (
+            [("grad_output", i) for i, value in enumerate(chunk.outputs) if value.differentiable] if self.learns else []
+        )
         self.takes: list[Slot] = [*given, *gradients]
-        slots = [("output", i) for i in range(len(chunk.outputs))] + [(f"grad_{kind}", i) for kind, i in given if self.learns]
+        slots = [("output", i) for i in range(len(chunk.outputs))] + [
+            (f"grad_{kind}", i) for kind, i in given if self.learns
+        ]
         (output,) = (node for node in self.module.graph.nodes if node.op == "output")
-        self.gives: list[Slot | None] = [slot if isinstance(node, fx.Node) else None for slot, node in zip(slots, output.args[0], strict=False)]
+        self.gives: list[Slot | None] = [
+            slot if isinstance(node, fx.Node) else None for slot, node in zip(slots, output.args[0], strict=False)
+        ]
         """None where there is no gradient; a chunk in which nothing that learns is reached gives outputs alone."""
 
     def _value(self, slot: Slot, node: fx.Node) -> torch.Tensor:
@@ -65,7 +76,9 @@ class Joint:
     def _trace(self) -> fx.GraphModule:
         # What is known of each operator, its module above all, is carried over into the joint graph for messages.
         with differentiating(), self.traced.mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
-            fakes = [_stand_in(slot, self._value(slot, node)).requires_grad_(learns) for slot, node, learns in self.sources]
+            fakes = [
+                _stand_in(slot, self._value(slot, node)).requires_grad_(learns) for slot, node, learns in self.sources
+            ]
             joint = aot_export_joint_simple(self._run, tuple(fakes), trace_joint=self.learns)
         assert isinstance(joint, fx.GraphModule)
         without_effects(joint)
@@ -73,7 +86,8 @@ class Joint:
         return joint
 
     def _run(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The chunk's operators. What crosses to another chunk is contiguous, and a tensor of its own: no view, nothing that the chunk was given."""
+        """The chunk's operators. What crosses to another chunk is contiguous, and a tensor of its own: no view, nothing
+        that the chunk was given."""
         seen = {_storage(tensor) for tensor in given}
         found = []
         for result in self.operators.run(*given, enable_io_processing=False):

@@ -1,11 +1,10 @@
 """Which elements a dropout keeps, as one operator.
 
-One operator rather than the dozen that compute it, because only so can a divided chunk say which part of the whole tensor a device
-has: the mask hashes positions in the undivided tensor, so it is the same however the tensor is divided.
+One operator rather than the dozen that compute it, because only so can a divided chunk say which part of the whole
+tensor a device has: the mask hashes positions in the undivided tensor, so it is the same however the tensor is divided.
 
-`rng` is an int64 tensor of [seed and step mixed, number of the first sample here, coordinate of this device along the chunk's first
-shard axis, along its second, ...]; a chunk that is not divided reads only the first two.
-"""
+`rng` is an int64 tensor of [seed and step mixed, number of the first sample here, coordinate of this device along the
+chunk's first shard axis, along its second, ...]; a chunk that is not divided reads only the first two."""
 
 from __future__ import annotations
 
@@ -18,18 +17,26 @@ _SCHEMA = "(Tensor like, Tensor rng, int operator, float p, int samples, int[] d
 
 
 @torch.library.custom_op("piper::keep", mutates_args=(), schema=_SCHEMA)
-def keep(like: torch.Tensor, rng: torch.Tensor, operator: int, p: float, samples: int, divided: Sequence[int] = ()) -> torch.Tensor:
-    """True where an element of `like` stays. `divided`: (dim, index into `rng` of the coordinate, size of the axis), flattened; outer axes first."""
+def keep(
+    like: torch.Tensor, rng: torch.Tensor, operator: int, p: float, samples: int, divided: Sequence[int] = ()
+) -> torch.Tensor:
+    """True where an element of `like` stays. `divided`: (dim, index into `rng` of the coordinate, size of the axis),
+    flattened; outer axes first."""
     return uniform(like, rng, operator, samples, divided) >= p
 
 
 @keep.register_fake
-def _(like: torch.Tensor, rng: torch.Tensor, operator: int, p: float, samples: int, divided: Sequence[int] = ()) -> torch.Tensor:
+def _(
+    like: torch.Tensor, rng: torch.Tensor, operator: int, p: float, samples: int, divided: Sequence[int] = ()
+) -> torch.Tensor:
     return torch.empty(like.shape, dtype=torch.bool, device=like.device)
 
 
-def uniform(like: torch.Tensor, rng: torch.Tensor, operator: int, samples: int, divided: Sequence[int] = ()) -> torch.Tensor:
-    """Uniform numbers in [0, 1) of the shape of `like`, the device's part of a tensor whose first dimension goes through the samples."""
+def uniform(
+    like: torch.Tensor, rng: torch.Tensor, operator: int, samples: int, divided: Sequence[int] = ()
+) -> torch.Tensor:
+    """Uniform numbers in [0, 1) of the shape of `like`, the device's part of a tensor whose first dimension goes
+    through the samples."""
     at, numel = _positions(like, rng, divided)
     x = (at + rng[1] * (numel // samples)) * -7046029254386353131 + (rng[0] + signed(operator * 6364136223846793005))
     for multiplier in (-4658895280553007687, -7723592293110705685, 2862933555777941757):

@@ -1,7 +1,8 @@
 """Which values of a program receive a gradient, as autograd says when it sees the program run on fake tensors.
 
-That a value is floating and made from others that require gradients does not say it: zeros in the shape of an activation do not, and what the loss
-does not depend on receives none, whatever it is made from. A parameter that receives none is not trained: in plain PyTorch its gradient is None, and no optimizer touches it.
+That a value is floating and made from others that require gradients does not say it: zeros in the shape of an
+activation do not, and what the loss does not depend on receives none, whatever it is made from. A parameter that
+receives none is not trained: in plain PyTorch its gradient is None, and no optimizer touches it.
 
 Autograd's graph is walked, not run: some second derivatives crash on fake tensors (torch 2.13).
 """
@@ -19,11 +20,15 @@ from torch.utils import _pytree as pytree
 
 
 def learning(graph: fx.Graph, root: fx.GraphModule, mode: FakeTensorMode, requiring: Collection[str]) -> set[fx.Node]:
-    """`requiring`: placeholders of parameters that require gradients. Those among them that receive one are in the result."""
+    """`requiring`: placeholders of parameters that require gradients. Those among them that receive one are in the
+    result."""
     places = [node for node in graph.nodes if node.op == "placeholder"]
     watched = _Watched(root, graph)
     with mode, torch.enable_grad():
-        given = [torch.empty_like(node.meta["val"]).requires_grad_() if node.name in requiring else node.meta["val"] for node in places]
+        given = [
+            torch.empty_like(node.meta["val"]).requires_grad_() if node.name in requiring else node.meta["val"]
+            for node in places
+        ]
         loss, *_ = watched.run(*given, enable_io_processing=False)
     reached = _behind(loss) if loss.requires_grad else set()
     return {node for node, edges in watched.edges.items() if not reached.isdisjoint(edges)}
@@ -42,7 +47,11 @@ class _Watched(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        self.edges[n] = [_edge(value) for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor) and value.requires_grad]
+        self.edges[n] = [
+            _edge(value)
+            for value in pytree.tree_leaves(result)
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
         return result
 
 

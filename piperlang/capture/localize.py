@@ -1,13 +1,12 @@
 """A chunk's joint graph as one device of a divided chunk runs it: expert and tensor parallelism.
 
-The joint graph is traced again on DTensors, whose rules know how each operator follows its inputs' division; what comes out is a
-plain graph at local shapes. A division that needs communication inside the chunk is refused: communication is between chunks, where
-a schedule sees it. So is one in which devices would run different graphs, because a device cuts its part out of a whole value:
-the graph is traced for the first device and for the last one, and both must be equal.
+The joint graph is traced again on DTensors, whose rules know how each operator follows its inputs' division; what comes
+out is a plain graph at local shapes. A division that needs communication inside the chunk is refused: communication is
+between chunks, where a schedule sees it. So is one in which devices would run different graphs, because a device cuts
+its part out of a whole value: the graph is traced for the first device and for the last one, and both must be equal.
 
-Private API, kept in this file: `torch.testing._internal.distributed.fake_pg.FakeStore` and `torch.fx.experimental.proxy_tensor.make_fx`
-(tried on torch 2.11 and 2.13).
-"""
+Private API, kept in this file: `torch.testing._internal.distributed.fake_pg.FakeStore` and
+`torch.fx.experimental.proxy_tensor.make_fx` (tried on torch 2.11 and 2.13)."""
 
 from __future__ import annotations
 
@@ -40,7 +39,11 @@ _COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functio
 _COORDINATES = 2
 """Where the device's coordinates begin in `rng`."""
 aten = torch.ops.aten
-_ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
 """Operators, with their backward ones and those for CPUs, that treat samples (dim 0) and heads (dim 1) each alone."""
 _MASKS = ("attn_mask", "attn_bias")
 _COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
@@ -70,11 +73,12 @@ def localize(
     before: Mapping[Slot, PerAxis] | None = None,
     tried: Tried | None = None,
 ) -> Local:
-    """Divide a joint graph with the first places that need no communication: as the inputs arrive if that works, else as the styles ask.
+    """Divide a joint graph with the first places that need no communication: as the inputs arrive if that works, else
+    as the styles ask.
 
-    `rows`: inputs of which each device gets the rows that chose its experts; here they are as if their first dimension were divided.
-    `before`: the places that were found for another number of samples. They are tried first, which is quick.
-    `tried`: what has come of the same graph and axes, however its inputs arrived."""
+    `rows`: inputs of which each device gets the rows that chose its experts; here they are as if their first dimension
+    were divided. `before`: the places that were found for another number of samples. They are tried first, which is
+    quick. `tried`: what has come of the same graph and axes, however its inputs arrived."""
     nodes = dict(zip(takes, (node for node in joint.graph.nodes if node.op == "placeholder"), strict=True))
     values = {slot: node.meta["val"] for slot, node in nodes.items()}
     try:
@@ -106,13 +110,15 @@ _COLLECTIVES_LOGGER = logging.getLogger("torch.distributed.tensor._collective_ut
 
 
 def _is_about_this_job(record: logging.LogRecord) -> bool:
-    """False for the warning that DTensor replaces an all-to-all by an all-gather on CPU: tracing sends nothing, and jobs do not use DTensor."""
+    """False for the warning that DTensor replaces an all-to-all by an all-gather on CPU: tracing sends nothing, and
+    jobs do not use DTensor."""
     return "CPU process group does not support alltoall" not in record.getMessage()
 
 
 @contextmanager
 def _fake_group(divides: Sequence[Divide]) -> Iterator[None]:
-    """DTensor asks for a process group even where nothing is sent. Making one changes how Python shows exceptions; we change it back."""
+    """DTensor asks for a process group even where nothing is sent. Making one changes how Python shows exceptions; we
+    change it back."""
     hook = sys.excepthook
     dist.init_process_group("fake", rank=0, world_size=math.prod(divide.size for divide in divides), store=FakeStore())
     _COLLECTIVES_LOGGER.addFilter(_is_about_this_job)
@@ -127,7 +133,13 @@ def _fake_group(divides: Sequence[Divide]) -> Iterator[None]:
 class _Localization:
     """A joint graph, to be tried with several choices of places."""
 
-    def __init__(self, joint: fx.GraphModule, values: Mapping[Slot, torch.Tensor], gives: Sequence[Slot | None], divides: Sequence[Divide]) -> None:
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        values: Mapping[Slot, torch.Tensor],
+        gives: Sequence[Slot | None],
+        divides: Sequence[Divide],
+    ) -> None:
         self.joint, self.values, self.gives, self.divides = joint, values, gives, divides
         (output,) = (node for node in joint.graph.nodes if node.op == "output")
         self.results: Sequence[fx.Node | None] = output.args[0]
@@ -138,13 +150,20 @@ class _Localization:
         self.meshes = [self._mesh(device, order) for order in (ranks, ranks.flip(0))]
 
     def _mesh(self, device: str, ranks: torch.Tensor) -> DeviceMesh:
-        return DeviceMesh(device, ranks.view([divide.size for divide in self.divides]), mesh_dim_names=tuple(divide.axis for divide in self.divides))
+        return DeviceMesh(
+            device,
+            ranks.view([divide.size for divide in self.divides]),
+            mesh_dim_names=tuple(divide.axis for divide in self.divides),
+        )
 
     def local(self, places: Mapping[Slot, PerAxis]) -> Local:
         check(places, {slot: self.values[slot] for slot in places}, self.divides)
         # A gradient of an output is divided as the output is: find that first.
         found = self._outputs(places)
-        incoming = {slot: tuple(WHOLE if place == SUM else place for place in found["output", slot[1]]) for slot in self._incoming}
+        incoming = {
+            slot: tuple(WHOLE if place == SUM else place for place in found["output", slot[1]])
+            for slot in self._incoming
+        }
         return self._divided({**places, **incoming})
 
     def again(self, places: Mapping[Slot, PerAxis]) -> Local:
@@ -171,26 +190,36 @@ class _Localization:
     def _forward(self, places: Mapping[Slot, PerAxis]) -> tuple[dict[Slot, PerAxis], list[Slot | None]]:
         """Places, and what is wanted, where only outputs are."""
         whole: PerAxis = (WHOLE,) * len(self.divides)
-        return {**places, **dict.fromkeys(self._incoming, whole)}, [slot if slot is not None and slot[0] == "output" else None for slot in self.gives]
+        return {**places, **dict.fromkeys(self._incoming, whole)}, [
+            slot if slot is not None and slot[0] == "output" else None for slot in self.gives
+        ]
 
     def _divided(self, places: Mapping[Slot, PerAxis]) -> Local:
         graph, found = self._everywhere(places, self.gives)
         for (kind, i), chosen in found.items():
             source = (kind.removeprefix("grad_"), i)
             if kind != "output" and not all(map(_fits, places[source], chosen)):
-                raise Unfit(f"the {source[0]} is {places[source]}, but its gradient is {chosen}", self.results[list(self.gives).index((kind, i))])
+                raise Unfit(
+                    f"the {source[0]} is {places[source]}, but its gradient is {chosen}",
+                    self.results[list(self.gives).index((kind, i))],
+                )
         return Local(graph, {**places, **found})
 
-    def _everywhere(self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None]) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
+    def _everywhere(
+        self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None]
+    ) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
         """The graph of every device, if they have one in common and it does not communicate."""
         graph, found = self._trace(places, gives, self.meshes[0])
         for node in graph.graph.nodes:
             if getattr(node.target, "namespace", "") in _COMMUNICATION:
                 origin = self._origin(node)
-                raise Unfit(f"{operator_name(origin)} needs communication between the devices: {operator_name(node)}", origin)
+                raise Unfit(
+                    f"{operator_name(origin)} needs communication between the devices: {operator_name(node)}", origin
+                )
         other, _ = self._trace(places, gives, self.meshes[1])
         if written(graph.graph) != written(other.graph):
-            # DTensor puts operators of its own into a graph where it needs a rule for the first time; it remembers rules.
+            # DTensor puts operators of its own into a graph where it needs a rule for the first time; it remembers
+            # rules.
             graph, found = self._trace(places, gives, self.meshes[0])
         for ours, theirs, node in itertools.zip_longest(written(graph.graph), written(other.graph), graph.graph.nodes):
             if ours != theirs:
@@ -204,7 +233,9 @@ class _Localization:
         origins = node.meta.get("from_node") or []
         return self.nodes.get(origins[-1].name) if origins else None
 
-    def _trace(self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None], mesh: DeviceMesh) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
+    def _trace(
+        self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None], mesh: DeviceMesh
+    ) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
         found: dict[Slot, PerAxis] = {}
 
         def run(*parts: torch.Tensor) -> list[torch.Tensor | None]:
@@ -231,13 +262,23 @@ class _Localization:
             yield
 
     def _run(
-        self, parts: Sequence[torch.Tensor], places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None], mesh: DeviceMesh
+        self,
+        parts: Sequence[torch.Tensor],
+        places: Mapping[Slot, PerAxis],
+        gives: Sequence[Slot | None],
+        mesh: DeviceMesh,
     ) -> list[tuple[torch.Tensor | None, PerAxis]]:
         """What a device has of what is wanted, and its places."""
-        values = [_divided(part, mesh, list(map(_placement, places[slot])), whole) for part, (slot, whole) in zip(parts, self.values.items(), strict=True)]
+        values = [
+            _divided(part, mesh, list(map(_placement, places[slot])), whole)
+            for part, (slot, whole) in zip(parts, self.values.items(), strict=True)
+        ]
         wanted = [node if slot is not None else None for slot, node in zip(gives, self.results, strict=True)]
         results = _Runner(self.joint, _needed(wanted), mesh).run(*values, enable_io_processing=False)
-        return [self._part(value, node) if node is not None else (None, ()) for node, value in zip(wanted, results, strict=True)]
+        return [
+            self._part(value, node) if node is not None else (None, ())
+            for node, value in zip(wanted, results, strict=True)
+        ]
 
     def _fakes(self, places: Mapping[Slot, PerAxis]) -> list[torch.Tensor]:
         return [self._fake(slot, places[slot]) for slot in self.values]
@@ -256,7 +297,11 @@ class _Localization:
                 part = part / divide.size
         places = tuple(place for place in map(_place, value.placements) if place is not None)
         if len(places) < len(self.divides) or list(part.shape) != part_shape(whole.shape, places, self.divides):
-            raise Unfit(f"the result of {operator_name(node)} is divided in a way that cannot leave a chunk: {value.placements}", node)
+            raise Unfit(
+                f"the result of {operator_name(node)} is divided in a way that cannot leave a chunk:"
+                f" {value.placements}",
+                node,
+            )
         return part.contiguous() if whole.is_contiguous() else part, places
 
 
@@ -296,8 +341,15 @@ class _Runner(fx.Interpreter):
         dims = [_place(placement) for placement in placements]
         if None in dims:
             raise ValueError("what it masks is not divided in even slices")
-        divided = [number for axis, dim in enumerate(dims) if isinstance(dim, int) for number in (dim, _COORDINATES + axis, self.mesh.size(axis))]
-        return _divided(keep(like.to_local(), rng.to_local(), *constants[:3], divided), self.mesh, placements, self.whole)
+        divided = [
+            number
+            for axis, dim in enumerate(dims)
+            if isinstance(dim, int)
+            for number in (dim, _COORDINATES + axis, self.mesh.size(axis))
+        ]
+        return _divided(
+            keep(like.to_local(), rng.to_local(), *constants[:3], divided), self.mesh, placements, self.whole
+        )
 
     def _routed(self, target: Any, args: tuple[Any, ...]) -> DTensor:
         """Rows that choose experts: our own operators, so our own rules."""
@@ -317,19 +369,29 @@ class _Runner(fx.Interpreter):
         return _divided(target(*local), self.mesh, placements, self.whole)
 
     def _attention(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Our own rule: DTensor has none for CPUs, leaves a mask that is a keyword argument as it is, and would cut one that is the same for all heads."""
+        """Our own rule: DTensor has none for CPUs, leaves a mask that is a keyword argument as it is, and would cut one
+        that is the same for all heads."""
         named = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
-        tensors = {name: value for name, value in named.items() if isinstance(value, DTensor) and value.dim() > 2 and name not in _MASKS}
+        tensors = {
+            name: value
+            for name, value in named.items()
+            if isinstance(value, DTensor) and value.dim() > 2 and name not in _MASKS
+        }
         placements = tensors["query"].placements
         alone = all(placement in (Replicate(), Shard(0), Shard(1)) for placement in placements)
         if not alone or any(tensor.placements != placements for tensor in tensors.values()):
             raise ValueError("its inputs are not all divided by samples or all by heads")
         if named.get("attn_bias") is not None and (named.get("grad_input_mask") or [False])[-1]:
             raise ValueError("its mask learns")
-        local = {name: self._mask(value, placements) if name in _MASKS else _local(value) for name, value in named.items()}
+        local = {
+            name: self._mask(value, placements) if name in _MASKS else _local(value) for name, value in named.items()
+        }
         results = target(*list(local.values())[: len(args)], **{name: local[name] for name in kwargs})
         whole: Sequence[Any] = self.whole
-        return tuple(_divided(part, self.mesh, placements, value) if isinstance(part, torch.Tensor) and part.dim() > 2 else part for part, value in zip(results, whole, strict=True))
+        return tuple(
+            _divided(part, self.mesh, placements, value) if isinstance(part, torch.Tensor) and part.dim() > 2 else part
+            for part, value in zip(results, whole, strict=True)
+        )
 
     def _mask(self, mask: Any, placements: Sequence[Placement]) -> Any:
         """The part of a mask for a part of samples or heads: all of it where it is the same for all of them."""
@@ -382,7 +444,8 @@ def _needed(targets: Iterable[fx.Node | None]) -> set[fx.Node]:
 
 
 def _drop_views(graph: fx.Graph) -> None:
-    """`from_local` begins with a view that changes nothing, and would be kept for the backward beside what it is a view of; and what nobody reads goes."""
+    """`from_local` begins with a view that changes nothing, and would be kept for the backward beside what it is a view
+    of; and what nobody reads goes."""
     for view in graph.find_nodes(op="call_function", target=aten.view.default):
         (source,) = view.all_input_nodes
         before, after = source.meta["val"], view.meta["val"]

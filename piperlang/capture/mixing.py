@@ -1,8 +1,8 @@
 """What values hold of the samples of a batch, and why some mix them.
 
-A value is free of the batch's data; or it goes along the samples, one dimension of it counting them; or it is mixed: a linear
-combination over all samples. What fits none of these is not made of what the parts of a divided batch make, and is refused.
-"""
+A value is free of the batch's data; or it goes along the samples, one dimension of it counting them; or it is mixed: a
+linear combination over all samples. What fits none of these is not made of what the parts of a divided batch make, and
+is refused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class Free:
     """It is a constant times this power of the batch's size; None: it changes with that size in another way."""
     zero: bool = False
     uniform: bool = True
-    """The same for every sample. What is not (`arange` over the batch) says where in the batch a sample stands, which is another place in a part of it."""
+    """The same for every sample. What is not (`arange` over the batch) says where in the batch a sample stands, which
+    is another place in a part of it."""
     place: int = 0
-    """It is this many times the number of the sample, and may be used to find that sample: `x[arange(len(x)), target]`."""
+    """It is this many times the number of the sample, and may be used to find that sample: `x[arange(len(x)),
+    target]`."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,16 @@ class Repair(StrEnum):
 
     WITHIN = "let it work within each sample: along another dimension than that of the samples"
     PER_SAMPLE = "take it within each sample, and the mean over the samples last"
-    BALANCE = "use the mean over the samples only as it is, or times a constant; compute a balancing loss per sequence, as DeepSeek-V3 does, and take its mean"
+    BALANCE = (
+        "use the mean over the samples only as it is, or times a constant; compute a balancing loss per sequence, as"
+        " DeepSeek-V3 does, and take its mean"
+    )
     NORM = "use a norm within each sample, such as LayerNorm or GroupNorm"
     RATIO = "divide by a constant, or by a number of each sample's own before the mean over the samples is taken"
-    SIZE = "take means over the samples; of the size of the batch use nothing but x.shape[0], as a number and not as a tensor"
+    SIZE = (
+        "take means over the samples; of the size of the batch use nothing but x.shape[0], as a number and not as a"
+        " tensor"
+    )
     MEAN = "take the mean over the samples: a constant added to a sum would be added once for every part"
     EACH = "treat every sample alike: the first sample of a part is not the first of the batch"
     PAIRS = "compare within a sample; a loss over pairs of samples needs the whole batch in one place"
@@ -143,10 +151,15 @@ class Call:
 
     def nonlinear(self, state: State) -> Mixing:
         """Anything but a linear operator on a mixed value, or on one that the batch's size has scaled."""
-        return Mixing(f"{self.shown} of a {state} over the samples", Repair.BALANCE) if isinstance(state, Mixed) else self.sized()
+        return (
+            Mixing(f"{self.shown} of a {state} over the samples", Repair.BALANCE)
+            if isinstance(state, Mixed)
+            else self.sized()
+        )
 
     def plain(self) -> list[Operand]:
-        """The operands with data, as operators want them that may do anything with a sample, and nothing with a combination of samples."""
+        """The operands with data, as operators want them that may do anything with a sample, and nothing with a
+        combination of samples."""
         for operand in self.data:
             if not isinstance(operand.state, Along) or operand.state.degree:
                 raise self.nonlinear(operand.state)
@@ -190,5 +203,6 @@ def power(small: Any, large: Any, times: int) -> int | None:
 
 
 def growing(small: torch.Tensor, large: torch.Tensor) -> list[int]:
-    """The dimensions that are longer in the large trace: they go through the samples. As text, because sizes that depend on data refuse to be compared."""
+    """The dimensions that are longer in the large trace: they go through the samples. As text, because sizes that
+    depend on data refuse to be compared."""
     return [i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if str(a) != str(b)]

@@ -32,8 +32,10 @@ REQUIRED = ("model", "loss", "data")
 OPTIONAL = ("optimizer", "lr_schedule", "validation", "on_step")
 MAX_NORM = "max_norm"
 BODIES = {
-    "model": "return MyModule()", "loss": "return torch.nn.functional.mse_loss(output, target)", "data": "yield input, target",
-}  # fmt: skip
+    "model": "return MyModule()",
+    "loss": "return torch.nn.functional.mse_loss(output, target)",
+    "data": "yield input, target",
+}
 """The shortest body of each function that must be there."""
 
 

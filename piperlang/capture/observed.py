@@ -18,7 +18,8 @@ from piperlang.diagnostics import error
 
 @dataclass
 class Seen:
-    """What a call of the model showed. An object of its own, because export takes back what a forward sets on a module."""
+    """What a call of the model showed. An object of its own, because export takes back what a forward sets on a
+    module."""
 
     watch: Watch = field(default_factory=Watch)
     set: dict[str, object] = field(default_factory=dict)
@@ -53,7 +54,9 @@ class Observed(nn.Module):
         refuse_loss(result, self.loss)
         self.seen.watch = Watch(before, snapshot(self.model, self.loss))
         self.seen.set = _changed(attributes, _attributes(self.model))
-        self.seen.reassigned = [path.lstrip(".") for path in self.seen.set if isinstance(attributes.get(path), torch.Tensor)]
+        self.seen.reassigned = [
+            path.lstrip(".") for path in self.seen.set if isinstance(attributes.get(path), torch.Tensor)
+        ]
         self.seen.replaced = [path for path, value in _parameters(self.model).items() if parameters.get(path) != value]
         self.seen.leaves = len(pytree.tree_leaves(result))
         # What buffers are now: an assignment to one inside a module is nothing that export notices.
@@ -93,11 +96,17 @@ def _parameters(model: nn.Module) -> dict[str, object]:
 
 def _attributes(model: nn.Module) -> dict[str, object]:
     standard = vars(nn.Module()).keys()
-    return {f"{path}.{name}": value for path, module in model.named_modules() for name, value in vars(module).items() if name not in standard}
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in standard
+    }
 
 
 def refuse_shared_storage(model: nn.Module, read: Mapping[str, torch.Tensor]) -> None:
-    """Tensors that lie in the memory of a parameter: an update of it would change the others. `read`: what the program reads besides parameters, by name.
+    """Tensors that lie in the memory of a parameter: an update of it would change the others. `read`: what the program
+    reads besides parameters, by name.
 
     Attributes that nobody reads do no harm: those of old parametrizations, which the forward sets anew."""
     owners = {value.untyped_storage()._cdata: (name, value) for name, value in reversed(list(model.named_parameters()))}
@@ -107,14 +116,23 @@ def refuse_shared_storage(model: nn.Module, read: Mapping[str, torch.Tensor]) ->
         owner, first = owners.get(value.untyped_storage()._cdata, ("", value))
         if first is not value and value.numel():
             raise error(
-                "P0803", f"parameter {owner} and {name} share their memory", line_of_function(type(model).__init__), notes=["an update of the parameter would change the other, too"],
-                help="compute what depends on a parameter in the forward, or `clone()` it once; tie whole weights by assigning the parameter itself",
-            )  # fmt: skip
+                "P0803",
+                f"parameter {owner} and {name} share their memory",
+                line_of_function(type(model).__init__),
+                notes=["an update of the parameter would change the other, too"],
+                help=(
+                    "compute what depends on a parameter in the forward, or `clone()` it once; tie whole weights by"
+                    " assigning the parameter itself"
+                ),
+            )
 
 
 def refuse_replaced(observed: Observed) -> None:
     if observed.seen.replaced:
         raise error(
-            "P0803", f"the forward replaces parameter {observed.seen.replaced[0]}", line_of_function(type(observed.model).forward),
-            notes=["the next step would train another tensor than the one that the optimizer has"], help="compute with a new tensor, and leave the parameter as it is",
-        )  # fmt: skip
+            "P0803",
+            f"the forward replaces parameter {observed.seen.replaced[0]}",
+            line_of_function(type(observed.model).forward),
+            notes=["the next step would train another tensor than the one that the optimizer has"],
+            help="compute with a new tensor, and leave the parameter as it is",
+        )

@@ -1,10 +1,11 @@
 """Prints of Python values: equal as long as a value, and everything that can be reached from it, has not changed.
 
-The garbage collector knows what an object refers to, whatever its type: a deque, a `functools.partial`, the locals of a generator. What it cannot tell is a
-position kept in C (of an iterator, of a random generator); those types are listed here.
+The garbage collector knows what an object refers to, whatever its type: a deque, a `functools.partial`, the locals of a
+generator. What it cannot tell is a position kept in C (of an iterator, of a random generator); those types are listed
+here.
 
-Private API, kept in this file: `torch.utils._python_dispatch._disable_current_modes` (tried on torch 2.11 and 2.13), `functools._lru_cache_wrapper` (Python 3.11 to 3.13).
-"""
+Private API, kept in this file: `torch.utils._python_dispatch._disable_current_modes` (tried on torch 2.11 and 2.13),
+`functools._lru_cache_wrapper` (Python 3.11 to 3.13)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from piperlang.capture.where import is_users, is_users_file
 
 BUDGET = 20_000
-"""Values looked at for one snapshot: what a program reads is small, and a data set that lies about is not looked through to its end."""
+"""Values looked at for one snapshot: what a program reads is small, and a data set that lies about is not looked
+through to its end."""
 DEEPEST = 60
 SAMPLED = 1 << 20
 """Bytes of an array from which on only some of its elements are looked at: globals are looked at before every step."""
@@ -55,7 +57,9 @@ class Prints:
             return "parameter"
         if isinstance(value, torch.Tensor):
             return ("tensor", str(value.dtype), tuple(value.shape))
-        if isinstance(value, _OPAQUE) or (isinstance(value, FunctionType | type | ModuleType) and not is_users_own(value)):
+        if isinstance(value, _OPAQUE) or (
+            isinstance(value, FunctionType | type | ModuleType) and not is_users_own(value)
+        ):
             return "opaque"
         if id(value) in self.known:
             return self.known[id(value)][1]
@@ -72,14 +76,20 @@ class Prints:
         for kind, look in _LOOKS.items():
             if isinstance(value, kind):
                 return (kind.__name__, look(self, value))
-        return (type(value).__qualname__, self._attributes(value), *self._position(value), *map(self.of, self._referents(value)))
+        return (
+            type(value).__qualname__,
+            self._attributes(value),
+            *self._position(value),
+            *map(self.of, self._referents(value)),
+        )
 
     def _attributes(self, value: Any) -> object:
         own = getattr(value, "__dict__", None)
         return self.items(own) if isinstance(own, dict) else ()
 
     def _referents(self, value: Any) -> Iterator[Any]:
-        """What the collector sees: values of attributes again where these are in no dict, elements, slots. Not the type."""
+        """What the collector sees: values of attributes again where these are in no dict, elements, slots. Not the
+        type."""
         own = getattr(value, "__dict__", None)
         shown = {id(item) for item in own.values()} if isinstance(own, dict) else set()
         for item in gc.get_referents(value):
@@ -97,14 +107,22 @@ class Prints:
 
     def items(self, value: Mapping[Any, Any]) -> object:
         some = islice(list(value.items()), max(self.left, 0))
-        return len(value), tuple((key if isinstance(key, _ATOMS) else self.of(key), self.of(item)) for key, item in some)
+        return len(value), tuple(
+            (key if isinstance(key, _ATOMS) else self.of(key), self.of(item)) for key, item in some
+        )
 
     def elements(self, value: Any) -> object:
         return len(value), tuple(self.of(item) for item in islice(list(value), max(self.left, 0)))
 
     def function(self, value: FunctionType) -> object:
         cells = tuple(self.of(cell.cell_contents) for cell in value.__closure__ or () if cell != CellType())
-        return (hash(value.__code__), cells, self.of(value.__defaults__), self.of(value.__kwdefaults__), self.items(vars(value)))
+        return (
+            hash(value.__code__),
+            cells,
+            self.of(value.__defaults__),
+            self.of(value.__kwdefaults__),
+            self.items(vars(value)),
+        )
 
     def generator(self, value: GeneratorType[Any, Any, Any]) -> object:
         frame = value.gi_frame
@@ -115,9 +133,16 @@ class Prints:
         return self.items({name: item for name, item in list(vars(value).items()) if not name.startswith("__")})
 
     def cached(self, value: Any) -> object:
-        """What a cache holds, without the order in which it was last read. The elements of a bounded one are links, which hold key and result."""
-        caches = [held for held in gc.get_referents(value) if isinstance(held, dict) and held is not getattr(value, "__dict__", None)]
-        return tuple((len(cache), *sorted(str(self._result(item)) for item in cache.values())) for cache in caches), self.of(value.__wrapped__)
+        """What a cache holds, without the order in which it was last read. The elements of a bounded one are links,
+        which hold key and result."""
+        caches = [
+            held
+            for held in gc.get_referents(value)
+            if isinstance(held, dict) and held is not getattr(value, "__dict__", None)
+        ]
+        return tuple(
+            (len(cache), *sorted(str(self._result(item)) for item in cache.values())) for cache in caches
+        ), self.of(value.__wrapped__)
 
     def _result(self, item: Any) -> object:
         return tuple(map(self.of, gc.get_referents(item))) if type(item).__name__ == "_lru_list_elem" else self.of(item)

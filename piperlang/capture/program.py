@@ -59,7 +59,11 @@ class Program:
                 self._any_rows(chunk, known, made)
             promised = self._promised.get((key, arranged))
             if promised is not None and 1 < samples < promised[0] and promised[1] != self._places[known]:
-                raise error("P0411", f"with {samples} samples {chunk} is divided otherwise than with {promised[0]}", help="split the batch, and replicate, before `shard`")
+                raise error(
+                    "P0411",
+                    f"with {samples} samples {chunk} is divided otherwise than with {promised[0]}",
+                    help="split the batch, and replicate, before `shard`",
+                )
             self._pieces[known] = made
         return self._pieces[known]
 
@@ -71,11 +75,17 @@ class Program:
     def places(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement) -> ir.Places:
         """How everything of a chunk lies when its weights are divided.
 
-        As it lies for more samples, where that is known: styles divide features, so that how many samples there are, if there are several, has no part in it.
-        A device that has to run the chunk has it traced at its own size (`pieces`), and then it must be so."""
+        As it lies for more samples, where that is known: styles divide features, so that how many samples there are, if
+        there are several, has no part in it. A device that has to run the chunk has it traced at its own size
+        (`pieces`), and then it must be so."""
         known = (key, samples, arranged)
         promised = self._promised.get((key, arranged))
-        if known in self._places or promised is None or not 1 < samples < promised[0] or any(divide.style == "experts" for divide in arranged[0]):
+        if (
+            known in self._places
+            or promised is None
+            or not 1 < samples < promised[0]
+            or any(divide.style == "experts" for divide in arranged[0])
+        ):
             self.pieces(chunk, key, samples, arranged)
             promised = samples, self._places[known]
             self._promised.setdefault((key, arranged), promised)
@@ -93,32 +103,56 @@ class Program:
             key, samples, arranged = known
             tried = self._tried.setdefault((key, samples, divides), {})
             _, before = self._promised.get((key, arranged), (0, None))
-            found = localize(joint, takes, gives, features_of(self.sizes.small, chunk), divides, arriving, rows, before, tried)
-            self._places[known] = {slot: _routed(places, divides) if _of(slot) in rows else places for slot, places in found.places.items()}
+            found = localize(
+                joint, takes, gives, features_of(self.sizes.small, chunk), divides, arriving, rows, before, tried
+            )
+            self._places[known] = {
+                slot: _routed(places, divides) if _of(slot) in rows else places for slot, places in found.places.items()
+            }
             return found.joint
 
         return local
 
-    # ------------------------------------------------------------------------------------------ rows that choose experts
+    # ------------------------------------------------------------------------------------------ rows that choose
+    # experts
 
     def _rows(self, chunk: Chunk) -> frozenset[ir.Slot]:
         """Inputs and outputs whose rows go where their experts are, if rows of this chunk choose experts."""
         if not any(routed.operators(chunk.nodes)):
             return frozenset()
         nodes = {node.name: node for node in self.sizes.small.graph.nodes}
-        crossing = [(("input", i), v) for i, v in enumerate(chunk.inputs)] + [(("output", i), v) for i, v in enumerate(chunk.outputs)]
+        crossing = [(("input", i), v) for i, v in enumerate(chunk.inputs)] + [
+            (("output", i), v) for i, v in enumerate(chunk.outputs)
+        ]
         return frozenset(slot for slot, v in crossing if (dims := self.sizes.dims(nodes[v.name])) and dims[0][0])
 
     def _unroutable(self, chunk: Chunk, rows: frozenset[ir.Slot]) -> Unfit | None:
         """Why rows could not go where their experts are."""
         if not rows:
             return None
-        first, apart = next(routed.operators(chunk.nodes)), "let one chunk choose and flatten, and the next have the experts: `with annotate(...)` around them alone"
+        first, apart = (
+            next(routed.operators(chunk.nodes)),
+            "let one chunk choose and flatten, and the next have the experts: `with annotate(...)` around them alone",
+        )
         if choice(chunk) is None:
-            return Unfit("rows can go to their experts only if they have chosen them before, all by one choice that is an input of this chunk", first, apart)
+            return Unfit(
+                "rows can go to their experts only if they have chosen them before, all by one choice that is an input"
+                " of this chunk",
+                first,
+                apart,
+            )
         if chunk.random:
-            return Unfit("dropout numbers elements by their place in the batch, and rows that have gone to their experts have left it", first, "put dropout before or after the experts")
-        return Unfit("it reads the batch itself, which does not go where the experts are", first, apart) if chunk.batch else None
+            return Unfit(
+                "dropout numbers elements by their place in the batch, and rows that have gone to their experts have"
+                " left it",
+                first,
+                "put dropout before or after the experts",
+            )
+        return (
+            Unfit("it reads the batch itself, which does not go where the experts are", first, apart)
+            if chunk.batch
+            else None
+        )
 
     def _any_rows(self, chunk: Chunk, known: tuple[int, int, Arrangement], made: Pieces) -> None:
         """The data decide how many rows there are: the pieces must be the same for any number of them."""
@@ -127,9 +161,22 @@ class Program:
         other = divide(self._joint(chunk, key, 2 * samples), self._local(chunk, twice))
         for name in "FBIW":
             one, two = getattr(made, name), getattr(other, name)
-            for ours, theirs, node in zip(written(one.module.graph), written(two.module.graph), one.module.graph.nodes, strict=True) if one is not None else ():
+            for ours, theirs, node in (
+                zip(written(one.module.graph), written(two.module.graph), one.module.graph.nodes, strict=True)
+                if one is not None
+                else ()
+            ):
                 if ours != theirs:
-                    raise refusal(Unfit(f"{operator_name(node)} asks how many rows there are, which the data decide", node, "flatten rows before they go to their experts, and treat each by itself there"), arranged[0], {}, one.module)
+                    raise refusal(
+                        Unfit(
+                            f"{operator_name(node)} asks how many rows there are, which the data decide",
+                            node,
+                            "flatten rows before they go to their experts, and treat each by itself there",
+                        ),
+                        arranged[0],
+                        {},
+                        one.module,
+                    )
 
     @cached_property
     def samples(self) -> Samples:
@@ -137,7 +184,9 @@ class Program:
         found = samples(self.sizes.small, self.sizes.large)
         if self.sizes.small.count is not None and found.loss != "sum" and found.mixing is None:
             return replace(found, mixing=_not_a_sum())
-        return replace(found, mixing=_weights_differ(found.weighted)) if found.weighted and found.mixing is None else found
+        return (
+            replace(found, mixing=_weights_differ(found.weighted)) if found.weighted and found.mixing is None else found
+        )
 
     @property
     def random(self) -> bool:
@@ -151,10 +200,18 @@ class Program:
         if any(matches(path, list(parts)) for parts in known):
             return
         around = {".".join(parts[:depth]) for parts in known for depth in range(1, len(parts) + 1)}
-        raise error("P0306", f"no operator of the model is in `{path}`", path.span, "no such module, or it computes nothing", help=did_you_mean(str(path), around) or _some(around))
+        raise error(
+            "P0306",
+            f"no operator of the model is in `{path}`",
+            path.span,
+            "no such module, or it computes nothing",
+            help=did_you_mean(str(path), around) or _some(around),
+        )
 
 
-def capture(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Program:
+def capture(
+    make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
+) -> Program:
     with located(line_of_function(make_model)):
         return Program(trace_sizes(make_model, loss, batch, seed))
 
@@ -194,12 +251,20 @@ class Captured:
         try:
             flat: list[torch.Tensor] = sizes.layout.flatten_up_to(tuple(batch))
         except ValueError:
-            raise _other_shape(f"a batch is {_written(pytree.tree_structure(batch))}, and was {_written(sizes.layout)} when the model was traced") from None
+            raise _other_shape(
+                f"a batch is {_written(pytree.tree_structure(batch))}, and was {_written(sizes.layout)} when the model"
+                " was traced"
+            ) from None
         for i, (tensor, shape, dtype) in enumerate(zip(flat, sizes.shapes, sizes.dtypes, strict=True)):
             if tuple(tensor.shape) != shape:
-                raise _other_shape(f"tensor {i} of a batch has shape {list(tensor.shape)}, and had {list(shape)} when the model was traced")
+                raise _other_shape(
+                    f"tensor {i} of a batch has shape {list(tensor.shape)}, and had {list(shape)} when the model was"
+                    " traced"
+                )
             if tensor.dtype != dtype:
-                raise _other_shape(f"tensor {i} of a batch is of {tensor.dtype}, and was of {dtype} when the model was traced")
+                raise _other_shape(
+                    f"tensor {i} of a batch is of {tensor.dtype}, and was of {dtype} when the model was traced"
+                )
         return flat
 
     def count(self, batch: Sequence[torch.Tensor]) -> float:
@@ -208,9 +273,11 @@ class Captured:
         count = float(traced.count(*batch)) if traced.count is not None else 1.0
         if count == 0:
             raise error(
-                "P0807", "the loss counts nothing in a batch, so that its sum would be divided by 0", line_of_function(traced.loss),
+                "P0807",
+                "the loss counts nothing in a batch, so that its sum would be divided by 0",
+                line_of_function(traced.loss),
                 help="leave out batches in which every target is masked",
-            )  # fmt: skip
+            )
         return count
 
     def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
@@ -229,12 +296,24 @@ class Captured:
         crossing = {v.name for chunk in self.chunks for v in (*chunk.inputs, *chunk.outputs)} | set(traced.batch)
         for name in crossing - set(traced.batch):
             if traced.value(nodes[name]).numel() == 0:
-                raise error("P0802", "a tensor without elements goes from one chunk to another", line_of_operator(nodes[name]), help="make it in the chunk that reads it")
+                raise error(
+                    "P0802",
+                    "a tensor without elements goes from one chunk to another",
+                    line_of_operator(nodes[name]),
+                    help="make it in the chunk that reads it",
+                )
         tensors = {name: self._tensor(nodes[name], name in differentiable) for name in nodes if name in crossing}
         chunks = [self._chunk(chunk) for chunk in self.chunks]
-        weights = {w.name: ir.Weight(w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.name in traced.trained) for w in traced.weights.values()}
+        weights = {
+            w.name: ir.Weight(
+                w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.name in traced.trained
+            )
+            for w in traced.weights.values()
+        }
         combine = "count" if traced.count else self.program.samples.loss
-        return ir.Model(chunks, tensors, weights, sizes.samples, traced.result.name, combine, self.program.samples.mixing, self)
+        return ir.Model(
+            chunks, tensors, weights, sizes.samples, traced.result.name, combine, self.program.samples.mixing, self
+        )
 
     def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
         sizes = self.program.sizes
@@ -243,7 +322,9 @@ class Captured:
         batch = [i for i, (a, _) in enumerate(dims) if a]
         _, inner = self.program.samples.dims.get(node.name, (0, 0))
         buried = bool(batch) and inner not in (0, dims[batch[0]][0])
-        return ir.Tensor(node.name, dims, _dtype(value), value.element_size(), batch[0] if batch else None, buried, differentiable)
+        return ir.Tensor(
+            node.name, dims, _dtype(value), value.element_size(), batch[0] if batch else None, buried, differentiable
+        )
 
     def _chunk(self, chunk: Chunk) -> ir.Chunk:
         traced = self.program.sizes.small
@@ -251,21 +332,42 @@ class Captured:
         passes = {name: _pass(piece) for name in "FBIW" if (piece := getattr(pieces, name)) is not None}
         paths = dict.fromkeys(".".join(module_path(node)) for node in chunk.nodes)
         return ir.Chunk(
-            chunk.number, dict(chunk.tags), tuple(traced.weights[place].name for place in chunk.weights), chunk.batch,
-            tuple(v.name for v in chunk.inputs), tuple(v.name for v in chunk.outputs), passes, chunk.random,
-            tuple(path for path in paths if path), pieces.saved_bytes, pieces.kept_bytes, self.keys[chunk.number], *pieces.saved(), choice(chunk),
-            tuple(ir.Change(weight, output, chunk.outputs[output].name in self.program.samples.free) for weight, output in chunk.changes),
-        )  # fmt: skip
+            chunk.number,
+            dict(chunk.tags),
+            tuple(traced.weights[place].name for place in chunk.weights),
+            chunk.batch,
+            tuple(v.name for v in chunk.inputs),
+            tuple(v.name for v in chunk.outputs),
+            passes,
+            chunk.random,
+            tuple(path for path in paths if path),
+            pieces.saved_bytes,
+            pieces.kept_bytes,
+            self.keys[chunk.number],
+            *pieces.saved(),
+            choice(chunk),
+            tuple(
+                ir.Change(weight, output, chunk.outputs[output].name in self.program.samples.free)
+                for weight, output in chunk.changes
+            ),
+        )
 
 
 def choice(chunk: Chunk) -> ir.Choice | None:
     """The input by which rows of a chunk choose their experts, if they do and there is one for all."""
     choices = {ir.Choice(*routed.choice_of(node)) for node in routed.operators(chunk.nodes)}
-    return next(iter(choices)) if len(choices) == 1 and {found.name for found in choices} <= {v.name for v in chunk.inputs} else None
+    return (
+        next(iter(choices))
+        if len(choices) == 1 and {found.name for found in choices} <= {v.name for v in chunk.inputs}
+        else None
+    )
 
 
 def _routed(places: tuple[ir.Place, ...], divides: Sequence[ir.Divide]) -> tuple[ir.Place, ...]:
-    return tuple(ir.ROUTED if place == 0 and divide.style == "experts" else place for place, divide in zip(places, divides, strict=True))
+    return tuple(
+        ir.ROUTED if place == 0 and divide.style == "experts" else place
+        for place, divide in zip(places, divides, strict=True)
+    )
 
 
 def _of(slot: ir.Slot) -> ir.Slot:
@@ -284,21 +386,38 @@ def _other_shape(message: str) -> PiperError:
 
 def _not_a_sum() -> Diagnostic:
     return Diagnostic(
-        "P0805", "the batch cannot be divided: the loss is a pair (sum, count), and its first part is no sum over the samples", notes=("in the loss",),
+        "P0805",
+        "the batch cannot be divided: the loss is a pair (sum, count), and its first part is no sum over the samples",
+        notes=("in the loss",),
         helps=("return the sum over all that is counted, and how many there are; or the mean alone",),
-    )  # fmt: skip
+    )
 
 
 def _weights_differ(nodes: Sequence[str]) -> Diagnostic:
     return Diagnostic(
-        "P0805", "the batch cannot be divided: a mean over targets, some of which may be ignored, is part of the loss",
-        notes=(f"in the loss: {', '.join(nodes)}", "parts of the batch that ignore more targets would have to weigh less"),
-        helps=('divide by a fixed number: `cross_entropy(..., reduction="sum") / target.numel()`; alone, such a mean, or a pair (sum, count), is exact',),
-    )  # fmt: skip
+        "P0805",
+        "the batch cannot be divided: a mean over targets, some of which may be ignored, is part of the loss",
+        notes=(
+            f"in the loss: {', '.join(nodes)}",
+            "parts of the batch that ignore more targets would have to weigh less",
+        ),
+        helps=(
+            (
+                'divide by a fixed number: `cross_entropy(..., reduction="sum") / target.numel()`; alone, such a mean,'
+                " or a pair (sum, count), is exact"
+            ),
+        ),
+    )
 
 
 def _pass(piece: Piece) -> ir.Pass:
-    return ir.Pass(piece.takes, piece.gives, piece.cost.flops, piece.cost.read_bytes + piece.cost.written_bytes, piece.cost.scratch_bytes)
+    return ir.Pass(
+        piece.takes,
+        piece.gives,
+        piece.cost.flops,
+        piece.cost.read_bytes + piece.cost.written_bytes,
+        piece.cost.scratch_bytes,
+    )
 
 
 def _dtype(value: torch.Tensor) -> str:

@@ -1,9 +1,9 @@
 """Random operators that do not depend on the schedule.
 
-A mask is a hash of (seed and step, operator, global position of the element), not of a generator's state: however the batch is
-divided and in whatever order the pieces run, every sample meets the same mask. The graph gets one more input, `rng`: an int64
-tensor of [seed and step mixed, number of the first sample here, position along each axis that divides the weights].
-"""
+A mask is a hash of (seed and step, operator, global position of the element), not of a generator's state: however the
+batch is divided and in whatever order the pieces run, every sample meets the same mask. The graph gets one more input,
+`rng`: an int64 tensor of [seed and step mixed, number of the first sample here, position along each axis that divides
+the weights]."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def mix(seed: int, step: int) -> int:
 
 
 def number_dropouts(graph: fx.Graph) -> None:
-    """In the order in which the model calls them, which is also how eager runs count them (eager.py): before anything is dropped from the graph."""
+    """In the order in which the model calls them, which is also how eager runs count them (eager.py): before anything
+    is dropped from the graph."""
     for number, node in enumerate(node for node in graph.nodes if is_active(node.target, node.args)):
         node.meta[_NUMBER] = number
 
@@ -59,7 +60,12 @@ def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
     for node in active:
         x, p, _ = node.args
         if x.meta["val"].shape[0] % samples:
-            raise error("P0804", "a dropout whose first dimension is not the batch", notes=[module_of(node)], help="apply it before the batch is moved to another dimension")
+            raise error(
+                "P0804",
+                "a dropout whose first dimension is not the batch",
+                notes=[module_of(node)],
+                help="apply it before the batch is moved to another dimension",
+            )
         with graph.inserting_before(node):
             counted = graph.call_function(counter_dropout, (x, place, node.meta[_NUMBER], p, samples))
         counted.meta = dict(node.meta)
@@ -75,9 +81,12 @@ def _refuse(node: fx.Node) -> None:
     name = str(getattr(node.target, "_schema").name).removeprefix("aten::")  # noqa: B009
     what = "attention with dropout inside" if "scaled_dot_product" in name else name
     raise error(
-        "P0804", f"the masks of {what} would depend on the schedule", line_of_operator(node), notes=[module_of(node)],
+        "P0804",
+        f"the masks of {what} would depend on the schedule",
+        line_of_operator(node),
+        notes=[module_of(node)],
         help="use nn.Dropout, whose masks we count, or set it to 0",
-    )  # fmt: skip
+    )
 
 
 def _draws(node: fx.Node) -> bool:

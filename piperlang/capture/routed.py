@@ -1,7 +1,8 @@
 """Rows that each choose an expert, without a limit to how many choose the same one.
 
-On one device nothing has a size that depends on the data: there are as many rows as tokens have choices. Where experts are divided among devices, each device gets the
-rows that chose its experts, however many those are; so these operators ask nothing of the order of rows, nor of how many there are.
+On one device nothing has a size that depends on the data: there are as many rows as tokens have choices. Where experts
+are divided among devices, each device gets the rows that chose its experts, however many those are; so these operators
+ask nothing of the order of rows, nor of how many there are.
 
 Private API, kept in this file: `torch._grouped_mm` (tried on torch 2.11; used on CUDA alone).
 """
@@ -20,9 +21,19 @@ _ALIGNED = 16
 
 
 def routed_linear(rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Row i of `rows` [n, in] times the matrix of the expert that it chose: `weight` [experts, in, out] at `chosen` [n], plus its row of `bias` [experts, out]."""
-    if rows.dim() != 2 or chosen.dim() != 1 or weight.dim() != 3 or rows.shape[0] != chosen.shape[0] or rows.shape[1] != weight.shape[1]:
-        raise ValueError(f"routed_linear takes rows [n, in], choices [n] and weights [experts, in, out], and got {list(rows.shape)}, {list(chosen.shape)} and {list(weight.shape)}")
+    """Row i of `rows` [n, in] times the matrix of the expert that it chose: `weight` [experts, in, out] at `chosen`
+    [n], plus its row of `bias` [experts, out]."""
+    if (
+        rows.dim() != 2
+        or chosen.dim() != 1
+        or weight.dim() != 3
+        or rows.shape[0] != chosen.shape[0]
+        or rows.shape[1] != weight.shape[1]
+    ):
+        raise ValueError(
+            f"routed_linear takes rows [n, in], choices [n] and weights [experts, in, out], and got {list(rows.shape)},"
+            f" {list(chosen.shape)} and {list(weight.shape)}"
+        )
     done: Tensor = torch.ops.piper.routed_linear(rows, chosen, weight)
     return done if bias is None else done + torch.ops.piper.routed_rows(bias, chosen)
 
@@ -30,18 +41,24 @@ def routed_linear(rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | N
 # -------------------------------------------------------------------------------------------------------- operators
 
 
-@torch.library.custom_op("piper::routed_linear", mutates_args=(), schema="(Tensor rows, Tensor chosen, Tensor weight) -> Tensor")
+@torch.library.custom_op(
+    "piper::routed_linear", mutates_args=(), schema="(Tensor rows, Tensor chosen, Tensor weight) -> Tensor"
+)
 def _linear(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     order, counts = by_expert(chosen, weight.shape[0])
     given = rows[order]
     if _grouped(given, weight):
         done = torch._grouped_mm(given, weight, offs=_ends(counts))
     else:
-        done = torch.cat([part @ matrix for part, matrix in zip(torch.split(given, counts.tolist()), weight, strict=True)])
+        done = torch.cat(
+            [part @ matrix for part, matrix in zip(torch.split(given, counts.tolist()), weight, strict=True)]
+        )
     return torch.empty_like(done).index_copy_(0, order, done)
 
 
-@torch.library.custom_op("piper::routed_outer", mutates_args=(), schema="(Tensor rows, Tensor grads, Tensor chosen, int experts) -> Tensor")
+@torch.library.custom_op(
+    "piper::routed_outer", mutates_args=(), schema="(Tensor rows, Tensor grads, Tensor chosen, int experts) -> Tensor"
+)
 def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     """For every expert the sum over its rows of row times gradient: the gradient of its matrix."""
     order, counts = by_expert(chosen, experts)
@@ -49,7 +66,9 @@ def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     if _grouped(given, arrived):
         return torch._grouped_mm(given.t(), arrived, offs=_ends(counts))
     sizes = counts.tolist()
-    return torch.stack([part.t() @ grad for part, grad in zip(torch.split(given, sizes), torch.split(arrived, sizes), strict=True)])
+    return torch.stack(
+        [part.t() @ grad for part, grad in zip(torch.split(given, sizes), torch.split(arrived, sizes), strict=True)]
+    )
 
 
 @torch.library.custom_op("piper::routed_rows", mutates_args=(), schema="(Tensor table, Tensor chosen) -> Tensor")
@@ -57,7 +76,9 @@ def _rows(table: Tensor, chosen: Tensor) -> Tensor:
     return table[chosen]
 
 
-@torch.library.custom_op("piper::routed_sum", mutates_args=(), schema="(Tensor grads, Tensor chosen, int experts) -> Tensor")
+@torch.library.custom_op(
+    "piper::routed_sum", mutates_args=(), schema="(Tensor grads, Tensor chosen, int experts) -> Tensor"
+)
 def _sum(grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     return grads.new_zeros(experts, grads.shape[1]).index_add_(0, chosen, grads)
 
@@ -76,7 +97,10 @@ def _ends(counts: Tensor) -> Tensor:
 
 def _grouped(first: Tensor, second: Tensor) -> bool:
     """Whether one kernel can do all experts, without asking the device how many rows each has."""
-    aligned = all(max(one.stride()) * one.element_size() % _ALIGNED == 0 and one.shape[-1] * one.element_size() % _ALIGNED == 0 for one in (first, second))
+    aligned = all(
+        max(one.stride()) * one.element_size() % _ALIGNED == 0 and one.shape[-1] * one.element_size() % _ALIGNED == 0
+        for one in (first, second)
+    )
     return first.is_cuda and first.dtype == second.dtype == torch.bfloat16 and first.shape[0] > 0 and aligned
 
 
@@ -116,9 +140,10 @@ def _linear_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, chosen, weight = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     return (
-        torch.ops.piper.routed_linear(grad, chosen, weight.transpose(1, 2)) if wanted[0] else None, None,
+        torch.ops.piper.routed_linear(grad, chosen, weight.transpose(1, 2)) if wanted[0] else None,
+        None,
         torch.ops.piper.routed_outer(rows, grad, chosen, weight.shape[0]) if wanted[2] else None,
-    )  # fmt: skip
+    )
 
 
 def _rows_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,7 +167,12 @@ def _(rows: Any, grads: Any, chosen: Any, experts: int, **_: Any) -> int:
 
 # ------------------------------------------------------------------------------------------------- on several devices
 
-_ROWS = {"routed_linear": ("rows", "chosen"), "routed_outer": ("rows", "grads", "chosen"), "routed_rows": ("chosen",), "routed_sum": ("grads", "chosen")}
+_ROWS = {
+    "routed_linear": ("rows", "chosen"),
+    "routed_outer": ("rows", "grads", "chosen"),
+    "routed_rows": ("chosen",),
+    "routed_sum": ("grads", "chosen"),
+}
 """Of each operator, what goes row by row."""
 _FEATURES: dict[str, list[dict[str, int | None]]] = {
     "routed_linear": [{"weight": 2, "result": 1}, {"rows": 1, "weight": 1, "result": None}],
@@ -150,7 +180,8 @@ _FEATURES: dict[str, list[dict[str, int | None]]] = {
     "routed_rows": [{"table": 1, "result": 1}],
     "routed_sum": [{"grads": 1, "result": 1}],
 }
-"""Which dims of arguments may be divided together, and the dim of the result that is divided then; None where it is a sum of parts."""
+"""Which dims of arguments may be divided together, and the dim of the result that is divided then; None where it is a
+sum of parts."""
 
 
 def operators(nodes: Any) -> Iterator[Any]:
@@ -174,7 +205,8 @@ def choice_of(node: Any) -> tuple[str, int]:
 
 
 def divided(target: Any, dims: dict[str, int | str | None]) -> int | str | None:
-    """How the result lies along one axis when arguments lie so: a dim, "sum", None for whole. Rows and experts are divided together, each row where its expert is."""
+    """How the result lies along one axis when arguments lie so: a dim, "sum", None for whole. Rows and experts are
+    divided together, each row where its expert is."""
     name = _name(target)
     given = {key: dim for key, dim in dims.items() if dim is not None}
     rows = dict.fromkeys(_ROWS[name], 0)

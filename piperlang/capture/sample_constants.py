@@ -1,4 +1,5 @@
-"""Constants as long as the batch: whether they are the same for every sample, number the samples, or hold the size of the batch."""
+"""Constants as long as the batch: whether they are the same for every sample, number the samples, or hold the size of
+the batch."""
 
 from __future__ import annotations
 
@@ -18,15 +19,30 @@ from piperlang.capture.sample_rules import (
     scaled,
     scanned,
     sliced,
-)  # fmt: skip
+)
 from piperlang.capture.sample_table import PICKED, rule_of
 from piperlang.capture.tried import uniform as uniform_by_numbers
 
-CONSTANT = ("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+CONSTANT = (
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "scalar_tensor",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+)
 
 
 def loses_samples(call: Call) -> bool:
-    """Whether an operator on constants as long as the batch may go through that dimension, and so make something of the batch's size of it."""
+    """Whether an operator on constants as long as the batch may go through that dimension, and so make something of the
+    batch's size of it."""
     made = max((len(growing(*result)) for result in call.results), default=0)
     given = [len(growing(operand.small, operand.large)) for operand in call.operands]
     rule = rule_of(call.target)
@@ -36,9 +52,15 @@ def loses_samples(call: Call) -> bool:
 
 
 def place_of(call: Call) -> int:
-    """1 for `arange(len(batch))`, the number of each sample; 5 for `arange(0, 5 * len(batch), 5)`; 0 for everything else."""
+    """1 for `arange(len(batch))`, the number of each sample; 5 for `arange(0, 5 * len(batch), 5)`; 0 for everything
+    else."""
     start, step = call.small.get("start", 0), call.small.get("step", 1)
-    found = call.name == "arange" and start == 0 and call.small.get("end") == call.samples * step and not call.results[0][0].is_floating_point()
+    found = (
+        call.name == "arange"
+        and start == 0
+        and call.small.get("end") == call.samples * step
+        and not call.results[0][0].is_floating_point()
+    )
     return int(step) if found else 0
 
 
@@ -54,7 +76,8 @@ def _is_uniform(operand: Operand) -> bool:
 
 
 def stays_uniform(call: Call) -> bool:
-    """Whether what is made of constants that are the same for all samples is so, too. `call` has no operands with data, and a result that grows."""
+    """Whether what is made of constants that are the same for all samples is so, too. `call` has no operands with data,
+    and a result that grows."""
     if call.name in CONSTANT:
         return True
     operands = call.operands
@@ -65,7 +88,13 @@ def stays_uniform(call: Call) -> bool:
         places = [index for index in indices if isinstance(index, Operand)] if isinstance(indices, list) else [indices]
         reads = call.name in ("index", "_unsafe_index", "gather", "index_select", "embedding")
         # Samples that are all the same may be taken in any order.
-        found = uniform or (source in wide and all(isinstance(index, Operand) and (_is_uniform(index) or index.state == Free(uniform=False, place=1)) for index in places))
+        found = uniform or (
+            source in wide
+            and all(
+                isinstance(index, Operand) and (_is_uniform(index) or index.state == Free(uniform=False, place=1))
+                for index in places
+            )
+        )
         return reads and _is_uniform(source) and found
     if not uniform or (call.changed and not wide):
         return False

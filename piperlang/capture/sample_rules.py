@@ -1,4 +1,5 @@
-"""How operators treat the samples of a batch: a rule per family of operators, which says what the result holds of them or raises."""
+"""How operators treat the samples of a batch: a rule per family of operators, which says what the result holds of them
+or raises."""
 
 from __future__ import annotations
 
@@ -23,16 +24,26 @@ def masked(call: Call) -> State:
     """Some elements of a combination of samples, where the mask is free of data, and 0 elsewhere: that is linear."""
     mask = call.small.get("condition", call.small.get("mask"))
     mixed = {o.state for o in call.data if isinstance(o.state, Mixed)}
-    numbers = [call.small[name] for name in ("self", "other", "value") if name in call.small and not isinstance(call.small[name], Operand)]
+    numbers = [
+        call.small[name]
+        for name in ("self", "other", "value")
+        if name in call.small and not isinstance(call.small[name], Operand)
+    ]
     others = [o for o in call.operands if o is not mask and o.state not in mixed]
-    if len(mixed) == 1 and isinstance(mask.state, Free) and not any(numbers) and all(o.state == Free(zero=True) for o in others):  # type: ignore[union-attr]
+    if (
+        len(mixed) == 1
+        and mask is not None
+        and isinstance(mask.state, Free)
+        and not any(numbers)
+        and all(o.state == Free(zero=True) for o in others)
+    ):
         return mixed.pop()
     return pointwise(call)
 
 
 def kept(call: Call) -> State:
     """Linear, element by element, without a second operand; or data that is only repeated, which adds to `outer`."""
-    (operand, *_) = call.operands
+    operand, *_ = call.operands
     state = operand.state
     if operand.small.is_floating_point() and not call.results[0][0].is_floating_point():  # rounded
         call.plain()
@@ -46,22 +57,31 @@ def copied(call: Call) -> State:
 
 
 def _summed(call: Call, operands: list[Operand], constant: bool) -> State:
-    """Values added, or put side by side: alike in kind and degree. A constant fits where it is the same in every part."""
+    """Values added, or put side by side: alike in kind and degree. A constant fits where it is the same in every
+    part."""
     data = [o.state for o in operands if not isinstance(o.state, Free)]
     free = [o.state for o in operands if isinstance(o.state, Free) and not o.state.zero]
     mixed = [state for state in data if isinstance(state, Mixed)]
     if mixed and len(mixed) < len(data):
         raise Mixing(f"{call.shown} combines a {mixed[0]} over the samples with single samples", Repair.BALANCE)
-    if len({state.degree for state in data if isinstance(state, Mixed | Along)}) > 1 or any(state.degree != 0 for state in free):
+    if len({state.degree for state in data if isinstance(state, Mixed | Along)}) > 1 or any(
+        state.degree != 0 for state in free
+    ):
         raise Mixing(f"{call.shown} combines values that follow the size of the batch differently", Repair.THROUGHOUT)
     degree = mixed[0].degree if mixed else next(state.degree for state in data if isinstance(state, Along))
     if (free or constant) and degree != (-1 if mixed else 0):
-        raise Mixing(f"{call.shown} adds a constant to a {mixed[0]} over the samples", Repair.MEAN) if mixed else call.sized()
+        raise (
+            Mixing(f"{call.shown} adds a constant to a {mixed[0]} over the samples", Repair.MEAN)
+            if mixed
+            else call.sized()
+        )
     return Mixed(degree) if mixed else call.aligned(operands, degree)
 
 
 def added(call: Call) -> State:
-    numbers = [value for name, value in call.small.items() if name in ("self", "other") and isinstance(value, int | float)]
+    numbers = [
+        value for name, value in call.small.items() if name in ("self", "other") and isinstance(value, int | float)
+    ]
     if call.changed:
         raise call.sized()
     return _summed(call, call.operands, any(numbers))
@@ -75,7 +95,10 @@ def scaled(call: Call) -> State:
     data, (first, *second) = call.data, call.operands
     mixed = [operand.state for operand in data if isinstance(operand.state, Mixed)]
     if mixed and len(data) > 1:
-        raise Mixing(f"{call.shown} {'divides by' if divides else 'multiplies'} a {mixed[0]} over the samples", Repair.RATIO if divides else Repair.BALANCE)
+        raise Mixing(
+            f"{call.shown} {'divides by' if divides else 'multiplies'} a {mixed[0]} over the samples",
+            Repair.RATIO if divides else Repair.BALANCE,
+        )
     if divides and second and second[0] in data and (mixed or _degree(second[0])):
         raise call.nonlinear(second[0].state)
     own, other = _degree(first), _degree(second[0]) if second else call.degree("other")
@@ -105,7 +128,7 @@ def _less(state: Along, gone: set[int], keep: bool) -> Along:
 
 
 def reduced(call: Call) -> State:
-    (operand, *_) = call.operands
+    operand, *_ = call.operands
     state, linear = operand.state, call.name in ("sum", "mean")
     if "other" in call.small:  # max and min of two tensors
         return pointwise(call)
@@ -117,13 +140,16 @@ def reduced(call: Call) -> State:
     if state.dim not in dims:
         return _less(state, dims, bool(call.small.get("keepdim")))
     if not linear:
-        raise Mixing(f"{call.shown} over the samples is neither their sum nor their mean", Repair.NORM if "norm" in call.shown else Repair.PER_SAMPLE)
+        raise Mixing(
+            f"{call.shown} over the samples is neither their sum nor their mean",
+            Repair.NORM if "norm" in call.shown else Repair.PER_SAMPLE,
+        )
     return Mixed(state.degree - (call.name == "mean"))
 
 
 def scanned(call: Call) -> State:
     """Elements along a dimension meet, and the dimension stays."""
-    (operand, *_) = call.operands
+    operand, *_ = call.operands
     if call.name not in ("cumsum", "flip", "roll"):
         call.plain()
     if isinstance(operand.state, Along) and operand.state.dim in dims_of(call, operand.small.dim()):
@@ -133,7 +159,7 @@ def scanned(call: Call) -> State:
 
 def matrix(call: Call) -> State:
     """Matrices in the last two dimensions."""
-    (operand, *_) = call.plain()
+    operand, *_ = call.plain()
     assert isinstance(operand.state, Along)
     if operand.state.dim >= operand.small.dim() - 2:
         raise call.through()
@@ -141,7 +167,7 @@ def matrix(call: Call) -> State:
 
 
 def diagonal(call: Call) -> State:
-    (operand, *_) = call.operands
+    operand, *_ = call.operands
     dims = {call.small[name] % operand.small.dim() for name in ("dim1", "dim2")}
     if not isinstance(operand.state, Along):
         return operand.state
@@ -154,8 +180,9 @@ def diagonal(call: Call) -> State:
 
 
 def numbered(call: Call) -> State:
-    """Views of other shapes number the elements as before, row by row: from one sample to the next it is as far as it was."""
-    (operand, *_) = call.operands
+    """Views of other shapes number the elements as before, row by row: from one sample to the next it is as far as it
+    was."""
+    operand, *_ = call.operands
     state, (small, large) = operand.state, call.results[0]
     if not isinstance(state, Along):
         return state
@@ -169,7 +196,7 @@ def numbered(call: Call) -> State:
 
 def permuted(call: Call) -> State:
     """Tried out on a tensor whose sizes are all different."""
-    (operand, *_) = call.operands
+    operand, *_ = call.operands
     state = operand.state
     if not isinstance(state, Along):
         return state
@@ -179,8 +206,9 @@ def permuted(call: Call) -> State:
 
 
 def sliced(call: Call) -> State:
-    """Some of a dimension. Of the samples' own only whole batches, which a dimension outside them may have merged into it."""
-    (operand, *_) = call.operands
+    """Some of a dimension. Of the samples' own only whole batches, which a dimension outside them may have merged into
+    it."""
+    operand, *_ = call.operands
     state = operand.state
     if not isinstance(state, Along):
         return state
@@ -188,7 +216,10 @@ def sliced(call: Call) -> State:
     if dim != state.dim:
         return _less(state, {dim}, call.name not in ("select", "unbind"))
     batches = []
-    for arguments, value, samples in ((call.small, operand.small, call.samples), (call.large, operand.large, call.samples * call.times)):
+    for arguments, value, samples in (
+        (call.small, operand.small, call.samples),
+        (call.large, operand.large, call.samples * call.times),
+    ):
         if call.name == "slice":
             start, stop, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(value.shape[dim])
             one = samples * state.inner
@@ -200,9 +231,17 @@ def sliced(call: Call) -> State:
 
 def joined(call: Call) -> State:
     dim = call.small["dim"] % call.rank
-    shift = [Operand(_shifted(o.state, dim), o.small.unsqueeze(dim), o.large.unsqueeze(dim)) for o in call.operands] if call.name == "stack" else call.operands
+    shift = (
+        [Operand(_shifted(o.state, dim), o.small.unsqueeze(dim), o.large.unsqueeze(dim)) for o in call.operands]
+        if call.name == "stack"
+        else call.operands
+    )
     state = _summed(call, shift, False)
-    if isinstance(state, Along) and state.dim == dim and any(o.small.shape[dim] % (call.samples * state.inner) for o in shift):
+    if (
+        isinstance(state, Along)
+        and state.dim == dim
+        and any(o.small.shape[dim] % (call.samples * state.inner) for o in shift)
+    ):
         raise Mixing(f"{call.shown} puts something else among the samples", Repair.EACH)
     return state
 
@@ -212,11 +251,17 @@ def _shifted(state: State, dim: int) -> State:
 
 
 def picked(call: Call) -> tuple[State, ...]:
-    """Elements found by index. An index that is free of data must stay with the sample, which is tried out; one made of data need not."""
+    """Elements found by index. An index that is free of data must stay with the sample, which is tried out; one made of
+    data need not."""
     _refuse_frequencies(call)
     source = call.small.get("self", call.small.get("weight"))
     assert isinstance(source, Operand)
-    if call.name == "index_put" and isinstance(source.state, Mixed) and call.data == [source] and call.small["values"].state == Free(zero=True):
+    if (
+        call.name == "index_put"
+        and isinstance(source.state, Mixed)
+        and call.data == [source]
+        and call.small["values"].state == Free(zero=True)
+    ):
         return (source.state,)
     through = [source.state.dim] if isinstance(source.state, Along) else growing(source.small, source.large)
     indices = call.small["indices"] if "indices" in call.small else call.small["index"]
@@ -243,7 +288,8 @@ def counted(call: Call) -> State:
 
 
 def trusted(call: Call) -> tuple[State, ...]:
-    """An operator about which nothing is known: the dimension that grows goes through the samples, if numbers bear that out."""
+    """An operator about which nothing is known: the dimension that grows goes through the samples, if numbers bear that
+    out."""
     states = _by_sizes(call)
     found = objection(call, states)
     if found is not None:
@@ -268,8 +314,14 @@ def unknown(call: Call) -> tuple[State, ...]:
 def _by_size(call: Call, operands: list[Operand], small: torch.Tensor, large: torch.Tensor) -> State:
     grown = growing(small, large)
     if not grown:
-        return Mixing(f"{call.shown} makes one value of all samples, neither their sum nor their mean", Repair.PER_SAMPLE)
-    known = (o.state.inner for o in operands if isinstance(o.state, Along) and o.small.shape[o.state.dim] == small.shape[grown[0]])
+        return Mixing(
+            f"{call.shown} makes one value of all samples, neither their sum nor their mean", Repair.PER_SAMPLE
+        )
+    known = (
+        o.state.inner
+        for o in operands
+        if isinstance(o.state, Along) and o.small.shape[o.state.dim] == small.shape[grown[0]]
+    )
     return Along(grown[0], next(known, max(1, small.shape[grown[0]] // call.samples)))
 
 
@@ -280,7 +332,15 @@ def made(call: Call) -> State:
 
 # ------------------------------------------------------------------------------------------------------ products
 
-LETTERS = {"mm": "ik kj ij", "bmm": "bik bkj bij", "mv": "ik k i", "dot": "k k ", "addmm": "ik kj ij", "baddbmm": "bik bkj bij", "addmv": "ik k i"}
+LETTERS = {
+    "mm": "ik kj ij",
+    "bmm": "bik bkj bij",
+    "mv": "ik k i",
+    "dot": "k k ",
+    "addmm": "ik kj ij",
+    "baddbmm": "bik bkj bij",
+    "addmv": "ik k i",
+}
 
 
 def contracted(call: Call) -> State:
@@ -304,7 +364,11 @@ def _product(call: Call, a: Operand, b: Operand, letters: list[str], out: str) -
         return mixed[0] if mixed else Free()
     if mixed:
         raise Mixing(f"{call.shown} multiplies a {mixed[0]} over the samples", Repair.BALANCE)
-    found = {(names[o.state.dim], o.state.inner) for o, names in zip((a, b), letters, strict=True) if isinstance(o.state, Along)}
+    found = {
+        (names[o.state.dim], o.state.inner)
+        for o, names in zip((a, b), letters, strict=True)
+        if isinstance(o.state, Along)
+    }
     degree = sum(state.degree for state in factors if isinstance(state, Along))
     if len(found) > 1:
         raise call.against()
@@ -322,7 +386,7 @@ def attended(call: Call) -> State:
 
 def leading(call: Call) -> State:
     """Convolutions and poolings: samples first, weights free of data."""
-    (operand, *others) = call.plain()
+    operand, *others = call.plain()
     if operand is not call.operands[0] or others or not isinstance(operand.state, Along) or operand.state.dim != 0:
         raise call.through()
     return operand.state
@@ -342,7 +406,14 @@ def recurrent(call: Call) -> tuple[State, ...]:
 
 CLASSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 """Losses over classes, which are dimension 1 of their input and no dimension of their target."""
-_OTHER_LOSSES = {"ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss", "triplet_margin_loss", "_ctc_loss"}
+_OTHER_LOSSES = {
+    "ctc_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "cosine_embedding_loss",
+    "triplet_margin_loss",
+    "_ctc_loss",
+}
 
 
 def lost(call: Call) -> State | tuple[State, ...]:
@@ -366,15 +437,22 @@ def _without_classes(call: Call, operand: Operand) -> Operand:
         return operand
     if operand.state.dim == classes:
         raise call.through()
-    return Operand(_less(operand.state, {classes}, False), operand.small.select(classes, 0), operand.large.select(classes, 0))
+    return Operand(
+        _less(operand.state, {classes}, False), operand.small.select(classes, 0), operand.large.select(classes, 0)
+    )
 
 
 def chosen(call: Call) -> State:
     """Rows that choose experts: each by itself, whatever the others choose; the experts are free of data."""
     operands = call.plain()
     states = {operand.state for operand in operands}
-    (state, *others) = states
-    if others or not isinstance(state, Along) or state.dim != 0 or any(operand.small.dim() == 3 for operand in operands):
+    state, *others = states
+    if (
+        others
+        or not isinstance(state, Along)
+        or state.dim != 0
+        or any(operand.small.dim() == 3 for operand in operands)
+    ):
         raise call.through()
     return state
 

@@ -37,42 +37,177 @@ from piperlang.capture.sample_rules import (
     scanned,
     sliced,
     trusted,
-)  # fmt: skip
+)
 
 ADDED, SCALED = ("add", "sub", "rsub"), ("mul", "div")
 KEPT = (
-    "neg", "to", "_to_copy", "clone", "detach", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "type_as", "positive", "expand", "expand_as",
-    "broadcast_to", "repeat", "dropout", "_conj", "real",
-)  # fmt: skip
+    "neg",
+    "to",
+    "_to_copy",
+    "clone",
+    "detach",
+    "alias",
+    "contiguous",
+    "lift_fresh_copy",
+    "lift_fresh",
+    "type_as",
+    "positive",
+    "expand",
+    "expand_as",
+    "broadcast_to",
+    "repeat",
+    "dropout",
+    "_conj",
+    "real",
+)
 REDUCED = (
-    "sum", "mean", "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm",
-    "logsumexp", "median", "nanmedian", "mode", "kthvalue", "quantile", "any", "all", "count_nonzero",
-)  # fmt: skip
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "aminmax",
+    "max",
+    "min",
+    "argmax",
+    "argmin",
+    "prod",
+    "std",
+    "var",
+    "std_mean",
+    "var_mean",
+    "norm",
+    "linalg_vector_norm",
+    "logsumexp",
+    "median",
+    "nanmedian",
+    "mode",
+    "kthvalue",
+    "quantile",
+    "any",
+    "all",
+    "count_nonzero",
+)
 SCANNED = (
-    "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "topk", "argsort", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax",
-    "flip", "roll", "_fft_c2c", "_fft_r2c", "_fft_c2r",
-)  # fmt: skip
-NUMBERED = ("view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze", "ravel")
-PERMUTED = ("permute", "transpose", "t", "movedim", "moveaxis", "swapdims", "swapaxes", "mT", "mH", "numpy_T", "matrix_H", "adjoint")
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "cummax",
+    "cummin",
+    "sort",
+    "topk",
+    "argsort",
+    "softmax",
+    "_softmax",
+    "log_softmax",
+    "_log_softmax",
+    "_safe_softmax",
+    "flip",
+    "roll",
+    "_fft_c2c",
+    "_fft_r2c",
+    "_fft_c2r",
+)
+NUMBERED = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "_reshape_alias",
+    "flatten",
+    "unflatten",
+    "view_as",
+    "reshape_as",
+    "squeeze",
+    "unsqueeze",
+    "ravel",
+)
+PERMUTED = (
+    "permute",
+    "transpose",
+    "t",
+    "movedim",
+    "moveaxis",
+    "swapdims",
+    "swapaxes",
+    "mT",
+    "mH",
+    "numpy_T",
+    "matrix_H",
+    "adjoint",
+)
 SLICED = ("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk")
 PICKED = (
-    "index", "_unsafe_index", "index_put", "gather", "index_select", "embedding", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy",
+    "index",
+    "_unsafe_index",
+    "index_put",
+    "gather",
+    "index_select",
+    "embedding",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+    "index_add",
+    "index_copy",
     "index_fill",
-)  # fmt: skip
+)
 MATRIX = (
-    "tril", "triu", "cholesky", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_qr", "_linalg_det", "_linalg_slogdet", "_linalg_svd", "_linalg_eigh",
+    "tril",
+    "triu",
+    "cholesky",
+    "linalg_inv_ex",
+    "linalg_cholesky_ex",
+    "linalg_qr",
+    "_linalg_det",
+    "_linalg_slogdet",
+    "_linalg_svd",
+    "_linalg_eigh",
     "_linalg_solve_ex",
-)  # fmt: skip
-MADE = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "rand_like", "randn_like")
-LEADING = ("convolution", "_convolution", "avg_pool", "max_pool", "adaptive_", "_adaptive_", "upsample_", "fractional_max_pool")
+)
+MADE = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "rand_like",
+    "randn_like",
+)
+LEADING = (
+    "convolution",
+    "_convolution",
+    "avg_pool",
+    "max_pool",
+    "adaptive_",
+    "_adaptive_",
+    "upsample_",
+    "fractional_max_pool",
+)
 
 _FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
-    (ADDED, added), (SCALED, scaled), (KEPT, kept), (REDUCED, reduced), (SCANNED, scanned), (NUMBERED, numbered), (PERMUTED, permuted), (SLICED, sliced),
-    (("cat", "concat", "concatenate", "stack"), joined), (PICKED, picked), (MADE, made), (LETTERS, contracted), (("scaled_dot_product_attention",), attended),
-    (MATRIX, matrix), (CLASSES, lost), (("copy",), copied),
-    (("where", "masked_fill"), masked), (("diagonal",), diagonal), (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent), (("bincount",), counted),
+    (ADDED, added),
+    (SCALED, scaled),
+    (KEPT, kept),
+    (REDUCED, reduced),
+    (SCANNED, scanned),
+    (NUMBERED, numbered),
+    (PERMUTED, permuted),
+    (SLICED, sliced),
+    (("cat", "concat", "concatenate", "stack"), joined),
+    (PICKED, picked),
+    (MADE, made),
+    (LETTERS, contracted),
+    (("scaled_dot_product_attention",), attended),
+    (MATRIX, matrix),
+    (CLASSES, lost),
+    (("copy",), copied),
+    (("where", "masked_fill"), masked),
+    (("diagonal",), diagonal),
+    (("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
+    (("bincount",), counted),
     (("embedding_bag",), bagged),
-)  # fmt: skip
+)
 _OWN: dict[str, Rule] = {"counter_dropout": dropped, "routed_linear": chosen, "routed_rows": chosen}
 RULES: dict[str, Rule] = {name: rule for names, rule in _FAMILIES for name in names}
 

@@ -1,7 +1,8 @@
 """Whether the batch may be divided, and how the losses of its parts make the loss of the whole.
 
-Two traces of one program, at two sizes of the batch, are read side by side: where shapes differ, a dimension goes through the samples. Rules
-per operator (`sample_rules.py`, by name in `sample_table.py`) follow the samples to the loss. An operator without a rule is decomposed, and where that is impossible its shapes are trusted.
+Two traces of one program, at two sizes of the batch, are read side by side: where shapes differ, a dimension goes
+through the samples. Rules per operator (`sample_rules.py`, by name in `sample_table.py`) follow the samples to the
+loss. An operator without a rule is decomposed, and where that is impossible its shapes are trusted.
 
 Private API, kept in this file: `torch._decomp.decomposition_table` (tried on torch 2.11 and 2.13).
 """
@@ -41,11 +42,13 @@ class Samples:
     loss: str
     """`mean` or `sum`: how the losses of parts of the batch combine into the loss of the whole."""
     dims: dict[str, tuple[int, int]]
-    """By node: the dimension that goes through the samples, and how many of its elements in a row belong to one sample."""
+    """By node: the dimension that goes through the samples, and how many of its elements in a row belong to one
+    sample."""
     mixing: Diagnostic | None
     """Why the batch cannot be divided."""
     weighted: tuple[str, ...]
-    """Means over targets that are not ignored: where parts ignore different numbers of targets, their weights differ."""
+    """Means over targets that are not ignored: where parts ignore different numbers of targets, their weights
+    differ."""
     free: frozenset[str] = frozenset()
     """Nodes whose values are the same for any part of the batch."""
 
@@ -57,7 +60,11 @@ def samples(small: Traced, large: Traced) -> Samples:
     if not _same(small.graph, large.graph):
         return Samples("mean", {}, _two_programs(small, large), ())
     walk = _Walk((small.mode, large.mode), small.samples, large.samples // small.samples)
-    walk.run(small.graph, large.graph, [_given(small, large, a, b, walk) for a, b in _pairs(small.graph, large.graph) if a.op == "placeholder"])
+    walk.run(
+        small.graph,
+        large.graph,
+        [_given(small, large, a, b, walk) for a, b in _pairs(small.graph, large.graph) if a.op == "placeholder"],
+    )
     (output,) = (node for node in small.graph.nodes if node.op == "output")
     state = walk.states[output.all_input_nodes[0]]
     if isinstance(state, Along):
@@ -67,13 +74,20 @@ def samples(small: Traced, large: Traced) -> Samples:
     loss = "sum" if isinstance(state, Mixed) and state.degree == 0 else "mean"
     weighted = tuple(node.name for node in small.graph.nodes if _is_weighted(node, walk.states))
     mixing = _diagnostic(state, walk, output.all_input_nodes[0]) if isinstance(state, Mixing) else None
-    free = frozenset(node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True))
+    free = frozenset(
+        node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True)
+    )
     return Samples(loss, _dims(small, large, walk), mixing, weighted, free)
 
 
 def _two_programs(small: Traced, large: Traced) -> Diagnostic:
-    counts = f"with {small.samples} samples it runs {len(small.graph.nodes)} operators, with {large.samples} it runs {len(large.graph.nodes)}"
-    return Diagnostic("P0805", "the program depends on the size of the batch", notes=(counts,), helps=(Repair.ALIKE.value,))
+    counts = (
+        f"with {small.samples} samples it runs {len(small.graph.nodes)} operators, with {large.samples} it runs"
+        f" {len(large.graph.nodes)}"
+    )
+    return Diagnostic(
+        "P0805", "the program depends on the size of the batch", notes=(counts,), helps=(Repair.ALIKE.value,)
+    )
 
 
 def _pairs(small: fx.Graph, large: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
@@ -86,11 +100,14 @@ def _same(small: fx.Graph, large: fx.Graph) -> bool:
         return False
     partner = dict(_pairs(small, large))
     alike = ((a.op, name_of(a.target)) == (b.op, name_of(b.target)) for a, b in partner.items())
-    return all(alike) and all([partner[node] for node in a.all_input_nodes] == b.all_input_nodes for a, b in partner.items())
+    return all(alike) and all(
+        [partner[node] for node in a.all_input_nodes] == b.all_input_nodes for a, b in partner.items()
+    )
 
 
 def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) -> State:
-    """A placeholder: tensors of the batch have data, weights none. A constant that is not the same in both traces follows the batch's size unseen."""
+    """A placeholder: tensors of the batch have data, weights none. A constant that is not the same in both traces
+    follows the batch's size unseen."""
     if a.name in small.weights:
         one, two = small.weights[a.name].fake, large.weights[b.name].fake
         same = isinstance(one, FakeTensor) or isinstance(two, FakeTensor) or torch.equal(one, two)
@@ -110,7 +127,11 @@ def _dims(small: Traced, large: Traced, walk: _Walk) -> dict[str, tuple[int, int
         state, value = walk.states.get(a), a.meta.get("val")
         if isinstance(state, Along):
             found[a.name] = (state.dim, state.inner)
-        elif isinstance(state, Free) and isinstance(value, torch.Tensor) and len(grown := growing(value, b.meta["val"])) == 1:
+        elif (
+            isinstance(state, Free)
+            and isinstance(value, torch.Tensor)
+            and len(grown := growing(value, b.meta["val"])) == 1
+        ):
             found[a.name] = (grown[0], value.shape[grown[0]] // small.samples)
     return found
 
@@ -162,7 +183,9 @@ class _Walk:
         if a.target is operator.getitem:
             whole = self.states[a.args[0]]  # type: ignore[index]
             return whole[a.args[1]] if isinstance(whole, tuple) else whole  # type: ignore[index]
-        causes = [state for node in a.all_input_nodes for state in _several(self.states[node]) if isinstance(state, Mixing)]
+        causes = [
+            state for node in a.all_input_nodes for state in _several(self.states[node]) if isinstance(state, Mixing)
+        ]
         if causes:  # the first of them in the order of the program
             order = list(self.causes)
             return min(causes, key=lambda state: order.index(id(state)))
@@ -179,7 +202,16 @@ class _Walk:
     def _ruled(self, a: fx.Node, b: fx.Node) -> States:
         results = tuple((x, y) for x, y in zip(_tensors(a), _tensors(b), strict=True))
         name = name_of(a.target)
-        call = Call(name, self.shown or name.strip("_"), a.target, self._operands(a, a, b), self._operands(b, a, b), results, self.samples, self.times)
+        call = Call(
+            name,
+            self.shown or name.strip("_"),
+            a.target,
+            self._operands(a, a, b),
+            self._operands(b, a, b),
+            results,
+            self.samples,
+            self.times,
+        )
         if not call.data and name != "counter_dropout":
             if isinstance(a.target, Applied):
                 self._check_backward(a, b, tuple(Free() for _ in results), call)
@@ -187,7 +219,10 @@ class _Walk:
         if not results:
             raise Mixing(f"{call.shown} reads values of the batch as numbers", Repair.NUMBERS)
         rule = rule_of(a.target)
-        if any(isinstance(o.state, Free) and not o.state.uniform and not finds_its_sample(call, o.state.place) for o in call.operands):
+        if any(
+            isinstance(o.state, Free) and not o.state.uniform and not finds_its_sample(call, o.state.place)
+            for o in call.operands
+        ):
             raise call.placed()
         states = rule(call) if rule else self._decomposed(a, b, call)
         if isinstance(a.target, Applied):
@@ -201,7 +236,11 @@ class _Walk:
         operands = {}
         for own, one, two in zip(node.all_input_nodes, a.all_input_nodes, b.all_input_nodes, strict=True):
             state, value = self.states[one], one.meta.get("val")
-            operands[own] = Operand(state, value, two.meta["val"]) if isinstance(value, torch.Tensor) and not isinstance(state, tuple) else None
+            operands[own] = (
+                Operand(state, value, two.meta["val"])
+                if isinstance(value, torch.Tensor) and not isinstance(state, tuple)
+                else None
+            )
         return {name: _replaced(value, operands) for name, value in _arguments(node).items()}
 
     # ----------------------------------------------------------------------------------------------- decomposition
@@ -213,7 +252,11 @@ class _Walk:
         if not _same(graphs[0], graphs[1]):  # a loop over the samples
             raise call.through()
         inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
-        inside.run(graphs[0], graphs[1], [self.states[leaf] for leaf in pytree.tree_leaves((a.args, a.kwargs)) if isinstance(leaf, fx.Node)])
+        inside.run(
+            graphs[0],
+            graphs[1],
+            [self.states[leaf] for leaf in pytree.tree_leaves((a.args, a.kwargs)) if isinstance(leaf, fx.Node)],
+        )
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
         found = pytree.tree_leaves(output.args)
         states = tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
@@ -225,13 +268,20 @@ class _Walk:
         """The operator as a graph of others, or None if there are no others."""
         flat, layout = pytree.tree_flatten((node.args, node.kwargs))
         tensors: list[torch.Tensor] = [leaf.meta["val"] for leaf in flat if isinstance(leaf, fx.Node)]
-        key = (node.target, layout, *(repr(leaf) for leaf in flat if not isinstance(leaf, fx.Node)), *(f"{t.shape} {t.stride()} {t.dtype}" for t in tensors))
+        key = (
+            node.target,
+            layout,
+            *(repr(leaf) for leaf in flat if not isinstance(leaf, fx.Node)),
+            *(f"{t.shape} {t.stride()} {t.dtype}" for t in tensors),
+        )
         if key in self.known:
             return self.known[key]
 
         def call(*given: torch.Tensor) -> Any:
             rest = iter(given)
-            args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in flat], layout)
+            args, kwargs = pytree.tree_unflatten(
+                [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in flat], layout
+            )
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
         try:
@@ -244,10 +294,12 @@ class _Walk:
         self.known[key] = graph
         return graph
 
-    # --------------------------------------------------------------------------------------- backwards of autograd Functions
+    # --------------------------------------------------------------------------------------- backwards of autograd
+    # Functions
 
     def _check_backward(self, a: fx.Node, b: fx.Node, states: States, call: Call) -> None:
-        """The backward that a user wrote must treat every sample by itself, as autograd's own does where the forward does."""
+        """The backward that a user wrote must treat every sample by itself, as autograd's own does where the forward
+        does."""
         given = [self.states[leaf] for leaf in a.args if isinstance(leaf, fx.Node)]
         # The gradient of what is free of data, a weight, is a sum over the samples.
         coming = [Along(s.dim, s.inner) if isinstance(s, Along) else Mixed(0) for s in _several(states)]
@@ -257,9 +309,15 @@ class _Walk:
         inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
         inside.run(graphs[0], graphs[1], [*given, *coming])
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
-        for state, gradient in zip(given, pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None), strict=True):
+        for state, gradient in zip(
+            given, pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None), strict=True
+        ):
             found = inside.states[gradient] if isinstance(gradient, fx.Node) else Free(zero=True)
-            along = isinstance(state, Along) and isinstance(found, Along | Free) and (isinstance(found, Free) or found.dim == state.dim)
+            along = (
+                isinstance(state, Along)
+                and isinstance(found, Along | Free)
+                and (isinstance(found, Free) or found.dim == state.dim)
+            )
             summed = not isinstance(state, Along) and (found == Mixed(0) or (isinstance(found, Free) and found.zero))
             if not (along or summed):
                 raise Mixing(f"the backward of {call.shown} mixes the gradients of samples", Repair.WITHIN)
@@ -272,32 +330,62 @@ class _Walk:
         if schema is None or not schema.is_mutable:
             return
         new, twin = self.states[a], dict(_pairs(a.graph, b.graph))
-        part = not any(large == small * self.times for x, y in zip(_tensors(a), _tensors(b), strict=True) for small, large in zip(x.shape, y.shape, strict=True))
+        part = not any(
+            large == small * self.times
+            for x, y in zip(_tensors(a), _tensors(b), strict=True)
+            for small, large in zip(x.shape, y.shape, strict=True)
+        )
         for node in [node for node in self.states if node is not a and _root(node) is _root(a)]:
             if not isinstance(new, tuple) and not isinstance(old := self.states[node], tuple):
-                self.states[node] = self._blamed(_merged(old, new, growing(node.meta["val"], twin[node].meta["val"]), node.meta["val"], self.samples, part), a)
+                self.states[node] = self._blamed(
+                    _merged(
+                        old,
+                        new,
+                        growing(node.meta["val"], twin[node].meta["val"]),
+                        node.meta["val"],
+                        self.samples,
+                        part,
+                    ),
+                    a,
+                )
 
 
 def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, samples: int, part: bool) -> State:
-    """A value that had one state, after something of another has been written into it; into a `part` of the samples, perhaps."""
+    """A value that had one state, after something of another has been written into it; into a `part` of the samples,
+    perhaps."""
     if isinstance(new, Mixing) or isinstance(old, Mixing):
         return new if isinstance(new, Mixing) else old
     if isinstance(old, Free) and isinstance(new, Free):
-        return Free(old.degree if old.degree == new.degree else None, old.zero and new.zero, old.uniform and new.uniform and not (part and grown))
+        return Free(
+            old.degree if old.degree == new.degree else None,
+            old.zero and new.zero,
+            old.uniform and new.uniform and not (part and grown),
+        )
     kept, other = (new, old) if isinstance(old, Free) else (old, new)
     if isinstance(kept, Mixed):
         fits = not grown and ((isinstance(other, Free) and (other.zero or kept.degree == -1)) or other == kept)
     else:
-        fits = len(grown) == 1 and (other == Free(zero=True) or (not isinstance(other, Mixed) and other.degree == kept.degree))
+        fits = len(grown) == 1 and (
+            other == Free(zero=True) or (not isinstance(other, Mixed) and other.degree == kept.degree)
+        )
     if not fits:
         return Mixing("a value that holds all samples is written in part", Repair.ALONE)
-    return Along(grown[0], value.shape[grown[0]] // samples, kept.degree) if isinstance(old, Free) and isinstance(kept, Along) else kept
+    return (
+        Along(grown[0], value.shape[grown[0]] // samples, kept.degree)
+        if isinstance(old, Free) and isinstance(kept, Along)
+        else kept
+    )
 
 
 def _root(node: fx.Node) -> fx.Node:
     """The tensor that a chain of views and writes starts from."""
     schema = getattr(node.target, "_schema", None)
-    while schema is not None and schema.arguments and schema.arguments[0].alias_info is not None and isinstance(node.args[0], fx.Node):
+    while (
+        schema is not None
+        and schema.arguments
+        and schema.arguments[0].alias_info is not None
+        and isinstance(node.args[0], fx.Node)
+    ):
         node = node.args[0]
         schema = getattr(node.target, "_schema", None)
     return node
@@ -335,7 +423,8 @@ def _replaced(value: Any, operands: dict[fx.Node, Operand | None]) -> Any:
 
 
 def _free(call: Call) -> Free:
-    """Of values without data. One that lost a dimension through the samples, or that a number was made into, changes with the batch's size."""
+    """Of values without data. One that lost a dimension through the samples, or that a number was made into, changes
+    with the batch's size."""
     number = call.small.get("fill_value", call.small.get("s"))
     zero = call.name in ("zeros", "new_zeros", "zeros_like") or (isinstance(number, int | float) and number == 0)
     states = [operand.state for operand in call.operands if isinstance(operand.state, Free)]
@@ -345,14 +434,23 @@ def _free(call: Call) -> Free:
         return states[0] if grows or states[0].uniform else replace(states[0], degree=None, uniform=True, place=0)
     if "fill_value" in call.small and all(degree == 0 for degree in given):
         return Free(call.degree("fill_value"), zero)
-    changes = any(degree != 0 for degree in given) or loses_samples(call) or (not grows and (call.changed or not all(state.uniform for state in states)))
+    changes = (
+        any(degree != 0 for degree in given)
+        or loses_samples(call)
+        or (not grows and (call.changed or not all(state.uniform for state in states)))
+    )
     return Free(None if changes else 0, zero, not grows or stays_uniform(call), place_of(call) if grows else 0)
 
 
 def _is_zero(node: fx.Node) -> bool:
     """A 0 that the code has as a number."""
     value = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
-    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1 and not value.item()
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, FakeTensor)
+        and value.numel() == 1
+        and not value.item()
+    )
 
 
 def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor) -> State:
@@ -364,5 +462,9 @@ def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor)
         return state
     if len(grown) > 1:
         return call.against()
-    fits = grown == [state.dim] and large.shape[state.dim] == small.shape[state.dim] * call.times and small.shape[state.dim] % (call.samples * state.inner) == 0
+    fits = (
+        grown == [state.dim]
+        and large.shape[state.dim] == small.shape[state.dim] * call.times
+        and small.shape[state.dim] % (call.samples * state.inner) == 0
+    )
     return state if fits else Mixing(f"{call.shown} takes some of the samples", Repair.EACH)

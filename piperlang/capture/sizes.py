@@ -1,12 +1,12 @@
 """One program for any batch size, from two traces.
 
-The model is traced at two batch sizes. Node by node the two graphs must be the same but for constants and shapes; a number that
-differs is a linear function of the batch size (a dim of a view), or inverse to it (a factor of a mean), and can be
-computed for any other size. So pieces of any size come from two traces, and the dims that go through the samples are known.
+The model is traced at two batch sizes. Node by node the two graphs must be the same but for constants and shapes; a
+number that differs is a linear function of the batch size (a dim of a view), or inverse to it (a factor of a mean), and
+can be computed for any other size. So pieces of any size come from two traces, and the dims that go through the samples
+are known.
 
-Two points always lie on a line: a square of the batch size does, and so may two readings of a clock. Numbers that are not in
-proportion to the batch are therefore foretold for a third size, and a third trace has to agree.
-"""
+Two points always lie on a line: a square of the batch size does, and so may two readings of a clock. Numbers that are
+not in proportion to the batch are therefore foretold for a third size, and a third trace has to agree."""
 
 from __future__ import annotations
 
@@ -52,14 +52,19 @@ class Sizes:
     def shape(self, node: fx.Node, samples: int) -> tuple[int, ...]:
         return tuple(a * samples + b for a, b in self.dims(node))
 
-    def arguments(self, node: fx.Node, samples: int, substitute: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, node: fx.Node, samples: int, substitute: Callable[[fx.Node], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a node for a batch of this size, with other nodes replaced."""
         if samples == self.small.samples:
             return fx.node.map_arg((node.args, node.kwargs), substitute)
         twin = self.twin[node]
         mine, layout = pytree.tree_flatten((node.args, node.kwargs))
         other, _ = pytree.tree_flatten((twin.args, twin.kwargs))
-        flat = [substitute(x) if isinstance(x, fx.Node) else self._at(x, y, samples, node) for x, y in zip(mine, other, strict=True)]
+        flat = [
+            substitute(x) if isinstance(x, fx.Node) else self._at(x, y, samples, node)
+            for x, y in zip(mine, other, strict=True)
+        ]
         return pytree.tree_unflatten(flat, layout)  # type: ignore[no-any-return]
 
     def _at(self, x: Any, y: Any, samples: int, node: fx.Node) -> Any:
@@ -90,17 +95,25 @@ class Sizes:
         for node, other in _twins(self.small, third, self.at).items():
             foretold = self.arguments(node, third.samples, lambda _: None)
             found = fx.node.map_arg((other.args, other.kwargs), lambda _: None)
-            if repr(foretold) != repr(found) or any(self.shape(node, third.samples) != shape for shape in _shapes(other)):
+            if repr(foretold) != repr(found) or any(
+                self.shape(node, third.samples) != shape for shape in _shapes(other)
+            ):
                 raise self._unclear(node)
 
     def _proportional(self, node: fx.Node) -> bool:
         twin = self.twin[node]
         mine, other = (pytree.tree_leaves((n.args, n.kwargs, _shapes(n))) for n in (node, twin))
-        return all(not isinstance(x, int) or x == y or x * self.large.samples == y * self.small.samples for x, y in zip(mine, other, strict=True))
+        return all(
+            not isinstance(x, int) or x == y or x * self.large.samples == y * self.small.samples
+            for x, y in zip(mine, other, strict=True)
+        )
 
 
-def trace_sizes(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Sizes:
-    """Trace at the size of `batch` (at least two samples, so that nothing is taken for a broadcast) and at twice as many."""
+def trace_sizes(
+    make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
+) -> Sizes:
+    """Trace at the size of `batch` (at least two samples, so that nothing is taken for a broadcast) and at twice as
+    many."""
     flat, layout = pytree.tree_flatten(tuple(batch))
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
     size = max(2, samples)
@@ -127,30 +140,48 @@ def _at_another_size(problem: Diagnostic, traced: int, given: int) -> Diagnostic
     """What model code raises with a number of samples that its author has never seen."""
     if traced == given or problem.code != "P0802":
         return problem
-    note = f"this is with {traced} samples: a batch may be divided, so the model is traced with other sizes than {given}, too"
+    note = (
+        f"this is with {traced} samples: a batch may be divided, so the model is traced with other sizes than"
+        f" {given}, too"
+    )
     size = ("use `x.shape[0]`, or -1 in a view, instead of a number that is the size of the batch",)
-    return replace(problem, notes=(*problem.notes, note), helps=size if traced > 2 else problem.helps)  # with 2 for 1, anything may be wrong
+    return replace(
+        problem, notes=(*problem.notes, note), helps=size if traced > 2 else problem.helps
+    )  # with 2 for 1, anything may be wrong
 
 
 def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
     """A loss of many numbers has no gradient, and neither has one that depends on no weight."""
     value = traced.value(traced.result)
     if value.numel() != 1:
-        raise error("P0807", f"the loss is not one number but has shape {list(value.shape)}", line_of_function(loss), help="return its mean or its sum, or (sum, count)")
+        raise error(
+            "P0807",
+            f"the loss is not one number but has shape {list(value.shape)}",
+            line_of_function(loss),
+            help="return its mean or its sum, or (sum, count)",
+        )
     if traced.result not in traced.learning:
         raise error(
-            "P0807", "the loss does not depend on any weight that requires gradients", line_of_function(loss),
+            "P0807",
+            "the loss does not depend on any weight that requires gradients",
+            line_of_function(loss),
             help="look for `detach`, `torch.no_grad`, `argmax` and `requires_grad_(False)` in the loss and the model",
-        )  # fmt: skip
+        )
 
 
 def _refuse_count(small: Traced, large: Traced, loss: Callable[[Any, Any], Any], samples: int) -> None:
-    """A constant that follows the size of the batch is known for the size that was traced, and a batch of one is traced as one of two."""
+    """A constant that follows the size of the batch is known for the size that was traced, and a batch of one is traced
+    as one of two."""
     if small.count is None or large.count is None or samples == small.samples:
         return
     pairs = zip(small.count.buffers(), large.count.buffers(), strict=True)
     if not all(torch.equal(one, two) for one, two in pairs):
-        raise error("P0807", "the count of a loss is a number that follows the size of the batch", line_of_function(loss), help="count elements of the target: `torch.ones_like(target).sum()`, or take batches of two or more")
+        raise error(
+            "P0807",
+            "the count of a loss is a number that follows the size of the batch",
+            line_of_function(loss),
+            help="count elements of the target: `torch.ones_like(target).sum()`, or take batches of two or more",
+        )
 
 
 def _twins(small: Traced, large: Traced, at: Callable[[int], Traced]) -> dict[fx.Node, fx.Node]:
@@ -158,11 +189,26 @@ def _twins(small: Traced, large: Traced, at: Callable[[int], Traced]) -> dict[fx
     first, second = list(small.graph.nodes), list(large.graph.nodes)
     twin = dict(zip(first, second, strict=False))
     for a, b in twin.items():
-        if (a.op, str(a.target) if a.op == "call_function" else "") != (b.op, str(b.target) if b.op == "call_function" else ""):
-            raise _differing(small, at, b, f"with {large.samples} samples it runs {b.target}, with {small.samples} samples {a.target}")
+        if (a.op, str(a.target) if a.op == "call_function" else "") != (
+            b.op,
+            str(b.target) if b.op == "call_function" else "",
+        ):
+            raise _differing(
+                small,
+                at,
+                b,
+                f"with {large.samples} samples it runs {b.target}, with {small.samples} samples {a.target}",
+            )
         mine, other = (pytree.tree_flatten((n.args, n.kwargs)) for n in (a, b))
-        if mine[1] != other[1] or [twin[x] if isinstance(x, fx.Node) else None for x in mine[0]] != [x if isinstance(x, fx.Node) else None for x in other[0]]:
-            raise _differing(small, at, b, f"with {large.samples} samples it runs {b.target} on other values than with {small.samples} samples")
+        if mine[1] != other[1] or [twin[x] if isinstance(x, fx.Node) else None for x in mine[0]] != [
+            x if isinstance(x, fx.Node) else None for x in other[0]
+        ]:
+            raise _differing(
+                small,
+                at,
+                b,
+                f"with {large.samples} samples it runs {b.target} on other values than with {small.samples} samples",
+            )
     if len(first) != len(second):
         raise _differing(small, at, first[-1])
     return twin
@@ -184,14 +230,23 @@ def _resized(batch: tuple[Any, Any], samples: int, size: int) -> tuple[Any, Any]
 
 
 def _differing(small: Traced, at: Callable[[int], Traced], node: fx.Node, what: str = "") -> Exception:
-    """Why two traces differ where they must not: by the batch size, or because the program is another one every time."""
+    """Why two traces differ where they must not: by the batch size, or because the program is another one every
+    time."""
     if written(small.graph) != written(at(small.samples).graph):
         return error(
-            "P0808", "the model runs another program every time it is called", line_of_operator(node),
+            "P0808",
+            "the model runs another program every time it is called",
+            line_of_operator(node),
             notes=["two traces with the same batch differ", *([what] if what else []), module_of(node)],
-            help="look for what the code reads besides its weights and its inputs: a counter, a clock, a random number, a cache",
-        )  # fmt: skip
+            help=(
+                "look for what the code reads besides its weights and its inputs: a counter, a clock, a random number,"
+                " a cache"
+            ),
+        )
     return error(
-        "P0806", "the program depends on the size of the batch", line_of_operator(node), notes=[what or f"operator {node.target}", module_of(node)],
+        "P0806",
+        "the program depends on the size of the batch",
+        line_of_operator(node),
+        notes=[what or f"operator {node.target}", module_of(node)],
         help="let shapes grow with the batch, and nothing else depend on its size",
-    )  # fmt: skip
+    )

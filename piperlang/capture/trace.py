@@ -1,8 +1,8 @@
 """A model and its loss as one aten graph, traced on fake tensors.
 
-Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` and its shape environment (tried on torch 2.11 and 2.13), and how fake tensors are copied (2.13). Fake tensors on the
-device that will run, not meta ones, because operators such as attention choose their kernel by device while they are traced.
-"""
+Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` and its shape environment (tried on torch
+2.11 and 2.13), and how fake tensors are copied (2.13). Fake tensors on the device that will run, not meta ones, because
+operators such as attention choose their kernel by device while they are traced."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Traced:
     random: bool
     """Whether the graph reads `rng`."""
     count: fx.GraphModule | None
-    """From the batch to what the sum that the graph gives is to be divided by; None where the loss is a number as it is."""
+    """From the batch to what the sum that the graph gives is to be divided by; None where the loss is a number as it
+    is."""
     changes: dict[str, fx.Node]
     """Buffers that the model changes, by placeholder, and what they become; outputs of the graph, after the loss."""
     loss: Callable[[Any, Any], Any]
@@ -80,7 +81,9 @@ class Traced:
     @cached_property
     def learning(self) -> set[fx.Node]:
         """Values that receive a gradient."""
-        return learning(self.graph, self.root, self.mode, {name for name, weight in self.weights.items() if weight.requires_grad})
+        return learning(
+            self.graph, self.root, self.mode, {name for name, weight in self.weights.items() if weight.requires_grad}
+        )
 
     @cached_property
     def trained(self) -> set[str]:
@@ -100,7 +103,9 @@ class Traced:
         return loss
 
 
-def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0) -> Traced:
+def trace(
+    make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
+) -> Traced:
     """Trace model and loss on the shapes of `batch`. No weight is allocated. `seed`: for what the constructor draws."""
     mode = _fake_mode()
     flat, layout = pytree.tree_flatten(batch)
@@ -122,8 +127,11 @@ def trace(make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], 
     return _traced(program, training, mode, samples, device, calls)
 
 
-def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...], mode: FakeTensorMode) -> None:
-    """The model again, as a call has left it: what changes again, or makes another program, is state that a trace would freeze.
+def _refuse_state(
+    program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...], mode: FakeTensorMode
+) -> None:
+    """The model again, as a call has left it: what changes again, or makes another program, is state that a trace would
+    freeze.
 
     Two calls outside of export, which puts back some of what a forward changes, and not all."""
     watches = []
@@ -132,7 +140,9 @@ def _refuse_state(program: torch.export.ExportedProgram, training: Observed, inp
             training(*inputs)
         watches.append(training.seen.watch)
     first, second = watches
-    evolving = {name for name in first.changed if first.after.get(name) != second.after.get(name)} | (second.changed - first.changed)
+    evolving = {name for name in first.changed if first.after.get(name) != second.after.get(name)} | (
+        second.changed - first.changed
+    )
     if evolving or written(program.graph) != written(_export(training, inputs).graph):
         raise refuse_state(evolving or first.changed, training.model)
 
@@ -186,7 +196,9 @@ def _numbers_unknown(mode: FakeTensorMode) -> Iterator[None]:
 
 def written(graph: fx.Graph) -> list[str]:
     """A graph as text that is equal for equal programs."""
-    return [f"{node.op} {node.target if node.op != 'get_attr' else ''} {node.args} {node.kwargs}" for node in graph.nodes]
+    return [
+        f"{node.op} {node.target if node.op != 'get_attr' else ''} {node.args} {node.kwargs}" for node in graph.nodes
+    ]
 
 
 def _export(training: Observed, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
@@ -201,10 +213,17 @@ def _export(training: Observed, inputs: tuple[Any, ...]) -> torch.export.Exporte
 
 
 def _traced(
-    program: torch.export.ExportedProgram, training: Observed, mode: FakeTensorMode, samples: int, device: torch.device, calls: Sequence[Call]
+    program: torch.export.ExportedProgram,
+    training: Observed,
+    mode: FakeTensorMode,
+    samples: int,
+    device: torch.device,
+    calls: Sequence[Call],
 ) -> Traced:
     _refuse_numbers(program)
-    tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(training.named_buffers(remove_duplicate=False))
+    tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(
+        training.named_buffers(remove_duplicate=False)
+    )
     shared: dict[int, list[str]] = {}
     for path, tensor in tensors.items():
         shared.setdefault(id(tensor), []).append(path)
@@ -232,26 +251,43 @@ def _traced(
     refuse_backward_state(graph, mode)
     changes = _changes(program, training, weights)
     try:
-        count = take_count(program.graph_module, batch, training.seen.leaves, {place: weight.fake for place, weight in weights.items() if not isinstance(weight.fake, FakeTensor)})
+        count = take_count(
+            program.graph_module,
+            batch,
+            training.seen.leaves,
+            {place: weight.fake for place, weight in weights.items() if not isinstance(weight.fake, FakeTensor)},
+        )
     except PiperError as problem:
         raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None
     number_dropouts(graph)
     drop_unread(graph)
     _refuse_strangers(graph, weights, named_tensors(training.model).keys())
-    read = {weights[node.name].name: weights[node.name].fake for node in graph.nodes if node.op == "placeholder" and node.users and node.name in weights}
+    read = {
+        weights[node.name].name: weights[node.name].fake
+        for node in graph.nodes
+        if node.op == "placeholder" and node.users and node.name in weights
+    }
     refuse_shared_storage(training.model, read)
     if not read.keys().isdisjoint(training.seen.reassigned):
         raise refuse_state({f"tensor `{name}`" for name in training.seen.reassigned if name in read}, training.model)
     random = make_counted(graph, samples, rng)
     classes = {type(module) for module in training.model.modules()}
     frozen = Frozen("the traced program", [unwrap(training.loss)], classes, line_of_function(training.loss))
-    return Traced(graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, frozen)
+    return Traced(
+        graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, frozen
+    )
 
 
-def _changes(program: torch.export.ExportedProgram, training: Observed, weights: dict[str, Weight]) -> dict[str, fx.Node]:
+def _changes(
+    program: torch.export.ExportedProgram, training: Observed, weights: dict[str, Weight]
+) -> dict[str, fx.Node]:
     """What buffers become; leaves the loss and these as outputs of the graph."""
     graph = program.graph_module.graph
-    buffers = {place: weight.name for place, weight in weights.items() if weight.buffer and weight.name in training.seen.buffers}
+    buffers = {
+        place: weight.name
+        for place, weight in weights.items()
+        if weight.buffer and weight.name in training.seen.buffers
+    }
     statistics = make_functional(graph, {place: weight.name for place, weight in weights.items()}, buffers)
     (output,) = (node for node in graph.nodes if node.op == "output")
     loss, now = output.args[0][: training.seen.leaves], output.args[0][training.seen.leaves :]
@@ -268,9 +304,15 @@ def _refuse_strangers(graph: fx.Graph, weights: dict[str, Weight], known: Collec
         weight = weights.get(node.name) if node.op == "placeholder" and node.users else None
         if weight is not None and weight.name not in known and isinstance(weight.fake, FakeTensor):
             raise error(
-                "P0802", "the model reads a tensor that is neither a parameter nor a buffer", line_of_operator(next(iter(node.users))), "reads it", notes=[module_of(next(iter(node.users)))],
-                help="use `.detach()` for `.data`; register tensors with `register_buffer`, or make them in the forward",
-            )  # fmt: skip
+                "P0802",
+                "the model reads a tensor that is neither a parameter nor a buffer",
+                line_of_operator(next(iter(node.users))),
+                "reads it",
+                notes=[module_of(next(iter(node.users)))],
+                help=(
+                    "use `.detach()` for `.data`; register tensors with `register_buffer`, or make them in the forward"
+                ),
+            )
 
 
 def _refuse_numbers(program: torch.export.ExportedProgram) -> None:
@@ -278,6 +320,10 @@ def _refuse_numbers(program: torch.export.ExportedProgram) -> None:
     for node in program.graph.nodes:
         if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             raise error(
-                "P0802", "the model takes a number out of a tensor", line_of_operator(node), "item() here", notes=[module_of(node)],
+                "P0802",
+                "the model takes a number out of a tensor",
+                line_of_operator(node),
+                "item() here",
+                notes=[module_of(node)],
                 help="compute with the tensor itself",
-            )  # fmt: skip
+            )

@@ -1,7 +1,7 @@
 """Whether an operator treats every sample by itself, tried out on numbers: for operators that no rule is known for.
 
-Two batches are put one behind the other. What the operator makes of both together must be what it makes of the first followed by
-what it makes of the second: the results of parts of a batch are then parts of the batch's result.
+Two batches are put one behind the other. What the operator makes of both together must be what it makes of the first
+followed by what it makes of the second: the results of parts of a batch are then parts of the batch's result.
 
 Private API, kept in this file: the list of operators that torch.library.custom_op made (tried on torch 2.11 and 2.13).
 """
@@ -36,17 +36,32 @@ def objection(call: Call, states: Sequence[State]) -> Mixing | None:
     for size in SIZES[:1] if own else SIZES:
         try:
             parts, together = _results(call, size)
-        except Exception as problem:  # the user's operators need not work with any numbers, torch's have been traced with them
+        except (
+            Exception
+        ) as problem:  # the user's operators need not work with any numbers, torch's have been traced with them
             problems.append(f"{type(problem).__name__}: {problem}".partition("\n")[0])
             continue
-        pairs = [(state, i) for i, state in enumerate(states) if isinstance(state, Along) and _divides(parts[0][i], state, call)]
+        pairs = [
+            (state, i)
+            for i, state in enumerate(states)
+            if isinstance(state, Along) and _divides(parts[0][i], state, call)
+        ]
         if not all(_equal([part[i] for part in parts], together[i], state, call) for state, i in pairs):
-            return call.placed() if own else Mixing(f"{call.shown} does not treat every sample by itself", Repair.WITHIN)
-    return Mixing(f"nothing is known of {call.shown}, and it could not be tried on two batches: {problems[0]}", Repair.KNOWN) if own and problems else None
+            return (
+                call.placed() if own else Mixing(f"{call.shown} does not treat every sample by itself", Repair.WITHIN)
+            )
+    return (
+        Mixing(
+            f"nothing is known of {call.shown}, and it could not be tried on two batches: {problems[0]}", Repair.KNOWN
+        )
+        if own and problems
+        else None
+    )
 
 
 def uniform(call: Call) -> bool:
-    """Whether an operator makes something that is the same for all samples of constants that are so; False where it cannot be tried."""
+    """Whether an operator makes something that is the same for all samples of constants that are so; False where it
+    cannot be tried."""
     if not _is_torchs_own(call) or any(small.numel() > LARGEST for small, _ in call.results):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +72,11 @@ def uniform(call: Call) -> bool:
                 made = _run(call, call.small, numbers)
         except Exception:
             continue
-        return all(torch.equal(value.narrow(dim, 0, 1).expand_as(value), value) for value, result in zip(made, call.results, strict=True) for dim in growing(*result))
+        return all(
+            torch.equal(value.narrow(dim, 0, 1).expand_as(value), value)
+            for value, result in zip(made, call.results, strict=True)
+            for dim in growing(*result)
+        )
     return False
 
 
@@ -68,9 +87,12 @@ def _is_torchs_own(call: Call) -> bool:
 
 
 def _is_of_python(call: Call) -> bool:
-    """An operator of the user's that torch.library.custom_op made: one of C++ might end the process when an index is out of range."""
+    """An operator of the user's that torch.library.custom_op made: one of C++ might end the process when an index is
+    out of range."""
     schema = getattr(call.target, "_schema", None)
-    return schema is not None and schema.name in OPDEFS and not schema.name.startswith("piper::") and not schema.is_mutable
+    return (
+        schema is not None and schema.name in OPDEFS and not schema.name.startswith("piper::") and not schema.is_mutable
+    )
 
 
 def _results(call: Call, size: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
@@ -86,7 +108,10 @@ def _computed(call: Call, whole_numbers: bool, size: float) -> tuple[list[list[t
     parts: list[dict[int, torch.Tensor]] = [{} for _ in range(call.times)]
     together: dict[int, torch.Tensor] = {}
     for operand in call.operands:
-        made = [_number(operand, call, generator, whole_numbers, size) for _ in range(call.times if isinstance(operand.state, Along) else 1)]
+        made = [
+            _number(operand, call, generator, whole_numbers, size)
+            for _ in range(call.times if isinstance(operand.state, Along) else 1)
+        ]
         for i, part in enumerate(parts):
             part[id(operand)] = made[i % len(made)]
         together[id(operand)] = _joined(made, operand, call)
@@ -105,17 +130,27 @@ def _run(call: Call, arguments: dict[str, Any], numbers: dict[int, torch.Tensor]
     return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-def _number(operand: Operand, call: Call, generator: torch.Generator, whole_numbers: bool, size: float = 1.0) -> torch.Tensor:
+def _number(
+    operand: Operand, call: Call, generator: torch.Generator, whole_numbers: bool, size: float = 1.0
+) -> torch.Tensor:
     """Like an operand of the small batch. What is the same for all samples has one number for them."""
     value, grown = operand.small, growing(operand.small, operand.large)
     if isinstance(operand.state, Free) and operand.state.place:
-        return _numbered(operand.state, call.samples, value.dtype).view([call.samples if i in grown else 1 for i in range(value.dim())]).expand(value.shape)
+        return (
+            _numbered(operand.state, call.samples, value.dtype)
+            .view([call.samples if i in grown else 1 for i in range(value.dim())])
+            .expand(value.shape)
+        )
     constant = isinstance(operand.state, Free)
     shape = [1 if constant and i in grown else size for i, size in enumerate(value.shape)]
     if value.dtype is torch.bool:
         numbers = torch.rand(shape, generator=generator) < 0.5
     elif value.is_floating_point() or value.is_complex():
-        numbers = torch.randn(shape, generator=generator, dtype=torch.promote_types(value.dtype, torch.float32)).mul(size).to(value.dtype)
+        numbers = (
+            torch.randn(shape, generator=generator, dtype=torch.promote_types(value.dtype, torch.float32))
+            .mul(size)
+            .to(value.dtype)
+        )
     else:
         numbers = torch.randint(2 if whole_numbers else 1, shape, generator=generator).to(value.dtype)
     return numbers.expand(value.shape)
@@ -130,16 +165,24 @@ def _joined(made: list[torch.Tensor], operand: Operand, call: Call) -> torch.Ten
     if isinstance(state, Along):
         return _behind(made, state, call)
     if isinstance(state, Free) and state.place:
-        return _numbered(state, call.samples * call.times, made[0].dtype).view([-1 if i in growing(operand.small, operand.large) else 1 for i in range(operand.small.dim())]).expand(operand.large.shape)
+        return (
+            _numbered(state, call.samples * call.times, made[0].dtype)
+            .view([-1 if i in growing(operand.small, operand.large) else 1 for i in range(operand.small.dim())])
+            .expand(operand.large.shape)
+        )
     grown = growing(operand.small, operand.large)
-    return made[0][tuple(slice(0, 1) if i in grown else slice(None) for i in range(made[0].dim()))].expand(operand.large.shape)
+    return made[0][tuple(slice(0, 1) if i in grown else slice(None) for i in range(made[0].dim()))].expand(
+        operand.large.shape
+    )
 
 
 def _behind(parts: list[torch.Tensor], state: Along, call: Call) -> torch.Tensor:
     """The samples of each behind those of the one before."""
     shape = parts[0].shape
     outer = shape[state.dim] // (call.samples * state.inner)
-    split = [part.reshape(*shape[: state.dim], outer, call.samples, state.inner, *shape[state.dim + 1 :]) for part in parts]
+    split = [
+        part.reshape(*shape[: state.dim], outer, call.samples, state.inner, *shape[state.dim + 1 :]) for part in parts
+    ]
     whole = torch.cat(split, state.dim + 1)
     return whole.reshape(*shape[: state.dim], shape[state.dim] * len(parts), *shape[state.dim + 1 :])
 

@@ -1,4 +1,5 @@
-"""Why a model cannot be traced: at the user's line, with the module it is in, and without torch.export's own reports."""
+"""Why a model cannot be traced: at the user's line, with the module it is in, and without torch.export's own
+reports."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _KERNEL = "wrap the kernel with torch.library.custom_op and describe its result 
 
 
 class UserRaised(Exception):
-    """What the user's forward or loss raised while it was traced. No RuntimeError: of those torch.export prints the graph so far."""
+    """What the user's forward or loss raised while it was traced. No RuntimeError: of those torch.export prints the
+    graph so far."""
 
     def __init__(self, problem: BaseException) -> None:
         super().__init__(said(problem))
@@ -49,7 +51,9 @@ def quiet() -> Iterator[None]:
         yield
         return
     loggers = [
-        logging.getLogger(name) for name in ("torch", *logging.root.manager.loggerDict) if name == "torch" or name.startswith("torch.")
+        logging.getLogger(name)
+        for name in ("torch", *logging.root.manager.loggerDict)
+        if name == "torch" or name.startswith("torch.")
     ]
     handlers = {handler for logger in loggers for handler in logger.handlers if type(handler) is logging.StreamHandler}
     for handler in handlers:
@@ -73,7 +77,9 @@ def untraceable(problem: Exception, model: nn.Module, loss: Callable[..., Any]) 
     if not isinstance(problem, UserRaised):
         help = "make the model pass torch.export.export(model, inputs, strict=False)"
         wrong = _why(problem) or Wrong("the model cannot be traced", help)
-        return error("P0802", wrong.message, line_of(problem), notes=[f"torch.export: {said(problem)}"], help=wrong.help)
+        return error(
+            "P0802", wrong.message, line_of(problem), notes=[f"torch.export: {said(problem)}"], help=wrong.help
+        )
     path, module = module_of_frames(problem.problem, model)
     if module is None:
         return _raised("loss", "loss(output, target)", loss, problem.problem, _arguments(problem.problem, loss))
@@ -117,7 +123,8 @@ def _why(problem: BaseException) -> Wrong | None:
 def _unknown_shape() -> Wrong:
     return Wrong(
         "data-dependent shape: how large a tensor is depends on values",
-        "keep shapes fixed: multiply by a mask or use torch.where; rows that choose experts go through piperlang.routed_linear",
+        "keep shapes fixed: multiply by a mask or use torch.where; rows that choose experts go through"
+        " piperlang.routed_linear",
     )
 
 
@@ -139,7 +146,9 @@ def differentiating(node: fx.Node | None = None) -> Iterator[None]:
         wrong = _why(problem) or Wrong(f"the backward of the model raised {said(problem)}", _BACKWARD)
         notes = ["while the backward was traced", *([module_of(node)] if node is not None else [])]
         span = line or line_in(trace) or (line_of_operator(node) if node is not None else None)
-        raise error("P0802", wrong.message, span, "raised here" if line else "", notes=notes, help=wrong.help) from problem
+        raise error(
+            "P0802", wrong.message, span, "raised here" if line else "", notes=notes, help=wrong.help
+        ) from problem
 
 
 _NO_BACKWARD = (
@@ -151,7 +160,10 @@ _NO_BACKWARD = (
     "inplace operation",
     "in-place operation",
 )
-_BACKWARD = "repair the backward: of a torch.autograd.Function its `backward`, of an operator of your own what `register_autograd` is given"
+_BACKWARD = (
+    "repair the backward: of a torch.autograd.Function its `backward`, of an operator of your own what"
+    " `register_autograd` is given"
+)
 
 
 def refuse_sparse(graph: fx.Graph) -> None:
@@ -159,31 +171,44 @@ def refuse_sparse(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
             raise error(
-                "P0802", "the model makes sparse gradients, and gradients here are dense", line_of_operator(node), notes=[module_of(node)],
+                "P0802",
+                "the model makes sparse gradients, and gradients here are dense",
+                line_of_operator(node),
+                notes=[module_of(node)],
                 help="leave out `sparse=True`",
-            )  # fmt: skip
+            )
 
 
 def refuse_cond(graph: fx.Graph) -> None:
-    """torch.cond in a graph that is sent to workers: older versions of torch cannot make the graph again there (tried: 2.11 cannot, 2.13 can)."""
+    """torch.cond in a graph that is sent to workers: older versions of torch cannot make the graph again there (tried:
+    2.11 cannot, 2.13 can)."""
     if torch.__version__ >= "2.13":
         return
     for node in graph.nodes:
         if node.target is torch.ops.higher_order.cond:
             raise error(
-                "P0802", "torch.cond needs torch 2.13 or newer here", line_of_operator(node), notes=[f"this is torch {torch.__version__}", module_of(node)],
+                "P0802",
+                "torch.cond needs torch 2.13 or newer here",
+                line_of_operator(node),
+                notes=[f"this is torch {torch.__version__}", module_of(node)],
                 help="compute both branches and choose with torch.where",
-            )  # fmt: skip
+            )
 
 
 def refuse_mistraced(graph: fx.Graph) -> None:
     """Operators whose decompositions in torch compute something else than the operators (tried: 2.13)."""
     for node in graph.nodes:
-        if node.target in (torch.ops.aten.multilabel_margin_loss.default, torch.ops.aten.multilabel_margin_loss_forward.default):
+        if node.target in (
+            torch.ops.aten.multilabel_margin_loss.default,
+            torch.ops.aten.multilabel_margin_loss_forward.default,
+        ):
             raise error(
-                "P0802", "torch does not trace multilabel_margin_loss as it computes it", line_of_operator(node), notes=[module_of(node)],
+                "P0802",
+                "torch does not trace multilabel_margin_loss as it computes it",
+                line_of_operator(node),
+                notes=[module_of(node)],
                 help="compute it with `clamp`, or use multilabel_soft_margin_loss",
-            )  # fmt: skip
+            )
 
 
 def refuse_loss(result: object, loss: Callable[..., Any]) -> None:
@@ -194,7 +219,8 @@ def refuse_loss(result: object, loss: Callable[..., Any]) -> None:
 
 
 def refuse_unknown_shapes(graph: fx.Graph) -> None:
-    """Plans, memory and communication need to know every shape: torch.export also accepts some that depend on values."""
+    """Plans, memory and communication need to know every shape: torch.export also accepts some that depend on
+    values."""
     for node in graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, tuple | list) else [values]:

@@ -1,4 +1,5 @@
-"""The user's own functions: how each is called, what it must return, and what it raises, as diagnostics at the user's line."""
+"""The user's own functions: how each is called, what it must return, and what it raises, as diagnostics at the user's
+line."""
 
 from __future__ import annotations
 
@@ -18,9 +19,14 @@ from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.source import Span
 
 CALLED = {
-    "model": ("model()", 0), "loss": ("loss(output, target)", 2), "data": ("data()", 0), "validation": ("validation()", 0),
-    "optimizer": ("optimizer(params)", 1), "lr_schedule": ("lr_schedule(optimizer)", 1), "on_step": ("on_step(row)", 1),
-}  # fmt: skip
+    "model": ("model()", 0),
+    "loss": ("loss(output, target)", 2),
+    "data": ("data()", 0),
+    "validation": ("validation()", 0),
+    "optimizer": ("optimizer(params)", 1),
+    "lr_schedule": ("lr_schedule(optimizer)", 1),
+    "on_step": ("on_step(row)", 1),
+}
 """How each function is called, and with how many arguments."""
 
 LONGEST = 300
@@ -113,7 +119,8 @@ def eagerly(model: nn.Module, loss: Callable[..., Any], what: str = "the model")
 
 
 def module_of_frames(problem: BaseException, model: nn.Module) -> tuple[str, nn.Module | None]:
-    """The innermost module of the model that was being called, and its path: the frames of an exception have it as `self`."""
+    """The innermost module of the model that was being called, and its path: the frames of an exception have it as
+    `self`."""
     paths = {id(module): path for path, module in model.named_modules()}
     called = [frame.f_locals.get("self") for frame, _ in walk_tb(problem.__traceback__)]
     inner = next((module for module in reversed(called) if isinstance(module, nn.Module) and id(module) in paths), None)
@@ -187,7 +194,8 @@ _COMPUTE_IN_PYTHON = "compute it with Python numbers, such as `[0.1 * i / depth 
 
 
 def without_values(problem: BaseException) -> bool:
-    """Whether an exception says that a tensor has no values: it is a fake one, which stands in for a tensor of its shape."""
+    """Whether an exception says that a tensor has no values: it is a fake one, which stands in for a tensor of its
+    shape."""
     words = (
         "data-dependent",
         "FakeTensor",
@@ -303,7 +311,10 @@ def _no_schedule(made: object) -> Wrong | None:
         inspect.signature(step).bind()
     except TypeError:
         first = next(iter(inspect.signature(step).parameters))
-        what = f"{type(made).__name__}.step needs `{first}`, and the schedule that `lr_schedule` returns is stepped without arguments"
+        what = (
+            f"{type(made).__name__}.step needs `{first}`, and the schedule that `lr_schedule` returns is stepped"
+            " without arguments"
+        )
         return Wrong(what, f"use a schedule of the step number alone: {example}")
     except ValueError:
         return None
@@ -343,6 +354,9 @@ def wrong_loss(result: object) -> Wrong | None:
     if not isinstance(result[0], torch.Tensor):
         return Wrong(f"the sum that `loss` returned is {kind(result[0])}", "return (sum, count) as tensors")
     if not isinstance(result[1], torch.Tensor):
-        help = "count with torch operators, such as `(target != -100).sum()`; where every batch counts the same, return the mean"
+        help = (
+            "count with torch operators, such as `(target != -100).sum()`; where every batch counts the same, return"
+            " the mean"
+        )
         return Wrong(f"the count that `loss` returned is {kind(result[1])}, not a tensor", help)
     return None

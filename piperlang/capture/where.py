@@ -32,7 +32,8 @@ def bind(function: object, span: Span) -> None:
 
 
 def line_of(problem: BaseException) -> Span | None:
-    """The innermost line that raised it and is neither ours nor a library's; if there is none, that of the exception it was raised from."""
+    """The innermost line that raised it and is neither ours nor a library's; if there is none, that of the exception it
+    was raised from."""
     frames = [(frame.filename, frame.lineno or 1) for frame in extract_tb(problem.__traceback__)]
     if "Original Traceback" in (text := _text(problem)):  # raised in another process, whose frames are in the text
         frames += [(name, int(line)) for name, line in _FRAME.findall(text)]

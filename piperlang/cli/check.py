@@ -66,10 +66,12 @@ def _check(name: str, overrides: dict[str, str]) -> Outlined:
 def _says(found: Outlined) -> str:
     """What the script comes to, in a few words."""
     lanes = found.outline.lanes.lanes
-    counts = Counter({
-        "device": max((mesh.size for mesh in found.outline.meshes), default=0),
-        "chunk": len(found.outline.placements.by_chunk),
-        "ordered step": sum(len(lane.steps) * len(lane.devices) for lane in lanes),
-    })  # fmt: skip
+    counts = Counter(
+        {
+            "device": max((mesh.size for mesh in found.outline.meshes), default=0),
+            "chunk": len(found.outline.placements.by_chunk),
+            "ordered step": sum(len(lane.steps) * len(lane.devices) for lane in lanes),
+        }
+    )
     parts = [f"{count:,} {what}{'s' if count != 1 else ''}" for what, count in counts.items() if count]
     return ", ".join(parts) or "no directives"

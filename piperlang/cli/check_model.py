@@ -21,7 +21,11 @@ def run(options: argparse.Namespace) -> int:
     if not scripts:
         raise error("P0902", "SCHEDULE.piper is missing", help="piperc check MODEL.py SCHEDULE.piper")
     if len(scripts) != 1:
-        raise error("P0902", f"one model is checked with one script, not with {len(scripts)}", help="piperc check MODEL.py SCHEDULE.piper")
+        raise error(
+            "P0902",
+            f"one model is checked with one script, not with {len(scripts)}",
+            help="piperc check MODEL.py SCHEDULE.piper",
+        )
     options.script = scripts[0]
     result: dict[str, Any] = {"ok": False}
     problems: tuple[Diagnostic, ...] = ()
@@ -54,7 +58,12 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
     with doing("building the graph"):
         graph = found.graph()
         topological(graph)
-    result |= {"ok": True, "nodes": len(graph.nodes), "devices": len(_devices(graph)), "chunks": len(graph.model.chunks)}
+    result |= {
+        "ok": True,
+        "nodes": len(graph.nodes),
+        "devices": len(_devices(graph)),
+        "chunks": len(graph.model.chunks),
+    }
     if options.numerics:
         from piperlang.capture.program import Captured
         from piperlang.runtime.numerics import compare
@@ -64,9 +73,14 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
         with doing("training two steps both ways"):
             compared = compare(file, program, graph, cut, options.seed)
         result |= {
-            "ok": compared.ok, "loss_reference": compared.loss_reference, "loss": compared.loss, "max_grad_rel_err": compared.max_grad_rel_err,
-            "max_weight_rel_err": compared.max_weight_rel_err, "worst": compared.worst, "judged_by_gradient": list(compared.judged_by_gradient),
-        }  # fmt: skip
+            "ok": compared.ok,
+            "loss_reference": compared.loss_reference,
+            "loss": compared.loss,
+            "max_grad_rel_err": compared.max_grad_rel_err,
+            "max_weight_rel_err": compared.max_weight_rel_err,
+            "worst": compared.worst,
+            "judged_by_gradient": list(compared.judged_by_gradient),
+        }
     return ()
 
 
@@ -82,7 +96,13 @@ def _tell(model: str, options: argparse.Namespace, result: dict[str, Any]) -> No
     verdict = "same mathematics" if result["ok"] else "DIFFERENT"
     print(f"{options.script}: {verdict} ({size})")
     print(f"  loss after two steps  {result['loss']:.9g}   plain {result['loss_reference']:.9g}")
-    print(f"  largest difference    gradients {result['max_grad_rel_err']:.1e}, weights {result['max_weight_rel_err']:.1e} (relative{', ' + result['worst'] if result['worst'] else ''})")
+    print(
+        f"  largest difference    gradients {result['max_grad_rel_err']:.1e}, weights"
+        f" {result['max_weight_rel_err']:.1e} (relative{', ' + result['worst'] if result['worst'] else ''})"
+    )
     noisy = result["judged_by_gradient"]
     if noisy:
-        print(f"  judged by gradient    {', '.join(noisy[:3])}{f' and {len(noisy) - 3} more' if len(noisy) > 3 else ''}: elements whose gradient is rounding noise")
+        print(
+            f"  judged by gradient    {', '.join(noisy[:3])}{f' and {len(noisy) - 3} more' if len(noisy) > 3 else ''}:"
+            " elements whose gradient is rounding noise"
+        )

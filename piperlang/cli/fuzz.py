@@ -1,8 +1,8 @@
 """Train a model under random schedules and compare each with the plain model, for whoever changes the compiler.
 
-Every case has a seed that makes it again: placements, splits, data parallelism and ZeRO, weights divided where the model allows it, schedules of the
-library or full random orders. A script that fails is made smaller for as long as it fails in the same way, shown, and written to a file.
-"""
+Every case has a seed that makes it again: placements, splits, data parallelism and ZeRO, weights divided where the
+model allows it, schedules of the library or full random orders. A script that fails is made smaller for as long as it
+fails in the same way, shown, and written to a file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,22 @@ EXAMPLE = "write `--mesh pp=2,dp=2`"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL.py")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--mesh", metavar="AXIS=N,...", help="the devices: stages go along an axis `pp`, the batch or weights along all others")
+    where.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="the devices: stages go along an axis `pp`, the batch or weights along all others",
+    )
     where.add_argument("--devices", type=int, metavar="N", help="random meshes of at most so many (default: 8)")
     parser.add_argument("--count", type=int, default=20, metavar="N", help="how many schedules (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule; each further one has the next (default: 0)")
-    parser.add_argument("--executor", choices=("graph", "inline", "ray"), default="graph", help="simulated devices, threads of this process, or real workers (default: graph)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first schedule; each further one has the next (default: 0)"
+    )
+    parser.add_argument(
+        "--executor",
+        choices=("graph", "inline", "ray"),
+        default="graph",
+        help="simulated devices, threads of this process, or real workers (default: graph)",
+    )
     parser.add_argument("--out", metavar="DIR", default=".", help="where scripts that fail are written (default: here)")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each schedule")
 
@@ -51,7 +62,10 @@ def run(options: argparse.Namespace) -> int:
         traits = Traits(bench.program)
         _check_mesh(traits, mesh)
     try:
-        failed = sum(not _case(options, bench, traits, seed, mesh, devices) for seed in range(options.seed, options.seed + options.count))
+        failed = sum(
+            not _case(options, bench, traits, seed, mesh, devices)
+            for seed in range(options.seed, options.seed + options.count)
+        )
     finally:
         bench.close()
     if not options.json:
@@ -72,12 +86,22 @@ def _mesh(text: str) -> Mesh:
 def _check_mesh(traits: Traits, mesh: Mesh | None) -> None:
     wide = prod(size for axis, size in mesh or () if axis != "pp")
     if wide > 1 and not traits.divides:
-        raise error("P0902", "the model mixes samples, so nothing can divide its batch", help="give a mesh of `pp` alone: `--mesh pp=2`")
+        raise error(
+            "P0902",
+            "the model mixes samples, so nothing can divide its batch",
+            help="give a mesh of `pp` alone: `--mesh pp=2`",
+        )
     if traits.samples % wide:
-        raise error("P0902", f"{traits.samples} samples do not come out even on {wide} devices", help="give a smaller mesh, or batches of more samples in the model file")
+        raise error(
+            "P0902",
+            f"{traits.samples} samples do not come out even on {wide} devices",
+            help="give a smaller mesh, or batches of more samples in the model file",
+        )
 
 
-def _case(options: argparse.Namespace, bench: Bench, traits: Traits, seed: int, mesh: Mesh | None, devices: int) -> bool:
+def _case(
+    options: argparse.Namespace, bench: Bench, traits: Traits, seed: int, mesh: Mesh | None, devices: int
+) -> bool:
     """One schedule, written and tried; says what it came to."""
     from piperlang.fuzz.write import write
 
@@ -85,11 +109,18 @@ def _case(options: argparse.Namespace, bench: Bench, traits: Traits, seed: int, 
     with doing(f"seed {seed}"):
         script = write(traits, seed, mesh, devices)
         outcome = bench.attempt(script)
-    row: dict[str, object] = {"seed": seed, "outcome": outcome.kind, "what": outcome.what, "seconds": round(time.perf_counter() - started, 3)}
+    row: dict[str, object] = {
+        "seed": seed,
+        "outcome": outcome.kind,
+        "what": outcome.what,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
     if options.json:
         row["script"] = script
     else:
-        print(f"seed {seed}: {'same mathematics' if outcome.fine else outcome.kind.upper()} ({outcome.what})", flush=True)
+        print(
+            f"seed {seed}: {'same mathematics' if outcome.fine else outcome.kind.upper()} ({outcome.what})", flush=True
+        )
     if not outcome.fine:
         row |= _shrunk(options, bench, seed, script, outcome)
     if options.json:
@@ -108,7 +139,10 @@ def _shrunk(options: argparse.Namespace, bench: Bench, seed: int, script: str, o
     _write(small, shorter)
     if not options.json:
         print("".join(f"    {line}\n" for line in shorter.splitlines()), end="")
-        print(f"  {small}, made from {whole}; `piperc check {options.model} {small} --numerics` tries it again", flush=True)
+        print(
+            f"  {small}, made from {whole}; `piperc check {options.model} {small} --numerics` tries it again",
+            flush=True,
+        )
     return {"small": shorter, "file": str(small)}
 
 
@@ -117,4 +151,6 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
-        raise error("P0902", f"cannot write {path}", notes=[str(problem)], help="choose another folder with --out") from None
+        raise error(
+            "P0902", f"cannot write {path}", notes=[str(problem)], help="choose another folder with --out"
+        ) from None

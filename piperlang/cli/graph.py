@@ -1,6 +1,7 @@
 """Print the training graph of a model under a schedule: one node a line, as JSON, or as a drawing.
 
-A line has a node, where it runs, and its weights and results. With -v it has all values by name with their types and placements, the stream, and what it waits for.
+A line has a node, where it runs, and its weights and results. With -v it has all values by name with their types and
+placements, the stream, and what it waits for.
 
 --after N stops after the first N directives (0: the model as it is), to see what each of them does.
 """
@@ -52,4 +53,9 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
-        raise error("P0902", f"`--svg {path}` cannot be written", notes=[(problem.strerror or "").lower()], help="check the path") from None
+        raise error(
+            "P0902",
+            f"`--svg {path}` cannot be written",
+            notes=[(problem.strerror or "").lower()],
+            help="check the path",
+        ) from None

@@ -47,7 +47,8 @@ def load_both(model: str, script: str) -> ModelFile:
 
 
 class Batches:
-    """The batches of a job: the first one, which the model is traced with, is also the first that is trained on. Data that ends begins again: another epoch."""
+    """The batches of a job: the first one, which the model is traced with, is also the first that is trained on. Data
+    that ends begins again: another epoch."""
 
     def __init__(self, file: ModelFile, seed: int) -> None:
         from piperlang.capture.seeding import seed_all
@@ -65,9 +66,7 @@ class Batches:
             self.epoch = iter(self.file.data())
 
 
-def captured(
-    file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None, cuda: bool | None = None
-) -> Program:
+def captured(file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None, cuda: bool | None = None) -> Program:
     """`cuda`: what it will run on; by default CUDA where there is any."""
     with doing(f"tracing {file.path.name}", "traced") as tracing:
         import torch

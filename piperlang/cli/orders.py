@@ -1,8 +1,7 @@
 """Show the order of work on every device, without model or devices.
 
-The grid runs the order with unit costs (F=I=W=1, B=2, free communication, stages in a chain); a `.` is idle time, `&` joins
-what may overlap. --json and --csv give the order as plain data.
-"""
+The grid runs the order with unit costs (F=I=W=1, B=2, free communication, stages in a chain); a `.` is idle time, `&`
+joins what may overlap. --json and --csv give the order as plain data."""
 
 from __future__ import annotations
 
@@ -37,7 +36,13 @@ def run(options: argparse.Namespace) -> int:
         raise PiperError(*found.problems)
     lanes = found.outline.orders()
     if not any(lane.steps for lane in lanes) and not found.outline.chains:
-        raise error("P0502", "this script orders nothing", source.span(0, 0), "no `order` statement was reached", help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`")
+        raise error(
+            "P0502",
+            "this script orders nothing",
+            source.span(0, 0),
+            "no `order` statement was reached",
+            help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`",
+        )
     timeline = simulate(lanes)
     if options.json:
         _json(lanes, found.outline.chains)

@@ -1,4 +1,5 @@
-"""Make and check the plan of a model under a schedule, print what it comes to, and save it to run later: piperc run step.plan."""
+"""Make and check the plan of a model under a schedule, print what it comes to, and save it to run later: piperc run
+step.plan."""
 
 from __future__ import annotations
 
@@ -37,5 +38,7 @@ def run(options: argparse.Namespace) -> int:
             try:
                 Path(options.output).write_text(dump(plan), encoding="utf-8")
             except OSError as problem:
-                raise error("P0902", f"cannot write {options.output}", notes=[str(problem)], help="choose another file with -o") from None
+                raise error(
+                    "P0902", f"cannot write {options.output}", notes=[str(problem)], help="choose another file with -o"
+                ) from None
     return 0

@@ -34,7 +34,10 @@ def progress_of(options: argparse.Namespace) -> Iterator[None]:
     # What the user's code prints must not stand between lines of JSON.
     apart = redirect_stdout(sys.stderr) if training and machine else nullcontext()
     try:
-        with displayed_by(Records(sys.stdout, sys.stderr, people) if training and machine else people or Silent()), apart:
+        with (
+            displayed_by(Records(sys.stdout, sys.stderr, people) if training and machine else people or Silent()),
+            apart,
+        ):
             yield
     finally:
         if people is not None:

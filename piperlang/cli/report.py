@@ -24,8 +24,8 @@ def paint(stream: TextIO) -> Paint:
 def colored(stream: TextIO) -> bool:
     """Whether to write colours: NO_COLOR, then FORCE_COLOR, then whether it is a terminal that has any.
 
-    no-color.org and force-color.org: either counts if it is not empty, whatever its value. Neither says which of them wins;
-    here NO_COLOR does, as in Python."""
+    no-color.org and force-color.org: either counts if it is not empty, whatever its value. Neither says which of them
+    wins; here NO_COLOR does, as in Python."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -87,7 +87,8 @@ def open_script(name: str) -> tuple[Source, Path | None]:
 
 
 def scripts(names: Iterable[str]) -> tuple[list[str], list[Diagnostic]]:
-    """The scripts that are meant: files as they are given, and every .piper file of folders; and what was wrong with folders."""
+    """The scripts that are meant: files as they are given, and every .piper file of folders; and what was wrong with
+    folders."""
     found: list[str] = []
     problems: list[Diagnostic] = []
     for name in names:

@@ -1,4 +1,5 @@
-"""Train by a plan that `piperc plan -o FILE` has saved. A plan whose model, script or versions have changed is refused."""
+"""Train by a plan that `piperc plan -o FILE` has saved. A plan whose model, script or versions have changed is
+refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def run(options: argparse.Namespace) -> int:
 
     check_usage(options)
     if options.plan.endswith(".piper"):
-        raise error("P0902", f"{options.plan} is a schedule, not a plan", help="`piperc MODEL.py SCHEDULE.piper` trains; `piperc plan MODEL.py SCHEDULE.piper -o FILE` writes a plan")
+        raise error(
+            "P0902",
+            f"{options.plan} is a schedule, not a plan",
+            help="`piperc MODEL.py SCHEDULE.piper` trains; `piperc plan MODEL.py SCHEDULE.piper -o FILE` writes a plan",
+        )
     try:
         text = Path(options.plan).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -32,7 +37,12 @@ def run(options: argparse.Namespace) -> int:
         plan = saved.load(text, options.plan)
         made = plan.about
         if not all(isinstance(made.get(key), str) for key in ("model", "script")) or made["script"] == "-":
-            raise error("P0505", f"{options.plan} cannot be used", notes=["it does not say which model and script it is of"], help="make it again with `piperc plan MODEL.py SCHEDULE.piper -o FILE`")
+            raise error(
+                "P0505",
+                f"{options.plan} cannot be used",
+                notes=["it does not say which model and script it is of"],
+                help="make it again with `piperc plan MODEL.py SCHEDULE.piper -o FILE`",
+            )
         old = saved.stale(saved.about(Path(made["model"]), Path(made["script"]), made.get("parameters")), made)
         if old is not None:
             raise PiperError(old)

@@ -1,8 +1,7 @@
 """Train a model under a schedule: piperc MODEL.py SCHEDULE.piper.
 
-Compiles, checks the plan, starts one worker per device and trains. Leaves a run folder with metrics.jsonl, the script, the plan, the versions and
-the trained weights.
-"""
+Compiles, checks the plan, starts one worker per device and trains. Leaves a run folder with metrics.jsonl, the script,
+the plan, the versions and the trained weights."""
 
 from __future__ import annotations
 
@@ -42,19 +41,55 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="how many (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout")
     parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/SCRIPT-N)")
-    parser.add_argument("--executor", choices=("ray", "inline"), default="ray", help="real workers, or threads of this process")
+    parser.add_argument(
+        "--executor", choices=("ray", "inline"), default="ray", help="real workers, or threads of this process"
+    )
     parser.add_argument("--address", help="of a Ray cluster to join; without it, Ray starts here and ends with the job")
     parser.add_argument("--devices", type=int, metavar="N", help="refuse a script that wants more")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long a device waits for another (default: 300)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="gloo runs on CPU, nccl on CUDA (default: nccl where torch sees a GPU)")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile chunks with Inductor (default: on CUDA)")
     parser.add_argument(
-        "--verify", action=argparse.BooleanOptionalAction, default=True, help="compare the captured program with the eager model before the first step (default: yes, where the memory suffices)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long a device waits for another (default: 300)",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="gloo runs on CPU, nccl on CUDA (default: nccl where torch sees a GPU)",
+    )
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="compile chunks with Inductor (default: on CUDA)"
+    )
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=(
+            "compare the captured program with the eager model before the first step (default: yes, where the memory"
+            " suffices)"
+        ),
     )
     parser.add_argument("--masters", action="store_true", help="keep float32 masters of weights in half precision")
-    parser.add_argument("--validate-every", type=int, metavar="N", help="evaluate on `validation()` of the model file every N steps (default: after the last one)")
-    parser.add_argument("--log-every", type=int, metavar="N", help="keep a line of every N-th step (default: about 20 of a run, at least one a minute)")
-    parser.add_argument("--log", choices=tuple(LOGGERS), action="append", default=[], help="write metrics for this tool, too; may be repeated")
+    parser.add_argument(
+        "--validate-every",
+        type=int,
+        metavar="N",
+        help="evaluate on `validation()` of the model file every N steps (default: after the last one)",
+    )
+    parser.add_argument(
+        "--log-every",
+        type=int,
+        metavar="N",
+        help="keep a line of every N-th step (default: about 20 of a run, at least one a minute)",
+    )
+    parser.add_argument(
+        "--log",
+        choices=tuple(LOGGERS),
+        action="append",
+        default=[],
+        help="write metrics for this tool, too; may be repeated",
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON a step, on standard output")
 
 
@@ -77,17 +112,33 @@ def check_usage(options: argparse.Namespace) -> None:
     if options.steps < 1:
         raise error("P0902", f"`--steps {options.steps}` trains nothing", help="train at least 1")
     if options.log_every is not None and options.log_every < 1:
-        raise error("P0902", f"--log-every must be at least 1, not {options.log_every}", help="`--log-every 1` keeps a line of every step")
+        raise error(
+            "P0902",
+            f"--log-every must be at least 1, not {options.log_every}",
+            help="`--log-every 1` keeps a line of every step",
+        )
     check_installed(options.log)
 
 
 def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches) -> int:
     """Train by a plan that has been checked."""
     if options.devices is not None and len(plan.devices) > options.devices:
-        raise error("P0902", f"the script wants {len(plan.devices)} devices, more than {options.devices}", help="use a smaller mesh, or raise --devices")
+        raise error(
+            "P0902",
+            f"the script wants {len(plan.devices)} devices, more than {options.devices}",
+            help="use a smaller mesh, or raise --devices",
+        )
     if options.validate_every is not None and (file.validation is None or options.validate_every < 1):
-        why = f"{Path(options.model).name} has no `validation`" if file.validation is None else "that is no number of steps"
-        raise error("P0902", f"`--validate-every {options.validate_every}` cannot be done: {why}", help="define `def validation()` that yields (input, target) batches, and give a number from 1 on")
+        why = (
+            f"{Path(options.model).name} has no `validation`"
+            if file.validation is None
+            else "that is no number of steps"
+        )
+        raise error(
+            "P0902",
+            f"`--validate-every {options.validate_every}` cannot be done: {why}",
+            help="define `def validation()` that yields (input, target) batches, and give a number from 1 on",
+        )
     if options.backend == "nccl" and not runs_on_cuda(options):
         why = "threads of one process do not use it" if options.executor == "inline" else "torch sees no GPU"
         raise error("P0902", f"`--backend nccl` cannot be used: {why}", help="leave --backend out, or use gloo")
@@ -114,7 +165,9 @@ def _folder(options: argparse.Namespace) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise error("P0902", f"cannot make the run folder {folder}", notes=[str(problem)], help="choose another with --out") from None
+        raise error(
+            "P0902", f"cannot make the run folder {folder}", notes=[str(problem)], help="choose another with --out"
+        ) from None
     return folder
 
 
@@ -131,11 +184,20 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
     (folder / "schedule.piper").write_text(source.text, encoding="utf-8")
     (folder / "resolved.piper").write_text(resolved(directives), encoding="utf-8")
     (folder / "plan.json").write_text(dump(plan), encoding="utf-8")
-    versions = {"piperlang": __version__, "torch": torch.__version__, "python": platform.python_version(), "command": sys.argv[1:], "seed": options.seed, "parameters": options.parameters}
+    versions = {
+        "piperlang": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": sys.argv[1:],
+        "seed": options.seed,
+        "parameters": options.parameters,
+    }
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
 
 
-def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path, given: Batches) -> None:
+def _train(
+    options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path, given: Batches
+) -> None:
     with doing("importing the runtime"):  # Ray among it
         from piperlang.capture.held import refuse_use
         from piperlang.capture.model_file import shipped
@@ -144,7 +206,13 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
 
     make = shipped(file, "model")
     assert make is not None
-    training = Training(make, shipped(file, "optimizer") or default_optimizer, shipped(file, "lr_schedule"), options.seed, options.masters)
+    training = Training(
+        make,
+        shipped(file, "optimizer") or default_optimizer,
+        shipped(file, "lr_schedule"),
+        options.seed,
+        options.masters,
+    )
     batches = iter(given)
     first = next(batches)
     with ExitStack() as stack:
@@ -164,7 +232,11 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
 
         refuse_use()  # of models that the user's code keeps: what is trained is elsewhere
         started = time.perf_counter()
-        with _interruptible(folder) as done, _weights_kept(job, folder, done), stepping(options.steps, options.log_every):
+        with (
+            _interruptible(folder) as done,
+            _weights_kept(job, folder, done),
+            stepping(options.steps, options.log_every),
+        ):
             for row in _steps(options, file, job, plan, batches, first, validation is not None):
                 done.append(row.step)
                 note(row)
@@ -175,15 +247,26 @@ def _train(options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, lo
 
 
 def _steps(
-    options: argparse.Namespace, file: ModelFile, job: Any, plan: Any, batches: Iterator[Any], batch: Any, validates: bool
+    options: argparse.Namespace,
+    file: ModelFile,
+    job: Any,
+    plan: Any,
+    batches: Iterator[Any],
+    batch: Any,
+    validates: bool,
 ) -> Iterator[Row]:
-    """Train step by step. The next batch is made while a step trains, but for files with `on_step`, whose data may depend on what it does."""
+    """Train step by step. The next batch is made while a step trains, but for files with `on_step`, whose data may
+    depend on what it does."""
     from piperlang.capture.state import Frozen
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
 
     ahead = file.on_step is None
-    watched = [Frozen("the plan", [], [], line_of_function(file.data), {"max_norm": getattr(unwrap(file.data), "__globals__", {})})]
+    watched = [
+        Frozen(
+            "the plan", [], [], line_of_function(file.data), {"max_norm": getattr(unwrap(file.data), "__globals__", {})}
+        )
+    ]
     if file.lr_schedule is not None:
         watched.append(Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule)))
     for step in range(options.steps):
@@ -221,7 +304,17 @@ def _started(
     what = "workers" if options.executor == "ray" else "threads"
     with doing(f"starting {count} {what}", f"{what} {count}/{count}"):
         if options.executor == "ray":
-            job: Any = Job(plan, cut, training, digest(plan), address=options.address, timeout=options.timeout, loss_dtype=loss_dtype, cuda=cuda, compiles=options.compile)
+            job: Any = Job(
+                plan,
+                cut,
+                training,
+                digest(plan),
+                address=options.address,
+                timeout=options.timeout,
+                loss_dtype=loss_dtype,
+                cuda=cuda,
+                compiles=options.compile,
+            )
         else:
             job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
         if validation is not None:
@@ -235,7 +328,13 @@ def _started(
 
 @contextmanager
 def _loggers(options: argparse.Namespace, plan: Any, folder: Path) -> Iterator[list[Logger]]:
-    settings = {"model": options.model, "script": options.script, "seed": options.seed, "steps": options.steps, "devices": len(plan.devices)}
+    settings = {
+        "model": options.model,
+        "script": options.script,
+        "seed": options.seed,
+        "steps": options.steps,
+        "devices": len(plan.devices),
+    }
     settings |= dict(text.split("=", 1) for text in options.parameters)
     with ExitStack() as stack:
         with doing(f"starting {', '.join(options.log)}") if options.log else nullcontext():
@@ -256,7 +355,8 @@ def _interruptible(folder: Path) -> Iterator[list[int]]:
 
 @contextmanager
 def _weights_kept(job: Any, folder: Path, done: list[int]) -> Iterator[None]:
-    """Code of the user's that fails between steps (data, validation, `on_step`) costs no weights: workers still have them."""
+    """Code of the user's that fails between steps (data, validation, `on_step`) costs no weights: workers still have
+    them."""
     try:
         yield
     except PiperError as problem:
@@ -274,7 +374,9 @@ def _save(job: Any, folder: Path) -> None:
         saving.detail = f"{sum(tensor.numel() for tensor in weights.values()):,} numbers"
 
 
-def _verify(options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, Any], training: Any, folder: Path) -> None:
+def _verify(
+    options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, Any], training: Any, folder: Path
+) -> None:
     """The captured program beside the eager model, before anything is started."""
     from piperlang.runtime.guard import Verified, verify
 
@@ -284,7 +386,9 @@ def _verify(options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, 
     emit(Message(str(verified), warning=bool(verified.skipped and options.verify)))
 
 
-def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any, batch: tuple[Any, Any]) -> tuple[Any, Any] | None:
+def _evaluation(
+    options: argparse.Namespace, file: ModelFile, plan: Any, batch: tuple[Any, Any]
+) -> tuple[Any, Any] | None:
     """The plan for validation, if the model file has any, and the pieces it runs: of the model in evaluation mode."""
     if file.validation is None:
         return None
@@ -293,7 +397,9 @@ def _evaluation(options: argparse.Namespace, file: ModelFile, plan: Any, batch: 
     from piperlang.capture.where import line_of_function
     from piperlang.runtime.api import Evaluated, evaluation_plan
 
-    found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed, batch, runs_on_cuda(options)), options)
+    found = scheduled(
+        captured(replace(file, model=Evaluated(file.model)), options.seed, batch, runs_on_cuda(options)), options
+    )
     if found.problems:
         raise PiperError(*found.problems)
     cut: Any = found.scheduler.schedule.captured

@@ -10,7 +10,8 @@ A page is Markdown. Its fenced blocks say in the info string what they are: ```p
 - The command line without `piperc`: `orders`, `-p ranks=2`, `check other.piper`. The first word is the command unless
   it is an option (then `check`); the script's name is added where no `.piper` file is named.
 
-What shows only with a model has one block ```python model```: it is the model.py that all scripts of the page are checked with.
+What shows only with a model has one block ```python model```: it is the model.py that all scripts of the page are
+checked with.
 
 The pages of P08 are about models: their blocks are ```python failing``` and ```python repaired```, each a model.py.
 """
@@ -64,7 +65,11 @@ class Page:
         models = [text for role, text in self.models() if role == "model"]
         shared = {MODEL: models[0].encode()} if models else {}
         for role, info, body in _BLOCK.findall(self.text):
-            fields = {key: value for key, sign, value in (word.partition("=") for word in info.split()) if sign and key in _FIELDS}
+            fields = {
+                key: value
+                for key, sign, value in (word.partition("=") for word in info.split())
+                if sign and key in _FIELDS
+            }
             words = tuple(word for word in info.split() if word.partition("=")[0] not in _FIELDS)
             name = fields.get("file", "schedule.piper")
             data = (body * int(fields.get("times", "1"))).encode(fields.get("encoding", "utf-8"))

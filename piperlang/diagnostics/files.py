@@ -9,9 +9,13 @@ from piperlang.diagnostics.suggest import did_you_mean
 
 
 def unreadable(path: Path, problem: Exception, shown: str | None = None) -> PiperError:
-    reason = getattr(problem, "strerror", None) or ("it is no text" if isinstance(problem, UnicodeDecodeError) else str(problem))
+    reason = getattr(problem, "strerror", None) or (
+        "it is no text" if isinstance(problem, UnicodeDecodeError) else str(problem)
+    )
     near = did_you_mean(path.name, _beside(path)) if isinstance(problem, FileNotFoundError) else None
-    return error("P0901", f"cannot read {shown or path}", notes=[reason[:1].lower() + reason[1:]], help=near or "check the path")
+    return error(
+        "P0901", f"cannot read {shown or path}", notes=[reason[:1].lower() + reason[1:]], help=near or "check the path"
+    )
 
 
 def _beside(path: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""Diagnostics as text: `full` for people, `concise` for grep, `json` for programs, `github` and `sarif` for what shows them beside the code."""
+"""Diagnostics as text: `full` for people, `concise` for grep, `json` for programs, `github` and `sarif` for what shows
+them beside the code."""
 
 from __future__ import annotations
 
@@ -80,9 +81,13 @@ def _first_of_each_file(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
 def _printable(d: Diagnostic) -> Diagnostic:
     """Without characters that would steer a terminal: messages quote what scripts say."""
     return replace(
-        d, message=printable(d.message), label=printable(d.label), also=tuple(Label(x.span, printable(x.text)) for x in d.also),
-        notes=tuple(map(printable, d.notes)), helps=tuple(map(printable, d.helps)),
-    )  # fmt: skip
+        d,
+        message=printable(d.message),
+        label=printable(d.label),
+        also=tuple(Label(x.span, printable(x.text)) for x in d.also),
+        notes=tuple(map(printable, d.notes)),
+        helps=tuple(map(printable, d.helps)),
+    )
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -91,7 +96,16 @@ def printable(text: str, keep: str = "") -> str:
         text = text[:MOST] + " ..."
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or char in keep else f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}" for char in text)
+    return "".join(
+        (
+            char
+            if char.isprintable() or char in keep
+            else f"\\x{ord(char):02x}"
+            if ord(char) < 256
+            else f"\\u{ord(char):04x}"
+        )
+        for char in text
+    )
 
 
 def concise(d: Diagnostic, paint: Paint) -> str:
@@ -103,16 +117,28 @@ def concise(d: Diagnostic, paint: Paint) -> str:
 
 def as_json(d: Diagnostic) -> dict[str, Any]:
     return {
-        "code": d.code, "severity": "error", "message": d.message, **_place(d.span), "label": d.label,
-        "also": [{**_place(label.span), "label": label.text} for label in d.also], "notes": list(d.notes), "helps": list(d.helps),
-    }  # fmt: skip
+        "code": d.code,
+        "severity": "error",
+        "message": d.message,
+        **_place(d.span),
+        "label": d.label,
+        "also": [{**_place(label.span), "label": label.text} for label in d.also],
+        "notes": list(d.notes),
+        "helps": list(d.helps),
+    }
 
 
 def _place(span: Span | None) -> dict[str, Any]:
     if span is None:
         return {"file": None}
     first, last = span.first, span.last
-    return {"file": span.source.name, "line": first.line, "column": first.column, "end_line": last.line, "end_column": last.column}
+    return {
+        "file": span.source.name,
+        "line": first.line,
+        "column": first.column,
+        "end_line": last.line,
+        "end_column": last.column,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------ full
@@ -144,7 +170,9 @@ def full(d: Diagnostic, paint: Paint) -> str:
     return "\n".join(lines)
 
 
-def _snippet(source: Source, labels: list[Label], primary: Span, gutter: int, paint: Paint, *, first: bool) -> list[str]:
+def _snippet(
+    source: Source, labels: list[Label], primary: Span, gutter: int, paint: Paint, *, first: bool
+) -> list[str]:
     at = labels[0].span.first
     arrow = "-->" if first else ":::"
     pad = " " * gutter

@@ -23,7 +23,9 @@ def nearest(word: str, legal: Iterable[str]) -> str | None:
     allowed = max(1, len(word) // 3)
     if len(options) > MANY:  # only those that begin alike
         options = [option for option in options if option[0] == word[0]][:MANY]
-    scored = [(distance(word, option, allowed), option) for option in options if abs(len(option) - len(word)) <= allowed]
+    scored = [
+        (distance(word, option, allowed), option) for option in options if abs(len(option) - len(word)) <= allowed
+    ]
     best = min(scored, default=(allowed + 1, ""))
     if best[0] > allowed or best[0] >= len(word):
         return None

@@ -17,11 +17,19 @@ MAX_ITEMS = 1_000_000
 """Longest list, range or string a script can make."""
 
 _NUMERIC: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "/": operator.truediv, "%": operator.mod,
-}  # fmt: skip
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "/": operator.truediv,
+    "%": operator.mod,
+}
 _ORDERING: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
 def number(value: object) -> bool:
@@ -48,7 +56,13 @@ def _divide(op: str, left: Any, right: Any, span: Span) -> Any:
     try:
         return _NUMERIC[op](left, right)
     except ZeroDivisionError:
-        raise error("P0212", "division by zero", span, "the right side is 0 here", help="guard it with `if`, or `require` a size above 0") from None
+        raise error(
+            "P0212",
+            "division by zero",
+            span,
+            "the right side is 0 here",
+            help="guard it with `if`, or `require` a size above 0",
+        ) from None
     except OverflowError:
         raise error("P0211", "this number is too large", span) from None
 
@@ -75,7 +89,9 @@ def _whole(count: float, span: Span) -> Size:
 
 
 def _cannot(op: str, left: Value, right: Value, span: Span) -> Exception:
-    return error("P0204", f"`{op}` does not work on {kind(left)} and {kind(right)}", span, f"{kind(left)} {op} {kind(right)}")
+    return error(
+        "P0204", f"`{op}` does not work on {kind(left)} and {kind(right)}", span, f"{kind(left)} {op} {kind(right)}"
+    )
 
 
 def power(base: Value, exponent: Value, span: Span) -> Value:
@@ -110,7 +126,13 @@ def limited(text: str, span: Span) -> str:
 
 def check_length(length: int, span: Span) -> None:
     if length > MAX_ITEMS:
-        raise error("P0208", f"this would have {length:,} items", span, f"at most {MAX_ITEMS:,}", help="a schedule needs thousands: check the sizes")
+        raise error(
+            "P0208",
+            f"this would have {length:,} items",
+            span,
+            f"at most {MAX_ITEMS:,}",
+            help="a schedule needs thousands: check the sizes",
+        )
 
 
 def compare(op: str, left: Value, right: Value, span: Span) -> bool:

@@ -22,7 +22,12 @@ Arguments = list[Value]
 def _arity(name: str, arguments: Arguments, least: int, most: int, call: CallOf) -> None:
     if not least <= len(arguments) <= most:
         wanted = str(least) if least == most else f"{least} to {most}"
-        raise error("P0205", f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}", call.span, f"{len(arguments)} given")
+        raise error(
+            "P0205",
+            f"`{name}` takes {wanted} argument{'s' if wanted != '1' else ''}",
+            call.span,
+            f"{len(arguments)} given",
+        )
 
 
 def _sequence(name: str, value: Value, span: Span) -> Sequence[Value]:
@@ -112,7 +117,13 @@ def _zip(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
     lists = [_sequence("zip", value, call.span) for value in arguments]
     lengths = {len(items) for items in lists}
     if len(lengths) > 1:
-        raise error("P0205", "`zip` needs lists of one length", call.span, f"lengths {', '.join(map(str, sorted(lengths)))}", help="cut the longer one: xs[0:n]")
+        raise error(
+            "P0205",
+            "`zip` needs lists of one length",
+            call.span,
+            f"lengths {', '.join(map(str, sorted(lengths)))}",
+            help="cut the longer one: xs[0:n]",
+        )
     self.charge(sum(map(len, lists)), call.span)
     return tuple(tuple(items) for items in zip(*lists, strict=True))
 
@@ -143,13 +154,28 @@ def _count(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
 def _tags(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
     _arity("tags", arguments, 1, 1, call)
     if not isinstance(arguments[0], str):
-        raise error("P0204", f"`tags` needs the name of a tag in quotes, not {kind(arguments[0])}", call.span, help='tags("stage")')
+        raise error(
+            "P0204",
+            f"`tags` needs the name of a tag in quotes, not {kind(arguments[0])}",
+            call.span,
+            help='tags("stage")',
+        )
     found = tuple(sorted(self.graph.tags(arguments[0]), key=lambda v: (isinstance(v, str), v)))
     self.charge(len(found), call.span)
     return found
 
 
 BUILTINS: dict[str, Callable[[Evaluator, Arguments, CallOf], Value]] = {
-    "range": _range, "len": _len, "min": _extreme("<"), "max": _extreme(">"), "sum": _sum, "abs": _abs, "enumerate": _enumerate,
-    "zip": _zip, "reversed": _reversed, "sorted": _sorted, "count": _count, "tags": _tags,
-}  # fmt: skip
+    "range": _range,
+    "len": _len,
+    "min": _extreme("<"),
+    "max": _extreme(">"),
+    "sum": _sum,
+    "abs": _abs,
+    "enumerate": _enumerate,
+    "zip": _zip,
+    "reversed": _reversed,
+    "sorted": _sorted,
+    "count": _count,
+    "tags": _tags,
+}

@@ -16,7 +16,9 @@ def bind_arguments(self: Evaluator, function: Function, call: tree.CallOf) -> di
     """Values by parameter name; defaults are evaluated in the function's own module."""
     if len(call.arguments) == len(function.define.parameters) and all(a.name is None for a in call.arguments):
         # the usual call, without any of the questions below
-        plain = {p.name.text: self.evaluate(a.value) for p, a in zip(function.define.parameters, call.arguments, strict=True)}
+        plain = {
+            p.name.text: self.evaluate(a.value) for p, a in zip(function.define.parameters, call.arguments, strict=True)
+        }
         if None not in plain.values():
             return plain
     parameters = {p.name.text: p for p in function.define.parameters}
@@ -27,11 +29,28 @@ def bind_arguments(self: Evaluator, function: Function, call: tree.CallOf) -> di
         if argument.name is not None:
             name = argument.name.text
             if name not in parameters:
-                raise error("P0205", f"`{function.name}` has no parameter `{name}`", argument.name.span, also=[defined], help=did_you_mean(name, parameters))
+                raise error(
+                    "P0205",
+                    f"`{function.name}` has no parameter `{name}`",
+                    argument.name.span,
+                    also=[defined],
+                    help=did_you_mean(name, parameters),
+                )
         elif any(earlier.name is not None for earlier in call.arguments[:position]):
-            raise error("P0205", "an argument without a name after a named one", argument.span, help="put it before the named ones")
+            raise error(
+                "P0205",
+                "an argument without a name after a named one",
+                argument.span,
+                help="put it before the named ones",
+            )
         elif position >= len(order):
-            raise error("P0205", f"`{function.name}` takes at most {len(order)} arguments", argument.span, f"argument {position + 1}", also=[defined])
+            raise error(
+                "P0205",
+                f"`{function.name}` takes at most {len(order)} arguments",
+                argument.span,
+                f"argument {position + 1}",
+                also=[defined],
+            )
         else:
             name = order[position]
         if name in bound:

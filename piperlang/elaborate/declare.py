@@ -22,7 +22,13 @@ MAX_DEVICES = 65_536
 def parameter(node: tree.Param, default: Value, overrides: Mapping[str, str]) -> Value:
     """The parameter's value: its default, or the override read as a literal of the default's type."""
     if not isinstance(default, bool | int | float | str | tree.Size):
-        raise error("P0204", f"a parameter is a number, string, boolean or size, not {kind(default)}", node.value.span, kind(default), help="use `let` for computed values")
+        raise error(
+            "P0204",
+            f"a parameter is a number, string, boolean or size, not {kind(default)}",
+            node.value.span,
+            kind(default),
+            help="use `let` for computed values",
+        )
     name = node.name.text
     if name not in overrides:
         return default
@@ -34,9 +40,12 @@ def parameter(node: tree.Param, default: Value, overrides: Mapping[str, str]) ->
         return float(value)
     if type(value) is not type(default):
         raise error(
-            "P0903", f"`{text}` is not {kind(default)}", node.span, f"`{name}` is {kind(default)}, by its default",
+            "P0903",
+            f"`{text}` is not {kind(default)}",
+            node.span,
+            f"`{name}` is {kind(default)}, by its default",
             help=f"give it like `-p {name}={brief(default)}`",
-        )  # fmt: skip
+        )
     return value
 
 
@@ -95,7 +104,13 @@ def options(self: Evaluator, directive: str, settings: tuple[tree.Setting, ...])
         legal = OPTIONS[directive]
         if name not in legal:
             label = f"its options are {listed(legal, 'and')}" if legal else "it has no options"
-            raise error("P0405", f"`{directive}` has no option `{name}`", setting.name.span, label, help=did_you_mean(name, legal))
+            raise error(
+                "P0405",
+                f"`{directive}` has no option `{name}`",
+                setting.name.span,
+                label,
+                help=did_you_mean(name, legal),
+            )
         if name in seen:
             raise error("P0405", f"`{name}` is given twice", setting.span, also=[Label(seen[name].span, "first here")])
         seen[name] = Option(name, _option(self, name, setting), setting.span)
@@ -109,7 +124,13 @@ def _option(self: Evaluator, name: str, setting: tree.Setting) -> Value:
         word = node.text if isinstance(node, tree.Name) and node.text in words else self.evaluate(node)
         if word not in words:
             note = "; a sum would change the mathematics" if name == "reduce" else ""
-            raise error("P0405", f"`{name}` cannot be `{node.span.text}`", node.span, f"it is {listed(words)}{note}", help=did_you_mean(node.span.text, words))
+            raise error(
+                "P0405",
+                f"`{name}` cannot be `{node.span.text}`",
+                node.span,
+                f"it is {listed(words)}{note}",
+                help=did_you_mean(node.span.text, words),
+            )
         return word
     value = self.evaluate(node)
     if name == "bucket":

@@ -16,7 +16,8 @@ from piperlang.syntax import tree
 from piperlang.syntax.words import BUILTINS
 
 BUDGET = 1_300_000
-"""Steps a script may take: every expression and statement evaluated is one. Far above any schedule, far below patience."""
+"""Steps a script may take: every expression and statement evaluated is one. Far above any schedule, far below
+patience."""
 
 MAX_CONDITIONS = 2_000
 """In one selector, all alternatives together."""
@@ -38,9 +39,12 @@ class Evaluator:
         self.spent += steps
         if self.spent > self.budget:
             raise error(
-                "P0208", f"the script takes more than {self.budget:,} steps", span, "the budget ran out here",
+                "P0208",
+                f"the script takes more than {self.budget:,} steps",
+                span,
+                "the budget ran out here",
                 help="check the ranges of the loops around this line",
-            )  # fmt: skip
+            )
 
     def weigh(self, value: Value, span: Span) -> None:
         """Charge for walking all of a value: lists of lists can share their items and be huge without being built."""
@@ -77,18 +81,32 @@ class Evaluator:
             return _BUILTINS[text]
         if text in self.module.failed:
             raise PiperError  # an earlier diagnostic says why; this one would only repeat it
-        raise error("P0203", f"`{text}` has no value here", node.span, "bound in a branch that was not taken, or further down", help="bind it before, on every path")
+        raise error(
+            "P0203",
+            f"`{text}` has no value here",
+            node.span,
+            "bound in a branch that was not taken, or further down",
+            help="bind it before, on every path",
+        )
 
     def attribute(self, node: tree.Attribute) -> Value:
         base = self.evaluate(node.base)
         name = node.name.text
         if isinstance(base, Mesh):
             if name not in base.shape:
-                raise error("P0305", f"mesh `{base.name}` has no axis `{name}`", node.name.span, f"its axes are {listed(base.shape, 'and')}", help=did_you_mean(name, base.shape))
+                raise error(
+                    "P0305",
+                    f"mesh `{base.name}` has no axis `{name}`",
+                    node.name.span,
+                    f"its axes are {listed(base.shape, 'and')}",
+                    help=did_you_mean(name, base.shape),
+                )
             return Axis(base, name)
         if isinstance(base, Module):
             if name not in base.names:
-                raise error("P0201", f"`{base.name}` has no `{name}`", node.name.span, help=did_you_mean(name, base.names))
+                raise error(
+                    "P0201", f"`{base.name}` has no `{name}`", node.name.span, help=did_you_mean(name, base.names)
+                )
             return base.names[name]
         raise error("P0204", f"{kind(base)} has no parts to name with a dot", node.span, kind(base))
 
@@ -127,7 +145,13 @@ class Evaluator:
         if isinstance(value, tuple | range):
             return value
         help = f"range({value})" if isinstance(value, int) and not isinstance(value, bool) else None
-        raise error("P0204", f"cannot go through {kind(value)}", node.span, "a list or a range is needed", help=help and f"did you mean `{help}`?")
+        raise error(
+            "P0204",
+            f"cannot go through {kind(value)}",
+            node.span,
+            "a list or a range is needed",
+            help=help and f"did you mean `{help}`?",
+        )
 
     def bind(self, names: tuple[tree.Ident, ...], value: Value, span: Span) -> None:
         scope = self.module.names if self.locals is None else self.locals
@@ -143,7 +167,12 @@ class Evaluator:
     def index(self, node: tree.IndexOf) -> Value:
         base = self.evaluate(node.base)
         if isinstance(base, Mesh | Slice):
-            raise error("P0305", "a mesh is picked from by axis", node.span, help=f"write `{node.base.span.text}[{next(iter(_mesh(base).shape))}=...]`")
+            raise error(
+                "P0305",
+                "a mesh is picked from by axis",
+                node.span,
+                help=f"write `{node.base.span.text}[{next(iter(_mesh(base).shape))}=...]`",
+            )
         if not isinstance(base, tuple | range | str):
             raise error("P0204", f"{kind(base)} has no items to pick", node.base.span, kind(base))
         if isinstance(node.index, tree.Range):
@@ -154,7 +183,12 @@ class Evaluator:
             raise error("P0204", "`*` picks from module paths and selectors only", node.index.span)
         at = self.integer(node.index)
         if not -len(base) <= at < len(base):
-            raise error("P0213", f"index {at} is out of range", node.index.span, f"{len(base)} items, so 0 to {len(base) - 1}" if base else "the list is empty")
+            raise error(
+                "P0213",
+                f"index {at} is out of range",
+                node.index.span,
+                f"{len(base)} items, so 0 to {len(base) - 1}" if base else "the list is empty",
+            )
         return base[at]
 
     # ---------------------------------------------------------------------------------------------- operators
@@ -205,7 +239,12 @@ class Evaluator:
             self.charge(result.size() * len(other.alternatives) + other.size() * len(result.alternatives), node.span)
             result = result.union(other, node.span) if node.operator == "|" else result.meet(other, node.span)
             if result.size() > MAX_CONDITIONS:
-                raise error("P0208", "this selector is too large", node.span, f"{result.size():,} conditions; at most {MAX_CONDITIONS:,}")
+                raise error(
+                    "P0208",
+                    "this selector is too large",
+                    node.span,
+                    f"{result.size():,} conditions; at most {MAX_CONDITIONS:,}",
+                )
         return result
 
     # ------------------------------------------------------------------------------- values of a wanted kind
@@ -214,7 +253,13 @@ class Evaluator:
         value = self.evaluate(node)
         if isinstance(value, bool):
             return value
-        raise error("P0204", f"a condition is True or False, not {kind(value)}", node.span, kind(value), help="compare it: `x > 0`")
+        raise error(
+            "P0204",
+            f"a condition is True or False, not {kind(value)}",
+            node.span,
+            kind(value),
+            help="compare it: `x > 0`",
+        )
 
     def integer(self, node: tree.Expr) -> int:
         value = self.evaluate(node)
@@ -259,9 +304,21 @@ def _mesh(value: Mesh | Slice) -> Mesh:
 
 
 _EVALUATE: dict[type, Callable[[Any, Any], Value]] = {
-    tree.Literal: Evaluator.literal, tree.Name: Evaluator.name, tree.Attribute: Evaluator.attribute, tree.ListOf: Evaluator.list_of,
-    tree.Comprehension: Evaluator.comprehension, tree.IndexOf: Evaluator.index, tree.Unary: Evaluator.unary,
-    tree.Power: Evaluator.power, tree.Chain: Evaluator.chain, tree.Compare: Evaluator.compare, tree.Logic: Evaluator.logic,
-    tree.Choice: Evaluator.choice, tree.Join: Evaluator.join, tree.SelectorOf: Evaluator.selector_of, tree.Pick: Evaluator.pick,
-    tree.CallOf: lambda self, node: self.call(node), tree.Overlap: lambda self, node: self.overlap(node),
-}  # fmt: skip
+    tree.Literal: Evaluator.literal,
+    tree.Name: Evaluator.name,
+    tree.Attribute: Evaluator.attribute,
+    tree.ListOf: Evaluator.list_of,
+    tree.Comprehension: Evaluator.comprehension,
+    tree.IndexOf: Evaluator.index,
+    tree.Unary: Evaluator.unary,
+    tree.Power: Evaluator.power,
+    tree.Chain: Evaluator.chain,
+    tree.Compare: Evaluator.compare,
+    tree.Logic: Evaluator.logic,
+    tree.Choice: Evaluator.choice,
+    tree.Join: Evaluator.join,
+    tree.SelectorOf: Evaluator.selector_of,
+    tree.Pick: Evaluator.pick,
+    tree.CallOf: lambda self, node: self.call(node),
+    tree.Overlap: lambda self, node: self.overlap(node),
+}

@@ -63,7 +63,15 @@ class Interpreter(Evaluator):
                 problems.extend(problem.diagnostics)
                 self.module.failed |= bound_by(statement)
             except RecursionError:  # expressions, calls and values, each within its limit, can still pile up
-                problems.append(Diagnostic("P0107", "this statement leads too deep", statement.span, "calls, expressions or lists within each other", helps=("name the inner parts with `let`",)))
+                problems.append(
+                    Diagnostic(
+                        "P0107",
+                        "this statement leads too deep",
+                        statement.span,
+                        "calls, expressions or lists within each other",
+                        helps=("name the inner parts with `let`",),
+                    )
+                )
                 break
             if len(problems) >= LIMIT or self.spent > self.budget:
                 break
@@ -96,7 +104,13 @@ class Interpreter(Evaluator):
             name = item.name.text
             if name not in module.names or name.startswith("_"):
                 public = [n for n in module.names if not n.startswith("_")]
-                raise error("P0209", f"`{module.name}` has no `{name}`", item.name.span, f"it has {listed(sorted(public), 'and')}", help=did_you_mean(name, public))
+                raise error(
+                    "P0209",
+                    f"`{module.name}` has no `{name}`",
+                    item.name.span,
+                    f"it has {listed(sorted(public), 'and')}",
+                    help=did_you_mean(name, public),
+                )
             self.bind((item.bound,), module.names[name], item.span)
 
     def import_module(self, node: tree.ImportModule) -> None:
@@ -158,9 +172,16 @@ class Interpreter(Evaluator):
         for setting in node.tags:
             value = self.evaluate(setting.value)
             if setting.name.text in RESERVED_KEYS:
-                raise error("P0301", f"`{setting.name.text}` is a key of every node, not a tag", setting.name.span, help="choose another tag")
+                raise error(
+                    "P0301",
+                    f"`{setting.name.text}` is a key of every node, not a tag",
+                    setting.name.span,
+                    help="choose another tag",
+                )
             if not isinstance(value, int | str) or isinstance(value, bool):
-                raise error("P0204", f"a tag is an integer or a string, not {kind(value)}", setting.value.span, kind(value))
+                raise error(
+                    "P0204", f"a tag is an integer or a string, not {kind(value)}", setting.value.span, kind(value)
+                )
             tags.append((setting.name.text, value))
         paths = tuple(module_path(self, path) for path in node.paths)
         self.emit(d.Tag(tuple(tags), paths, **self.written(node.span)))
@@ -171,7 +192,9 @@ class Interpreter(Evaluator):
     def across(self, node: tree.Across) -> None:
         make = d.Replicate if node.kind == "replicate" else d.Shard
         axes = tuple(self.axis(axis) for axis in node.axes)
-        self.emit(make(self.settled(node.selector), axes, options(self, node.kind, node.options), **self.written(node.span)))
+        self.emit(
+            make(self.settled(node.selector), axes, options(self, node.kind, node.options), **self.written(node.span))
+        )
 
     def split(self, node: tree.SplitInto) -> None:
         selector = self.settled(node.selector) if node.selector is not None else None
@@ -179,7 +202,9 @@ class Interpreter(Evaluator):
         if not 1 <= count <= MAX_SPLIT:
             raise error("P0204", f"cannot split into {count:,}", node.count.span, f"1 to {MAX_SPLIT:,}")
         if node.name.text in RESERVED_KEYS:
-            raise error("P0301", f"`{node.name.text}` is a key of every node", node.name.span, help="call the split `mb`")
+            raise error(
+                "P0301", f"`{node.name.text}` is a key of every node", node.name.span, help="call the split `mb`"
+            )
         self.emit(d.Split(selector, count, node.name.text, **self.written(node.span)))
 
     def stream(self, node: tree.StreamOn) -> None:
@@ -197,7 +222,12 @@ class Interpreter(Evaluator):
         selector = self.selector(node)
         keys = selector.next_keys()
         if keys:
-            raise error("P0304", "`next` has a meaning inside an order only", node.span, help=f"name the {keys[0]}: `{keys[0]}=0`, or leave it out for all")
+            raise error(
+                "P0304",
+                "`next` has a meaning inside an order only",
+                node.span,
+                help=f"name the {keys[0]}: `{keys[0]}=0`, or leave it out for all",
+            )
         return selector
 
     def where(self, node: tree.Expr) -> Slice:
@@ -207,7 +237,13 @@ class Interpreter(Evaluator):
         if isinstance(value, Slice):
             self.charge(value.size(), node.span)  # every device is looked at
             return value
-        raise error("P0204", f"devices are a mesh or a part of one, not {kind(value)}", node.span, kind(value), help="`gpu` or `gpu[pp=0]`")
+        raise error(
+            "P0204",
+            f"devices are a mesh or a part of one, not {kind(value)}",
+            node.span,
+            kind(value),
+            help="`gpu` or `gpu[pp=0]`",
+        )
 
     def axis(self, node: tree.Expr) -> Axis:
         value = self.evaluate(node)
@@ -234,17 +270,33 @@ class Interpreter(Evaluator):
         steps = [step for part in node.steps for step in self.step(part)]
         for step in steps:
             if any(item.next_keys() for item in step.items):
-                raise error("P0304", "`next` needs to know where", step.span, "this order names no devices", help="use `order on MESH:`, or name the microbatch")
+                raise error(
+                    "P0304",
+                    "`next` needs to know where",
+                    step.span,
+                    "this order names no devices",
+                    help="use `order on MESH:`, or name the microbatch",
+                )
         self.emit(d.Order(None, tuple(steps), **self.written(node.span)))
 
     def steps(self, node: tree.Steps) -> None:
         if self.collecting is None:
             only = node.steps[0]
             if len(node.steps) > 1 or not isinstance(only, tree.CallOf):
-                raise error("P0111", "a step has a meaning inside an order only", node.span, help="call this function inside `order on ...:`")
+                raise error(
+                    "P0111",
+                    "a step has a meaning inside an order only",
+                    node.span,
+                    help="call this function inside `order on ...:`",
+                )
             value = self.invoke(only, steps=False)
             if value is not None:
-                raise error("P0111", f"this call gives {kind(value)} that goes nowhere", node.span, help="bind it with `let`, or use it in an order or a directive")
+                raise error(
+                    "P0111",
+                    f"this call gives {kind(value)} that goes nowhere",
+                    node.span,
+                    help="bind it with `let`, or use it in an order or a directive",
+                )
             return
         for part in node.steps:
             self.collecting.extend(self.step(part))
@@ -260,7 +312,9 @@ class Interpreter(Evaluator):
     def overlapping(self, node: tree.Expr) -> tuple[Selector, ...]:
         groups = self.groups(self.evaluate(node), node)
         if len(groups) != 1:
-            raise error("P0204", "one step on each side of `&`", node.span, f"{len(groups)} steps", help="pair them one by one")
+            raise error(
+                "P0204", "one step on each side of `&`", node.span, f"{len(groups)} steps", help="pair them one by one"
+            )
         return groups[0]
 
     def groups(self, value: Value, node: tree.Step) -> list[tuple[Selector, ...]]:
@@ -273,7 +327,13 @@ class Interpreter(Evaluator):
             return [group for item in value for group in self.groups(item, node)]
         if value is None and isinstance(node, tree.CallOf):
             return []
-        raise error("P0204", f"a step is a selector, not {kind(value)}", node.span, kind(value), help="`[stage=0, pass=F, mb=next]`")
+        raise error(
+            "P0204",
+            f"a step is a selector, not {kind(value)}",
+            node.span,
+            kind(value),
+            help="`[stage=0, pass=F, mb=next]`",
+        )
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -301,9 +361,21 @@ class Interpreter(Evaluator):
         if any(define is active for active in self.active):
             first = next(i for i, active in enumerate(self.active) if active is define)
             names = " -> ".join(f"`{active.name.text}`" for active in [*self.active[first:], define])
-            raise error("P0206", f"`{function.name}` calls itself", node.span, names, help="every script ends: use `for` or `repeat`")
+            raise error(
+                "P0206",
+                f"`{function.name}` calls itself",
+                node.span,
+                names,
+                help="every script ends: use `for` or `repeat`",
+            )
         if len(self.active) >= MAX_CALLS:
-            raise error("P0107", "calls are nested too deeply", node.span, f"{MAX_CALLS} functions are at work here", help="call fewer functions from within functions")
+            raise error(
+                "P0107",
+                "calls are nested too deeply",
+                node.span,
+                f"{MAX_CALLS} functions are at work here",
+                help="call fewer functions from within functions",
+            )
         saved = self.module, self.locals, self.trail, self.collecting
         self.module, self.locals = function.module, arguments
         self.trail = (*self.trail, Call(function.name, node.span))
@@ -381,11 +453,25 @@ def _unknown_parameter(name: str, params: Mapping[str, Value]) -> Diagnostic:
 
 
 _EXECUTE: dict[type, Callable[[Any, Any], None]] = {
-    tree.FromImport: Interpreter.import_from, tree.ImportModule: Interpreter.import_module, tree.Param: Interpreter.param,
-    tree.Let: Interpreter.let, tree.MeshOf: Interpreter.mesh, tree.Define: Interpreter.define, tree.TagAt: Interpreter.tag,
-    tree.PlaceOn: Interpreter.place, tree.Across: Interpreter.across, tree.SplitInto: Interpreter.split,
-    tree.StreamOn: Interpreter.stream, tree.Trade: Interpreter.trade, tree.OrderBlock: Interpreter.order,
-    tree.OrderChain: Interpreter.order_chain, tree.Steps: Interpreter.steps, tree.For: Interpreter.loop,
-    tree.Repeat: Interpreter.repeat, tree.If: Interpreter.branch, tree.Return: Interpreter.give,
-    tree.Require: Interpreter.require, tree.Print: Interpreter.print,
-}  # fmt: skip
+    tree.FromImport: Interpreter.import_from,
+    tree.ImportModule: Interpreter.import_module,
+    tree.Param: Interpreter.param,
+    tree.Let: Interpreter.let,
+    tree.MeshOf: Interpreter.mesh,
+    tree.Define: Interpreter.define,
+    tree.TagAt: Interpreter.tag,
+    tree.PlaceOn: Interpreter.place,
+    tree.Across: Interpreter.across,
+    tree.SplitInto: Interpreter.split,
+    tree.StreamOn: Interpreter.stream,
+    tree.Trade: Interpreter.trade,
+    tree.OrderBlock: Interpreter.order,
+    tree.OrderChain: Interpreter.order_chain,
+    tree.Steps: Interpreter.steps,
+    tree.For: Interpreter.loop,
+    tree.Repeat: Interpreter.repeat,
+    tree.If: Interpreter.branch,
+    tree.Return: Interpreter.give,
+    tree.Require: Interpreter.require,
+    tree.Print: Interpreter.print,
+}

@@ -78,7 +78,16 @@ class Lanes:
                 if known and steps and not any(lane.devices <= p.devices for p in known):
                     step = next(iter(steps.values()))
                     where = Label(known[0].directive.span, f"placed on {known[0].where} here")
-                    yield Diagnostic("P0403", f"{shown(chunk)} does not run on device {min(lane.devices)}", step.span, "ordered there", (where,), self.placements.notes(chunk), (f"order it on {known[0].where}",), trail=step.trail)
+                    yield Diagnostic(
+                        "P0403",
+                        f"{shown(chunk)} does not run on device {min(lane.devices)}",
+                        step.span,
+                        "ordered there",
+                        (where,),
+                        self.placements.notes(chunk),
+                        (f"order it on {known[0].where}",),
+                        trail=step.trail,
+                    )
                     return
 
     def unplaced(self) -> Iterator[tuple[Chunk, d.Step]]:
@@ -92,18 +101,27 @@ class Lanes:
         for lane in self._covering(frozenset(order.where.devices())):
             for step in order.steps:
                 try:
-                    items = tuple(item for selector in step.items for item in self._items(lane, selector, step, order.where))
+                    items = tuple(
+                        item for selector in step.items for item in self._items(lane, selector, step, order.where)
+                    )
                 except PiperError as problem:  # the step knows the calls that made it, the order does not
                     raise PiperError(*(x.within(_trail(step, x)) for x in problem.diagnostics)) from None
                 if items:
                     lane.steps.append(Work(items, step))
                     self.ordered += len(items)
                 if self.ordered > MAX_ORDERED:
-                    raise error("P0208", f"more than {MAX_ORDERED:,} pieces of work are ordered", step.span, help="check the sizes of the splits")
+                    raise error(
+                        "P0208",
+                        f"more than {MAX_ORDERED:,} pieces of work are ordered",
+                        step.span,
+                        help="check the sizes of the splits",
+                    )
 
     def _covering(self, wanted: frozenset[int]) -> list[Lane]:
         """Lanes that together are exactly `wanted`; lanes that reach beyond it are divided."""
-        found = list({id(lane): lane for device in sorted(wanted) if (lane := self._of.get(device)) is not None}.values())
+        found = list(
+            {id(lane): lane for device in sorted(wanted) if (lane := self._of.get(device)) is not None}.values()
+        )
         rest = wanted.difference(*(lane.devices for lane in found))
         for lane in found:
             inside = lane.devices & wanted
@@ -142,9 +160,14 @@ class Lanes:
         if not known or any(lane.devices <= p.devices for p in known):
             return
         raise error(
-            "P0403", f"{shown(chunk)} does not run on {where}", selector.span, "ordered here",
-            also=[Label(p.directive.span, f"placed on {p.where} here") for p in known[:3]], notes=self.placements.notes(chunk), help=f"order it on {known[0].where}, or place it here",
-        )  # fmt: skip
+            "P0403",
+            f"{shown(chunk)} does not run on {where}",
+            selector.span,
+            "ordered here",
+            also=[Label(p.directive.span, f"placed on {p.where} here") for p in known[:3]],
+            notes=self.placements.notes(chunk),
+            help=f"order it on {known[0].where}, or place it here",
+        )
 
     # ------------------------------------------------------------------------------------------------ microbatches
 
@@ -186,24 +209,36 @@ class Lanes:
             if point in taken:
                 which = f", microbatch {', '.join(map(str, point))}" if point else ""
                 raise error(
-                    "P0407", f"{shown(chunk)}, pass={phase}{which} is ordered twice", selector.span, "again here",
-                    also=[Label(taken[point].span, "ordered here")], help="`mb=next` takes the next one that is not ordered yet",
-                )  # fmt: skip
+                    "P0407",
+                    f"{shown(chunk)}, pass={phase}{which} is ordered twice",
+                    selector.span,
+                    "again here",
+                    also=[Label(taken[point].span, "ordered here")],
+                    help="`mb=next` takes the next one that is not ordered yet",
+                )
             taken[point] = step
 
     def _no_point(self, meant: Meant, selector: Selector) -> Exception:
         whole = ", ".join(f"{name}=0:{self.splits[name].count}" for name in meant.dimensions)
-        return error("P0302", "selector matches no nodes", selector.span, f"{shown(meant.chunk)} has {whole}, and not all of it may run here")
+        return error(
+            "P0302",
+            "selector matches no nodes",
+            selector.span,
+            f"{shown(meant.chunk)} has {whole}, and not all of it may run here",
+        )
 
     def _exhausted(self, meant: Meant, phase: str, taken: int, selector: Selector) -> Exception:
         assert meant.chooses is not None
         name = meant.dimensions[meant.chooses]
         split = self.splits[name]
         return error(
-            "P0304", f"no {name} is left for {shown(meant.chunk)}, pass={phase}", selector.span, f"{taken} ordered here already",
+            "P0304",
+            f"no {name} is left for {shown(meant.chunk)}, pass={phase}",
+            selector.span,
+            f"{taken} ordered here already",
             also=[Label(split.span, f"split into {split.count} here")],
             help=f"order it less often, or write `{name}=next?` to take one only if there is one",
-        )  # fmt: skip
+        )
 
 
 def _trail(step: d.Step, problem: Diagnostic) -> tuple[Call, ...]:
@@ -219,5 +254,7 @@ def _as_written(conjunction: Conjunction) -> Item:
     """Communication and updates exist only with a model: shown as the script names them."""
     item: Item = {}
     for c in conjunction:
-        item[c.key] = c.values[0] if len(c.values) == 1 else "*" if c.test == "present" else str(c).partition("=")[2] or str(c)
+        item[c.key] = (
+            c.values[0] if len(c.values) == 1 else "*" if c.test == "present" else str(c).partition("=")[2] or str(c)
+        )
     return item

@@ -58,7 +58,12 @@ def _checked(source: Source) -> tree.Script:
     try:
         problems = problems + Names(script.broken).check(script.statements)
     except RecursionError:
-        raise error("P0107", "this script is nested too deeply", source.span(0, 0), help="name inner parts with `let`, and move inner blocks to functions") from None
+        raise error(
+            "P0107",
+            "this script is nested too deeply",
+            source.span(0, 0),
+            help="name inner parts with `let`, and move inner blocks to functions",
+        ) from None
     if problems:
         raise PiperError(*sorted(problems, key=lambda d: d.span.start if d.span else 0))
     return script
@@ -79,7 +84,13 @@ class Importer:
         if isinstance(module, tree.Library):
             name = ".".join(module.parts)
             if name not in modules():
-                raise error("P0209", f"there is no module `{name}`", module.span, f"the library has {listed(modules(), 'and')}", help=did_you_mean(name, modules()))
+                raise error(
+                    "P0209",
+                    f"there is no module `{name}`",
+                    module.span,
+                    f"the library has {listed(modules(), 'and')}",
+                    help=did_you_mean(name, modules()),
+                )
             return modules()[name].resolve(), f"std/{modules()[name].name}", True
         return self._beside(module, importing)
 
@@ -89,12 +100,21 @@ class Importer:
 
     def _beside(self, module: tree.File, importing: Module) -> tuple[Path, str, bool]:
         if not module.path.endswith(".piper") or os.path.isabs(module.path) or "\0" in module.path:
-            raise error("P0209", "an import names a .piper file relative to this one", module.span, help='import "./common.piper" as c')
+            raise error(
+                "P0209",
+                "an import names a .piper file relative to this one",
+                module.span,
+                help='import "./common.piper" as c',
+            )
         if importing.path is None:
             raise error("P0209", "this script is not a file, so nothing lies beside it", module.span)
         path = importing.path.parent / module.path
         if not is_file(path) and path.resolve() not in self.texts:
-            near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.piper")]) if is_file(path.parent, folder=True) else None
+            near = (
+                did_you_mean(path.name, [p.name for p in path.parent.glob("*.piper")])
+                if is_file(path.parent, folder=True)
+                else None
+            )
             raise error("P0209", f"there is no file {module.path}", module.span, "relative to this script", help=near)
         shown = os.path.normpath(os.path.join(os.path.dirname(importing.script.source.name), module.path))
         return path.resolve(), shown, False
@@ -106,4 +126,6 @@ class Importer:
         at = opened.index(path)
         also = [Label(where, "which imports") for _, where in self.open[at + 1 :]]
         names = " -> ".join(p.name for p in [*opened[at:], path])
-        raise error("P0210", "imports go in a circle", span, names, also=also, help="move what both need into a third file")
+        raise error(
+            "P0210", "imports go in a circle", span, names, also=also, help="move what both need into a third file"
+        )

@@ -1,5 +1,5 @@
-"""Names before evaluation: what is unknown, bound twice, or stands where it has no meaning, in code that runs and in code
-that does not.
+"""Names before evaluation: what is unknown, bound twice, or stands where it has no meaning, in code that runs and in
+code that does not.
 
 Scopes are as Python readers expect, with one difference that keeps `let` honest: a name is never bound again. A loop's
 body has names of its own; the branches of an `if` bind in the scope around them.
@@ -58,7 +58,16 @@ class Names:
         """Nobody reads more, and looking for what may have been meant costs time."""
         return len(self.problems) > LIMIT
 
-    def complain(self, code: str, message: str, span: Span, label: str = "", *, help: str | None = None, also: tuple[Label, ...] = ()) -> None:
+    def complain(
+        self,
+        code: str,
+        message: str,
+        span: Span,
+        label: str = "",
+        *,
+        help: str | None = None,
+        also: tuple[Label, ...] = (),
+    ) -> None:
         self.problems.append(Diagnostic(code, message, span, label, also, helps=(help,) if help else ()))
 
     # --------------------------------------------------------------------------------------------------- scopes
@@ -84,9 +93,13 @@ class Names:
                 first = scope.names[name]
                 adding = scope is not self.scopes[-1]  # a loop that means to add up
                 self.complain(
-                    "P0202", f"`{name}` is already bound", ident.span, "names never change", also=(Label(first, "bound here"),),
+                    "P0202",
+                    f"`{name}` is already bound",
+                    ident.span,
+                    "names never change",
+                    also=(Label(first, "bound here"),),
                     help="choose another name" + ("; to add up, use sum([... for x in ...])" if adding else ""),
-                )  # fmt: skip
+                )
                 break
             if scope.kind == "function":
                 break
@@ -118,9 +131,13 @@ class Names:
     def statement(self, node: tree.Statement) -> None:
         handler: Callable[[Names, Any], None] | None = _STATEMENTS.get(type(node))
         if self.in_order and isinstance(node, _NOT_IN_ORDER):
-            self.complain("P0111", f"`{_word(node)}` cannot stand inside an order", node.span, help="move it before the order")
+            self.complain(
+                "P0111", f"`{_word(node)}` cannot stand inside an order", node.span, help="move it before the order"
+            )
         elif self.depth and isinstance(node, _TOP_ONLY):
-            self.complain("P0111", f"`{_word(node)}` belongs at the top level", node.span, help="move it out of the block")
+            self.complain(
+                "P0111", f"`{_word(node)}` belongs at the top level", node.span, help="move it out of the block"
+            )
         if handler is not None:
             handler(self, node)
 
@@ -206,7 +223,13 @@ class Names:
         if self.in_order or self.inside_function or len(self.problems) > before:
             return
         if len(node.steps) > 1 or not isinstance(node.steps[0], tree.CallOf):
-            self.complain("P0111", "this does nothing here", node.span, "a step has a meaning inside an order only", help="put it in `order on ...:`, or call a function")
+            self.complain(
+                "P0111",
+                "this does nothing here",
+                node.span,
+                "a step has a meaning inside an order only",
+                help="put it in `order on ...:`, or call a function",
+            )
 
     def give(self, node: tree.Return) -> None:
         if node.value is not None:
@@ -300,18 +323,42 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 _STATEMENTS: dict[type, Callable[[Names, Any], None]] = {
-    tree.FromImport: Names.imports, tree.ImportModule: Names.import_module, tree.Param: Names.param, tree.Let: Names.let,
-    tree.MeshOf: Names.mesh, tree.Define: Names.define, tree.TagAt: Names.tag, tree.PlaceOn: Names.directive,
-    tree.Across: Names.directive, tree.SplitInto: Names.directive, tree.StreamOn: Names.directive, tree.Trade: Names.directive,
-    tree.Require: Names.directive, tree.Print: Names.directive, tree.OrderBlock: Names.order, tree.OrderChain: Names.chain,
-    tree.Steps: Names.steps, tree.For: Names.loop, tree.Repeat: Names.repeat, tree.If: Names.branch, tree.Return: Names.give,
-}  # fmt: skip
+    tree.FromImport: Names.imports,
+    tree.ImportModule: Names.import_module,
+    tree.Param: Names.param,
+    tree.Let: Names.let,
+    tree.MeshOf: Names.mesh,
+    tree.Define: Names.define,
+    tree.TagAt: Names.tag,
+    tree.PlaceOn: Names.directive,
+    tree.Across: Names.directive,
+    tree.SplitInto: Names.directive,
+    tree.StreamOn: Names.directive,
+    tree.Trade: Names.directive,
+    tree.Require: Names.directive,
+    tree.Print: Names.directive,
+    tree.OrderBlock: Names.order,
+    tree.OrderChain: Names.chain,
+    tree.Steps: Names.steps,
+    tree.For: Names.loop,
+    tree.Repeat: Names.repeat,
+    tree.If: Names.branch,
+    tree.Return: Names.give,
+}
 
 _TOP_ONLY = (tree.FromImport, tree.ImportModule, tree.Param, tree.Define)
 _NOT_IN_ORDER = (
-    *_TOP_ONLY, tree.MeshOf, tree.TagAt, tree.PlaceOn, tree.Across, tree.SplitInto, tree.StreamOn, tree.Trade, tree.OrderBlock,
+    *_TOP_ONLY,
+    tree.MeshOf,
+    tree.TagAt,
+    tree.PlaceOn,
+    tree.Across,
+    tree.SplitInto,
+    tree.StreamOn,
+    tree.Trade,
+    tree.OrderBlock,
     tree.OrderChain,
-)  # fmt: skip
+)
 
 
 def _word(node: tree.Node) -> str:

@@ -1,9 +1,9 @@
 """The outline: what a script alone says of the graph, without a model.
 
-It stands in for the graph while there is none: it takes every directive, answers `count` and `tags` from what the script
-has named so far, and works out the order of work on each device. Chunks are known by the tags that `tag` and `place`
-name; every chunk has a forward and a backward for each microbatch. What only a model can tell is not checked here.
-"""
+It stands in for the graph while there is none: it takes every directive, answers `count` and `tags` from what the
+script has named so far, and works out the order of work on each device. Chunks are known by the tags that `tag` and
+`place` name; every chunk has a forward and a backward for each microbatch. What only a model can tell is not checked
+here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ class Outline:
     def count(self, selector: Selector) -> int:
         size = len(self.tagged) * len(PASSES) * prod(split.count for split in self.splits.values())
         if size > MAX_COUNTED:
-            raise error("P0208", f"there are {size:,} nodes to look at", selector.span, f"at most {MAX_COUNTED:,} without a model")
+            raise error(
+                "P0208",
+                f"there are {size:,} nodes to look at",
+                selector.span,
+                f"at most {MAX_COUNTED:,} without a model",
+            )
         return sum(1 for node in self._nodes() if selector.matches(node))
 
     def tags(self, name: str) -> Iterable[TagValue]:
@@ -97,12 +102,24 @@ class Outline:
             elif not named and self.placements.model is not None:
                 raise self.lanes.resolver.nothing(self.lanes.resolver.tags(conjunction), directive.selector)
             elif not named:
-                raise error("P0302", "selector matches no nodes", directive.selector.span, "a range in it is empty: its end is not in it")
+                raise error(
+                    "P0302",
+                    "selector matches no nodes",
+                    directive.selector.span,
+                    "a range in it is empty: its end is not in it",
+                )
             for chunk, box in named or ():
                 if any(not these for _, these in box):
-                    raise error("P0302", "selector matches no nodes", directive.selector.span, f"no microbatch of {self._sizes()} is in it")
+                    raise error(
+                        "P0302",
+                        "selector matches no nodes",
+                        directive.selector.span,
+                        f"no microbatch of {self._sizes()} is in it",
+                    )
                 if len(self.tagged) > MAX_CHUNKS:
-                    raise error("P0208", f"more than {MAX_CHUNKS:,} chunks are placed", directive.span, help="check the ranges")
+                    raise error(
+                        "P0208", f"more than {MAX_CHUNKS:,} chunks are placed", directive.span, help="check the ranges"
+                    )
                 self.placements.add(Placement(chunk, box, directive.where, devices, directive))
                 self.tagged.setdefault(chunk, directive)
         self.lanes.forget()
@@ -121,7 +138,13 @@ class Outline:
     def _split(self, directive: d.Split) -> None:
         known = self.splits.get(directive.name)
         if known is not None:
-            raise error("P0406", f"there is a split `{directive.name}` already", directive.span, also=[Label(known.span, "split here")], help="give it another name")
+            raise error(
+                "P0406",
+                f"there is a split `{directive.name}` already",
+                directive.span,
+                also=[Label(known.span, "split here")],
+                help="give it another name",
+            )
         self._check_in_time(directive)
         self.splits[directive.name] = directive
         self.lanes.forget()
@@ -132,11 +155,22 @@ class Outline:
         late = next((lane.steps[0].step for lane in self.lanes.lanes if lane.steps), None)
         if early is not None:
             raise error(
-                "P0410", f"`{directive.name}` is named before it is split", directive.span, "split only here",
-                also=[Label(early.span, f"`{directive.name}` is taken for a tag here")], help="move the split up",
-            )  # fmt: skip
+                "P0410",
+                f"`{directive.name}` is named before it is split",
+                directive.span,
+                "split only here",
+                also=[Label(early.span, f"`{directive.name}` is taken for a tag here")],
+                help="move the split up",
+            )
         if late is not None:
-            raise error("P0410", "work is ordered before it is split", directive.span, "split only here", also=[Label(late.span, "ordered whole here")], help="move the split up")
+            raise error(
+                "P0410",
+                "work is ordered before it is split",
+                directive.span,
+                "split only here",
+                also=[Label(late.span, "ordered whole here")],
+                help="move the split up",
+            )
 
     # ----------------------------------------------------------------------------------------------------- results
 
@@ -157,14 +191,33 @@ class Outline:
         ordered = dict(self.lanes.unplaced())
         for chunk, step in ordered.items():
             what = shown(chunk)
-            yield Diagnostic("P0402", f"{what} is ordered but not placed", step.span, "", helps=(f"add `place [{what}] on ...` before",), trail=step.trail)
+            yield Diagnostic(
+                "P0402",
+                f"{what} is ordered but not placed",
+                step.span,
+                "",
+                helps=(f"add `place [{what}] on ...` before",),
+                trail=step.trail,
+            )
         placed = {pair for chunk in self.placements.by_chunk for pair in chunk}
         names = {name for name, _ in placed}
         for chunk, by in self.tagged.items():
             # What has another tag than those that are placed may lie inside them: only a model can tell.
-            if isinstance(by, d.Tag) and not chunk & placed and chunk not in ordered and names.intersection(name for name, _ in chunk):
+            if (
+                isinstance(by, d.Tag)
+                and not chunk & placed
+                and chunk not in ordered
+                and names.intersection(name for name, _ in chunk)
+            ):
                 what = shown(chunk)
-                yield Diagnostic("P0402", f"{what} is tagged but not placed", by.span, "", helps=(f"add `place [{what}] on ...`",), trail=by.trail)
+                yield Diagnostic(
+                    "P0402",
+                    f"{what} is tagged but not placed",
+                    by.span,
+                    "",
+                    helps=(f"add `place [{what}] on ...`",),
+                    trail=by.trail,
+                )
 
     def _uncovered(self) -> Iterator[Diagnostic]:
         """Microbatches of a chunk that is placed by microbatch, of which some are placed nowhere."""
@@ -174,19 +227,33 @@ class Outline:
                 missing = set(range(split.count)).difference(*(these for these in boxes if these is not None))
                 if missing and None not in boxes:
                     first = places[0].directive
-                    yield Diagnostic("P0402", f"{shown(chunk)}, {name}={min(missing)} is not placed", first.span, f"{name} has {split.count}", helps=("place the others too",), trail=first.trail)
+                    yield Diagnostic(
+                        "P0402",
+                        f"{shown(chunk)}, {name}={min(missing)} is not placed",
+                        first.span,
+                        f"{name} has {split.count}",
+                        helps=("place the others too",),
+                        trail=first.trail,
+                    )
 
     def _unused(self) -> Iterator[Diagnostic]:
         for mesh, declared in self.meshes.items():
             for axis, size in mesh.axes:
                 if size > 1 and not self._in_use(mesh, axis):
                     yield Diagnostic(
-                        "P0404", f"axis `{axis}` of mesh `{mesh.name}` has no use", mesh.span, f"{size} devices along it would do the same work",
-                        helps=(f"`place` along it, `replicate` or `shard` over {mesh.name}.{axis}, or leave the axis out",), trail=declared.trail,
-                    )  # fmt: skip
+                        "P0404",
+                        f"axis `{axis}` of mesh `{mesh.name}` has no use",
+                        mesh.span,
+                        f"{size} devices along it would do the same work",
+                        helps=(
+                            f"`place` along it, `replicate` or `shard` over {mesh.name}.{axis}, or leave the axis out",
+                        ),
+                        trail=declared.trail,
+                    )
 
     def _in_use(self, mesh: Mesh, axis: str) -> bool:
-        """Several meshes over the same devices are views: an axis is in use where a view uses it, or uses all of its own."""
+        """Several meshes over the same devices are views: an axis is in use where a view uses it, or uses all of its
+        own."""
         views = [other for other in self.meshes if other == mesh or other.size == mesh.size]
         return any((view, axis) in self.used for view in views) or any(
             all((view, name) in self.used for name, size in view.axes if size > 1) for view in views if view != mesh

@@ -72,7 +72,13 @@ def _values(self: Evaluator, key: str, value: Any) -> list[TagValue]:
     if isinstance(result, tuple | range) and result:
         self.charge(len(result), value.span)
         if len(result) > MAX_VALUES:
-            raise error("P0208", f"{len(result):,} values in one condition", value.span, f"at most {MAX_VALUES:,}", help="use a range: `0:n`")
+            raise error(
+                "P0208",
+                f"{len(result):,} values in one condition",
+                value.span,
+                f"at most {MAX_VALUES:,}",
+                help="use a range: `0:n`",
+            )
         if all(isinstance(item, int | str) for item in result):
             return [item for item in result if isinstance(item, int | str)]
     raise error("P0204", f"a tag is an integer or a string, not {kind(result)}", value.span, kind(result))
@@ -84,7 +90,13 @@ def _words(self: Evaluator, key: str, words: tuple[str, ...], value: Any) -> lis
     word = value.text if isinstance(value, tree.Name) and value.text in words else self.evaluate(value)
     if not isinstance(word, str) or word not in words:
         shown = word if isinstance(word, str) else value.span.text
-        raise error("P0301", f"`{key}={shown}` is not known", value.span, f"one of {listed(words)}", help=did_you_mean(str(shown), words))
+        raise error(
+            "P0301",
+            f"`{key}={shown}` is not known",
+            value.span,
+            f"one of {listed(words)}",
+            help=did_you_mean(str(shown), words),
+        )
     return list(P2P) if word == "p2p" else [word]
 
 
@@ -98,9 +110,12 @@ def part_of_mesh(self: Evaluator, node: tree.Pick) -> Slice:
         axis = item.key.text
         if axis not in mesh.shape:
             raise error(
-                "P0305", f"mesh `{mesh.name}` has no axis `{axis}`", item.key.span, f"its axes are {listed(mesh.shape, 'and')}",
+                "P0305",
+                f"mesh `{mesh.name}` has no axis `{axis}`",
+                item.key.span,
+                f"its axes are {listed(mesh.shape, 'and')}",
                 help=did_you_mean(axis, mesh.shape),
-            )  # fmt: skip
+            )
         if axis in picks:
             raise error("P0305", f"axis `{axis}` is picked twice", item.span)
         picks[axis] = _coordinates(self, mesh, item)
@@ -114,7 +129,12 @@ def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int
     value = node.value
     self.charge(size // 3 if isinstance(value, tree.Range | tree.Everything) else 1, node.span)
     if node.test != "=" or isinstance(value, tree.Next):
-        raise error("P0305", "pick coordinates with `=`", node.span, help=f"`{mesh.name}[{node.key.text}=0]`, `0:2` or `{{0, 3}}`")
+        raise error(
+            "P0305",
+            "pick coordinates with `=`",
+            node.span,
+            help=f"`{mesh.name}[{node.key.text}=0]`, `0:2` or `{{0, 3}}`",
+        )
     if isinstance(value, tree.Everything):
         return tuple(range(size))
     if isinstance(value, tree.Range):
@@ -131,5 +151,10 @@ def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int
         raise error("P0305", "this range is empty", at, "half-open: the end is not in it")
     if outside:
         what = f"{node.key.text}={outside[0]}"
-        raise error("P0305", f"{what} is outside of mesh `{mesh.name}`", at, f"axis `{node.key.text}` has {size}: 0 to {size - 1}")
+        raise error(
+            "P0305",
+            f"{what} is outside of mesh `{mesh.name}`",
+            at,
+            f"axis `{node.key.text}` has {size}: 0 to {size - 1}",
+        )
     return tuple(dict.fromkeys(wanted))

@@ -62,7 +62,11 @@ class Placements:
     def listed(self, tags: Conjunction) -> list[Chunk]:
         """The chunks known so far that fit conditions on tags."""
         exact = next((c for c in tags if c.test == "in"), None)
-        among = self.chunks() if exact is None else [chunk for value in exact.values for chunk in self.by_tag.get((exact.key, value), ())]
+        among = (
+            self.chunks()
+            if exact is None
+            else [chunk for value in exact.values for chunk in self.by_tag.get((exact.key, value), ())]
+        )
         return [chunk for chunk in among if all(c.holds(dict(chunk)) for c in tags)]
 
     def add(self, new: Placement) -> None:
@@ -74,10 +78,14 @@ class Placements:
         for old in known:
             if _meet(old.box, new.box):
                 raise error(
-                    "P0401", f"{shown(new.chunk)} is placed twice", new.directive.span, f"now on {new.where}",
-                    also=[Label(old.directive.span, f"placed on {old.where} here")], notes=self.notes(new.chunk),
+                    "P0401",
+                    f"{shown(new.chunk)} is placed twice",
+                    new.directive.span,
+                    f"now on {new.where}",
+                    also=[Label(old.directive.span, f"placed on {old.where} here")],
+                    notes=self.notes(new.chunk),
                     help="a chunk runs in one place; to run some microbatches elsewhere, name them: `mb=0:4`",
-                )  # fmt: skip
+                )
         known.append(new)
 
     def here(self, chunk: Chunk, device: int) -> list[Placement]:
@@ -89,18 +97,21 @@ def _meet(a: Box, b: Box) -> bool:
     return all(not mine.get(name, these).isdisjoint(these) for name, these in b)
 
 
-def spread(conjunction: Conjunction, splits: Mapping[str, d.Split], known: Placements) -> list[tuple[Chunk, Box]] | None:
+def spread(
+    conjunction: Conjunction, splits: Mapping[str, d.Split], known: Placements
+) -> list[tuple[Chunk, Box]] | None:
     """The chunks a conjunction names, each with the microbatches it is limited to.
 
-    Without a model those it names outright; None where only a model can tell: tags given by presence or absence, and more chunks
-    than anyone would list.
-    """
+    Without a model those it names outright; None where only a model can tell: tags given by presence or absence, and
+    more chunks than anyone would list."""
     tags: dict[str, tuple[TagValue, ...]] = {}
     box: dict[str, frozenset[int]] = {}
     if known.model is not None:
         for c in conjunction:
             if c.key in splits:
-                box[c.key] = frozenset(c.positions(splits[c.key].count)) & box.get(c.key, frozenset(range(splits[c.key].count)))
+                box[c.key] = frozenset(c.positions(splits[c.key].count)) & box.get(
+                    c.key, frozenset(range(splits[c.key].count))
+                )
         found = known.listed(tuple(c for c in conjunction if c.key not in splits and c.key not in RESERVED_KEYS))
         return [(chunk, tuple(box.items())) for chunk in found]
     for condition in conjunction:

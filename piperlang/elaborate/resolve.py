@@ -45,7 +45,9 @@ class Resolver:
 
     def meant(self, conjunction: Conjunction, selector: Selector) -> tuple[Meant, ...]:
         if conjunction not in self._known:
-            self._known[conjunction] = tuple(self._meant(chunk, conjunction, selector) for chunk in self._chunks(self.tags(conjunction), selector))
+            self._known[conjunction] = tuple(
+                self._meant(chunk, conjunction, selector) for chunk in self._chunks(self.tags(conjunction), selector)
+            )
         return self._known[conjunction]
 
     def unknowable(self, conjunction: Conjunction) -> bool:
@@ -58,18 +60,24 @@ class Resolver:
 
     def _meant(self, chunk: Chunk, conjunction: Conjunction, selector: Selector) -> Meant:
         tags = dict(sorted(chunk, key=str))
-        names = tuple(name for name, split in self.splits.items() if split.selector is None or split.selector.matches(tags))
+        names = tuple(
+            name for name, split in self.splits.items() if split.selector is None or split.selector.matches(tags)
+        )
         values = tuple(self._positions(name, conjunction) for name in names)
         choosing = [c for c in conjunction if c.test in NEXT]
         if len({c.key for c in choosing}) > 1:
-            raise error("P0304", "`next` chooses in one split at a time", selector.span, help="name the position in the other")
+            raise error(
+                "P0304", "`next` chooses in one split at a time", selector.span, help="name the position in the other"
+            )
         if not _passes(conjunction):
             raise error("P0302", "selector matches no nodes", selector.span, "its passes exclude each other")
         at = names.index(choosing[0].key) if choosing and choosing[0].key in names else None
         return Meant(chunk, tags, _passes(conjunction), names, values, at, any(c.test == "next?" for c in choosing))
 
     def _positions(self, name: str, conjunction: Conjunction) -> tuple[int, ...]:
-        first, *others = [c for c in conjunction if c.key == name and c.test not in NEXT] or [Condition(name, "present")]
+        first, *others = [c for c in conjunction if c.key == name and c.test not in NEXT] or [
+            Condition(name, "present")
+        ]
         return tuple(at for at in first.positions(self.splits[name].count) if all(c.holds({name: at}) for c in others))
 
     # ------------------------------------------------------------------------------------------------------ chunks
@@ -79,10 +87,12 @@ class Resolver:
         if unknown is not None:
             names = ", ".join(f"`{name}`" for name in self.splits)
             raise error(
-                "P0303", f"there is no split `{unknown.key}`", selector.span,
+                "P0303",
+                f"there is no split `{unknown.key}`",
+                selector.span,
                 f"the splits so far are {names}" if names else "nothing is split so far",
                 help=did_you_mean(unknown.key, self.splits) or f"add `split batch into N as {unknown.key}` before",
-            )  # fmt: skip
+            )
         found = self.placements.listed(tags)
         if found:
             yield from found
@@ -107,16 +117,41 @@ class Resolver:
             if not values:
                 keys = {name for chunk in self.placements.chunks() for name, _ in chunk}
                 help = did_you_mean(condition.key, keys | set(self.splits))
-                what = "nothing placed so far has a tag" if self.placements.model is None else "nothing in the model has a tag"
-                return error("P0302", "selector matches no nodes", selector.span, f"{what} `{condition.key}`, and no split is called so", help=help)
+                what = (
+                    "nothing placed so far has a tag"
+                    if self.placements.model is None
+                    else "nothing in the model has a tag"
+                )
+                return error(
+                    "P0302",
+                    "selector matches no nodes",
+                    selector.span,
+                    f"{what} `{condition.key}`, and no split is called so",
+                    help=help,
+                )
             if condition.test == "in" and not set(values) & set(condition.values):
                 some = _some(condition.key, values)
                 near = _closest(condition.values[0], values)
                 asked = condition.values[0]
                 # Where the script computes it, the text does not show what it came to.
-                said = "" if len(condition.values) > 1 or str(asked) in selector.span.text else f"{condition.key} is {asked} here, and "
-                return error("P0302", "selector matches no nodes", selector.span, f"{said}{whose} {some}", help=f"did you mean `{condition.key}={near}`?")
-        return error("P0302", "selector matches no nodes", selector.span, f"nothing {'placed so far' if self.placements.model is None else 'in the model'} fits all of it")
+                said = (
+                    ""
+                    if len(condition.values) > 1 or str(asked) in selector.span.text
+                    else f"{condition.key} is {asked} here, and "
+                )
+                return error(
+                    "P0302",
+                    "selector matches no nodes",
+                    selector.span,
+                    f"{said}{whose} {some}",
+                    help=f"did you mean `{condition.key}={near}`?",
+                )
+        return error(
+            "P0302",
+            "selector matches no nodes",
+            selector.span,
+            f"nothing {'placed so far' if self.placements.model is None else 'in the model'} fits all of it",
+        )
 
 
 def _passes(conjunction: Conjunction) -> tuple[str, ...]:

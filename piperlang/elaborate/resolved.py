@@ -1,4 +1,5 @@
-"""Directives as a script again: no parameters, loops or imports, just what was asked of the graph, one directive after the other."""
+"""Directives as a script again: no parameters, loops or imports, just what was asked of the graph, one directive after
+the other."""
 
 from __future__ import annotations
 

@@ -35,7 +35,11 @@ class Condition:
         if self.test in ("in", "not in"):
             return (value in self.values) == (self.test == "in")
         if self.test in ("range", "not range"):
-            inside = isinstance(value, int) and (self.low is None or value >= self.low) and (self.high is None or value < self.high)
+            inside = (
+                isinstance(value, int)
+                and (self.low is None or value >= self.low)
+                and (self.high is None or value < self.high)
+            )
             return inside == (self.test == "range")
         return self.test != "absent"
 
@@ -73,7 +77,11 @@ class Selector:
 
     def next_keys(self) -> tuple[str, ...]:
         """The dimensions in which `next` chooses: one at most makes sense."""
-        return tuple(dict.fromkeys(c.key for conjunction in self.alternatives for c in conjunction if c.test in ("next", "next?")))
+        return tuple(
+            dict.fromkeys(
+                c.key for conjunction in self.alternatives for c in conjunction if c.test in ("next", "next?")
+            )
+        )
 
     def size(self) -> int:
         """Conditions and values in it: what walking it costs."""

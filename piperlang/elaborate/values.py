@@ -101,15 +101,27 @@ class Builtin:
 
 
 Value: TypeAlias = (
-    "int | float | bool | str | Size | tuple[Value, ...] | range | Selector | Mesh | Slice | Axis | StepsValue | Function | Builtin"
-    " | Module | None"
+    "int | float | bool | str | Size | tuple[Value, ...] | range | Selector | Mesh | Slice | Axis | StepsValue |"
+    " Function | Builtin | Module | None"
 )
 
 _KINDS: Mapping[type, str] = {
-    bool: "a boolean", int: "an integer", float: "a float", str: "a string", Size: "a size", tuple: "a list", range: "a range",
-    Selector: "a selector", Mesh: "a mesh", Slice: "a part of a mesh", Axis: "an axis of a mesh", StepsValue: "several steps",
-    Function: "a function", Builtin: "a function", type(None): "nothing",
-}  # fmt: skip
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    str: "a string",
+    Size: "a size",
+    tuple: "a list",
+    range: "a range",
+    Selector: "a selector",
+    Mesh: "a mesh",
+    Slice: "a part of a mesh",
+    Axis: "an axis of a mesh",
+    StepsValue: "several steps",
+    Function: "a function",
+    Builtin: "a function",
+    type(None): "nothing",
+}
 
 
 def kind(value: object) -> str:

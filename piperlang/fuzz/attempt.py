@@ -36,7 +36,8 @@ class Outcome:
     what: str
     """The size of the graph and the difference, or the error."""
     error: str = ""
-    """The code of the diagnostic, or the name of the exception: two failures of one kind with one error are taken for the same."""
+    """The code of the diagnostic, or the name of the exception: two failures of one kind with one error are taken for
+    the same."""
 
     @property
     def fine(self) -> bool:
@@ -82,11 +83,18 @@ class Bench:
             return _complained("failed", problem.diagnostics)
         except Exception as problem:
             return Outcome("raised", f"{type(problem).__name__}: {problem}", type(problem).__name__)
-        size = f"{len({d for family in graph.families for d in devices_of(family.where)})} devices, {len(graph.nodes)} nodes"
+        size = (
+            f"{len({d for family in graph.families for d in devices_of(family.where)})} devices, {len(graph.nodes)}"
+            " nodes"
+        )
         worst = max(compared.max_grad_rel_err, compared.max_weight_rel_err)
         if compared.ok:
             return Outcome("same", f"{size}, largest difference {worst:.0e}")
-        return Outcome("different", f"{size}, loss {compared.loss:.9g} instead of {compared.loss_reference:.9g}, largest difference {worst:.1e} in {compared.worst}")
+        return Outcome(
+            "different",
+            f"{size}, loss {compared.loss:.9g} instead of {compared.loss_reference:.9g}, largest difference {worst:.1e}"
+            f" in {compared.worst}",
+        )
 
     @contextmanager
     def _trainer(self, graph: Graph, plan: Plan, cut: Captured) -> Iterator[Trainer | None]:
@@ -99,7 +107,12 @@ class Bench:
 
         make = shipped(self.file, "model")
         assert make is not None
-        training = Training(InDouble(make), shipped(self.file, "optimizer") or default_optimizer, shipped(self.file, "lr_schedule"), self.seed)
+        training = Training(
+            InDouble(make),
+            shipped(self.file, "optimizer") or default_optimizer,
+            shipped(self.file, "lr_schedule"),
+            self.seed,
+        )
         loss_dtype = graph.model.tensors[graph.model.loss].dtype
         if self.executor == "inline":
             with ThreadJob(plan, cut, training, TIMEOUT, loss_dtype) as job:

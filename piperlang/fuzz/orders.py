@@ -12,7 +12,8 @@ ORDERED = ("F", "B", "I", "W")
 
 
 def random_orders(graph: Graph, draw: random.Random) -> list[str]:
-    """Orders for the parts of the mesh: a random sequence in which the whole graph could run, seen from there, now and then two steps at once.
+    """Orders for the parts of the mesh: a random sequence in which the whole graph could run, seen from there, now and
+    then two steps at once.
 
     Parts may overlap, and orders on one device follow each other, so a new block begins wherever the part changes."""
     lines: list[str] = []
@@ -50,7 +51,8 @@ def _units(graph: Graph) -> Mapping[int, Hashable]:
 
 
 def _mixed(graph: Graph) -> set[Hashable]:
-    """Work whose backward is whole in one chunk and in halves in another, and what has no stage: no one step names it."""
+    """Work whose backward is whole in one chunk and in halves in another, and what has no stage: no one step names
+    it."""
     ops: dict[Hashable, set[str]] = {}
     for node in graph.nodes:
         if node.op in ORDERED:
@@ -66,12 +68,15 @@ def _step(node: Node) -> str:
 
 
 def _linear(graph: Graph, units: Mapping[int, Hashable], draw: random.Random) -> list[Hashable]:
-    """The units of a graph in some order in which they can run; those that wait for themselves, and who waits for them, are left out."""
+    """The units of a graph in some order in which they can run; those that wait for themselves, and who waits for them,
+    are left out."""
     users, _ = edges(graph)
     after: dict[Hashable, set[Hashable]] = {unit: set() for unit in units.values()}
     for i, those in enumerate(users):
         unit = units.get(i, ("gate", i))
-        after.setdefault(unit, set()).update(other for user in those if (other := units.get(user, ("gate", user))) != unit)
+        after.setdefault(unit, set()).update(
+            other for user in those if (other := units.get(user, ("gate", user))) != unit
+        )
     waits = dict.fromkeys(after, 0)
     for others in after.values():
         for other in others:

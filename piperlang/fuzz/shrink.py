@@ -24,10 +24,21 @@ def shrink(script: str, fails: Callable[[str], bool], limit: int = LIMIT) -> str
         for i in range(len(blocks)):
             head, steps = blocks[i][:1], [[line] for line in blocks[i][1:]]
 
-            def with_steps(kept: Sequence[Sequence[str]], i: int = i, head: Sequence[str] = head, among: Sequence[Sequence[str]] = blocks) -> bool:
-                return bool(kept) and still([*among[:i], [*head, *(line for step in kept for line in step)], *among[i + 1 :]])
+            def with_steps(
+                kept: Sequence[Sequence[str]],
+                i: int = i,
+                head: Sequence[str] = head,
+                among: Sequence[Sequence[str]] = blocks,
+            ) -> bool:
+                return bool(kept) and still(
+                    [*among[:i], [*head, *(line for step in kept for line in step)], *among[i + 1 :]]
+                )
 
-            blocks = [*blocks[:i], [*head, *(line for step in _fewer(steps, with_steps) for line in step)], *blocks[i + 1 :]]
+            blocks = [
+                *blocks[:i],
+                [*head, *(line for step in _fewer(steps, with_steps) for line in step)],
+                *blocks[i + 1 :],
+            ]
     return _joined(blocks)
 
 

@@ -1,4 +1,5 @@
-"""What a random schedule has to know of a model: its stages, how its batch divides, and which of its parts may be divided how."""
+"""What a random schedule has to know of a model: its stages, how its batch divides, and which of its parts may be
+divided how."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Traits:
 
     @cached_property
     def tags(self) -> tuple[str, ...]:
-        """Lines that give the model stages where it has none: its modules in order, in runs of about the same number."""
+        """Lines that give the model stages where it has none: its modules in order, in runs of about the same
+        number."""
         if any("stage" in chunk.tags for chunk in self.plain.chunks):
             return ()
         paths = list(dict.fromkeys(_block(path) for chunk in self.plain.chunks for path in chunk.modules))
@@ -64,11 +66,16 @@ class Traits:
 
     @cached_property
     def numbered(self) -> bool:
-        """Whether the stages are 0, 1, ..., as the library's schedules want them, nothing is outside of them, and none reads what a later one makes."""
+        """Whether the stages are 0, 1, ..., as the library's schedules want them, nothing is outside of them, and none
+        reads what a later one makes."""
         if self.loose or self.stages != tuple(range(len(self.stages))):
             return False
         made = {name: chunk.tags["stage"] for chunk in self.model.chunks for name in chunk.outputs}
-        return all(self.stages.index(made[name]) <= self.stages.index(chunk.tags["stage"]) for chunk in self.model.chunks for name in chunk.inputs)
+        return all(
+            self.stages.index(made[name]) <= self.stages.index(chunk.tags["stage"])
+            for chunk in self.model.chunks
+            for name in chunk.inputs
+        )
 
     @cached_property
     def loose(self) -> bool:
@@ -97,20 +104,37 @@ class Traits:
 
     @cached_property
     def parts(self) -> Sequence[Part]:
-        """What `shard` is worth a try on: chunks with a tag of their own as experts, layers by columns and rows, norms by the sequence."""
+        """What `shard` is worth a try on: chunks with a tag of their own as experts, layers by columns and rows, norms
+        by the sequence."""
         others = sorted({key for chunk in self.model.chunks for key in chunk.tags if key != "stage"})
         found = [Part((), f"[{key}=*]", f"[!{key}]", "experts") for key in others]
         weights = {name: weight.shape for name, weight in self.model.weights.items()}
         for path in dict.fromkeys(path for chunk in self.model.chunks for path in chunk.modules):
             shape = weights.get(f"{path}.weight")
-            styles = ("columns", "rows") if shape is not None and len(shape) == 2 else ("sequence",) if shape is not None and len(shape) == 1 else ()
-            found += [Part((f'tag part="{style}" at {_quoted(path)}',), f'[part="{style}"]', "[!part]", style) for style in styles]
+            styles = (
+                ("columns", "rows")
+                if shape is not None and len(shape) == 2
+                else ("sequence",)
+                if shape is not None and len(shape) == 1
+                else ()
+            )
+            found += [
+                Part((f'tag part="{style}" at {_quoted(path)}',), f'[part="{style}"]', "[!part]", style)
+                for style in styles
+            ]
         return found
 
     def allows(self, part: Part, size: int) -> bool:
         """Whether the compiler divides it among so many devices, alone."""
         if (part, size) not in self._allowed:
-            lines = [*self.tags, *part.lines, f"mesh gpu = d: {size}", "place [pass=*] on gpu", f"shard {part.selector} over gpu.d with style={part.style}", f"replicate {part.rest} over gpu.d"]
+            lines = [
+                *self.tags,
+                *part.lines,
+                f"mesh gpu = d: {size}",
+                "place [pass=*] on gpu",
+                f"shard {part.selector} over gpu.d with style={part.style}",
+                f"replicate {part.rest} over gpu.d",
+            ]
             try:
                 self._allowed[part, size] = self.compiles(lines) is not None
             except Exception:

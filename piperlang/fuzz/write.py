@@ -1,4 +1,5 @@
-"""Random legal scripts for a model: meshes, placements, splits, data and tensor strategies, recompute, offload, streams, and orders of the library or full random ones."""
+"""Random legal scripts for a model: meshes, placements, splits, data and tensor strategies, recompute, offload,
+streams, and orders of the library or full random ones."""
 
 from __future__ import annotations
 
@@ -13,12 +14,26 @@ from piperlang.ir.graph import Graph
 
 Mesh = tuple[tuple[str, int], ...]
 """Axes and their sizes; stages are dealt along the axis `pp`, the batch or weights divided along all others."""
-ZERO = ("", " with states=sharded", " with grads=sharded, bucket=300B", " with params=sharded", " with params=sharded, prefetch=0, bucket=1KB",
-        " with grads=sharded, accumulate=sharded", " with params=sharded, accumulate=sharded, bucket=300B")
+ZERO = (
+    "",
+    " with states=sharded",
+    " with grads=sharded, bucket=300B",
+    " with params=sharded",
+    " with params=sharded, prefetch=0, bucket=1KB",
+    " with grads=sharded, accumulate=sharded",
+    " with params=sharded, accumulate=sharded, bucket=300B",
+)
 SCHEDULES = {
-    "gpipe": ("loop", 1), "one_f_one_b": ("loop", 1), "zero_bubble": ("loop", 1), "looped_bfs": ("loop", 0), "interleaved": ("loop", 0), "interleaved_zero_bubble": ("loop", 0),
-    "zbv": ("vee", 2), "dualpipev": ("vee", 2), "dualpipe": ("mirror", 1),
-}  # fmt: skip
+    "gpipe": ("loop", 1),
+    "one_f_one_b": ("loop", 1),
+    "zero_bubble": ("loop", 1),
+    "looped_bfs": ("loop", 0),
+    "interleaved": ("loop", 0),
+    "interleaved_zero_bubble": ("loop", 0),
+    "zbv": ("vee", 2),
+    "dualpipev": ("vee", 2),
+    "dualpipe": ("mirror", 1),
+}
 """Of the library: how they place, and how many stages they want on a rank, 0 for any number."""
 PP = "pp"
 
@@ -56,7 +71,8 @@ def write(traits: Traits, seed: int, mesh: Mesh | None = None, devices: int = 12
     extras = _extras(draft)
     lines: list[str] = []
     graph = None
-    # What can be divided, and what the library can order, depends on the model: if the compiler refuses both together, one is left out, then the other, then both.
+    # What can be divided, and what the library can order, depends on the model: if the compiler refuses both together,
+    # one is left out, then the other, then both.
     for keep_shards, keep_order in ((True, True), (True, False), (False, True), (False, False)):
         shards = draft.shards if keep_shards else []
         lines = _lines(draft, shards, data, extras, draft.library if keep_order else None)
@@ -95,7 +111,12 @@ def _mesh(traits: Traits, draw: random.Random, devices: int, pieces: int) -> Mes
     ranks = draw.choice([n for n in (1, 2, 2, 3, 4) if n <= devices])
     axes: list[tuple[str, int]] = [(PP, ranks)]
     for axis in draw.choice((["dp"], ["dp"], ["tp"], ["dp", "tp"])) if traits.divides else []:
-        sizes = [n for n in (1, 2, 4) if n * prod(size for _, size in axes) <= devices and traits.samples % (pieces * n * _degree(tuple(axes))) == 0]
+        sizes = [
+            n
+            for n in (1, 2, 4)
+            if n * prod(size for _, size in axes) <= devices
+            and traits.samples % (pieces * n * _degree(tuple(axes))) == 0
+        ]
         axes.append((axis, draw.choice(sizes or [1])))
     return tuple(axes)
 
@@ -117,7 +138,11 @@ def _divide(draft: Draft) -> None:
     tried = draft.draw.sample(draft.traits.parts, min(len(draft.traits.parts), 3))
     for part in tried:
         alike = [other for other, _ in draft.shards]
-        if len(alike) < 2 and all(other.rest == part.rest and other.selector != part.selector for other in alike) and draft.traits.allows(part, size):
+        if (
+            len(alike) < 2
+            and all(other.rest == part.rest and other.selector != part.selector for other in alike)
+            and draft.traits.allows(part, size)
+        ):
             draft.shards.append((part, axis))
 
 
@@ -128,7 +153,10 @@ def _place(draft: Draft) -> None:
     """Where the stages run, if the library does not say so."""
     draw, half = draft.draw, draft.pieces // 2
     if draft.traits.loose or not draft.traits.stages:
-        draft.places.append(f"place {'[!stage]' if draft.traits.stages else '[pass=*]'} on {_part(draft, draw.randrange(draft.ranks), '')}")
+        draft.places.append(
+            f"place {'[!stage]' if draft.traits.stages else '[pass=*]'} on"
+            f" {_part(draft, draw.randrange(draft.ranks), '')}"
+        )
     for stage in draft.traits.stages:
         rank = draw.randrange(draft.ranks)
         free = not (draft.traits.tied or draft.shards or draft.library)
@@ -160,11 +188,19 @@ def _value(stage: int | str) -> str:
 
 
 def _data(draft: Draft, draw: random.Random) -> dict[str, list[tuple[str, str]]]:
-    """For every axis beside pp, who is replicated over it and how: all alike where weights are tied, else perhaps each stage in its own way."""
+    """For every axis beside pp, who is replicated over it and how: all alike where weights are tied, else perhaps each
+    stage in its own way."""
     found: dict[str, list[tuple[str, str]]] = {}
     for axis, _ in draft.wide:
         stages = [stage for stage in draft.traits.stages if stage not in draft.narrow]
-        if draft.traits.tied or draft.traits.loose or draft.library or draft.shards or not stages or draw.random() < 0.5:
+        if (
+            draft.traits.tied
+            or draft.traits.loose
+            or draft.library
+            or draft.shards
+            or not stages
+            or draw.random() < 0.5
+        ):
             found[axis] = [("pass=*", draw.choice(ZERO))]
         else:
             found[axis] = [(f"stage={_value(stage)}", draw.choice(ZERO)) for stage in stages]
@@ -181,7 +217,13 @@ def _replicated(data: dict[str, list[tuple[str, str]]], shards: Sequence[tuple[P
     return lines
 
 
-def _lines(draft: Draft, shards: Sequence[tuple[Part, str]], data: dict[str, list[tuple[str, str]]], extras: Sequence[str], library: str | None) -> list[str]:
+def _lines(
+    draft: Draft,
+    shards: Sequence[tuple[Part, str]],
+    data: dict[str, list[tuple[str, str]]],
+    extras: Sequence[str],
+    library: str | None,
+) -> list[str]:
     lines = [f"from std.pipeline import {library}, {SCHEDULES[library][0]}"] if library else []
     lines += [*draft.traits.tags, *(line for part, _ in shards for line in part.lines)]
     lines.append(f"mesh gpu = {', '.join(f'{axis}: {size}' for axis, size in draft.mesh)}")
@@ -189,15 +231,22 @@ def _lines(draft: Draft, shards: Sequence[tuple[Part, str]], data: dict[str, lis
     chunks = len(draft.traits.stages) // draft.ranks
     if library:
         place = SCHEDULES[library][0]
-        lines.append(f"{place}(gpu, {draft.ranks}{f', {draft.pieces}' if place == 'mirror' else f', {chunks}' if place == 'loop' else ''})")
-        data = {axis: [("pass=*", ways[0][1])] for axis, ways in data.items()} or {axis: [("pass=*", "")] for axis, _ in draft.wide}
+        lines.append(
+            f"{place}(gpu,"
+            f" {draft.ranks}{f', {draft.pieces}' if place == 'mirror' else f', {chunks}' if place == 'loop' else ''})"
+        )
+        data = {axis: [("pass=*", ways[0][1])] for axis, ways in data.items()} or {
+            axis: [("pass=*", "")] for axis, _ in draft.wide
+        }
     else:
         lines += draft.places
     lines += _replicated(data, shards)
     lines += [f"shard {part.selector} over gpu.{axis} with style={part.style}" for part, axis in shards]
     lines += [line for line in extras if not (library and line.startswith("split"))]
     if library:
-        lines.append(f"{library}(gpu, {draft.ranks}, {draft.pieces}{f', chunks={chunks}' if SCHEDULES[library][1] == 0 else ''})")
+        lines.append(
+            f"{library}(gpu, {draft.ranks}, {draft.pieces}{f', chunks={chunks}' if SCHEDULES[library][1] == 0 else ''})"
+        )
     return lines
 
 

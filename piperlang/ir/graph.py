@@ -1,8 +1,8 @@
 """The global training DAG: compute, communication and updates of one step, as nodes over parts of a mesh.
 
-A node is SPMD over its part, so the graph does not grow with the number of replicas. Nodes that differ only in their microbatch
-share a Family, which holds all that is the same; selecting looks at families first, so it costs what it finds.
-"""
+A node is SPMD over its part, so the graph does not grow with the number of replicas. Nodes that differ only in their
+microbatch share a Family, which holds all that is the same; selecting looks at families first, so it costs what it
+finds."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ class Node(NamedTuple):
 
     @property
     def routes(self) -> str | None:
-        """What an exchange of rows with their experts is: `choose` for the choice itself, which finds the way; `route` for what follows it there and back."""
+        """What an exchange of rows with their experts is: `choose` for the choice itself, which finds the way; `route`
+        for what follows it there and back."""
         if any(key.endswith(WAY) for key in self.writes):
             return "choose"
         return "route" if len(self.reads) == 2 and self.reads[1] and self.reads[1][0].endswith(WAY) else None
@@ -120,7 +121,9 @@ class Node(NamedTuple):
         family = self.family
         words = [f"{key}={value}" for key, value in sorted(family.tags.items())]
         words += [f"{name}={at}" for name, at in zip(family.dims, self.point, strict=False)]
-        return f"{family.op}{'.' + family.phase if family.phase and family.phase != family.op else ''}[{', '.join(words)}]"
+        return (
+            f"{family.op}{'.' + family.phase if family.phase and family.phase != family.op else ''}[{', '.join(words)}]"
+        )
 
     def __str__(self) -> str:
         return f"{self.name} on {self.family.where}"
@@ -128,7 +131,8 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The order on some devices, or of a chain on none: groups of nodes, each after the one before; and who wrote each."""
+    """The order on some devices, or of a chain on none: groups of nodes, each after the one before; and who wrote
+    each."""
 
     devices: frozenset[int]
     groups: Sequence[Sequence[int]]
@@ -137,15 +141,19 @@ class Steps:
     def fences(self, stream: Callable[[int], str]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """Who is before whom: a step after all of the step before.
 
-        A step with `&` may run into the next step with `&`, but not past it: between those only work on the compute stream keeps the order, the rest is
-        after all of the step before that. Without this a pair of forward and backward would drain every stream before the next pair fills them again."""
+        A step with `&` may run into the next step with `&`, but not past it: between those only work on the compute
+        stream keeps the order, the rest is after all of the step before that. Without this a pair of forward and
+        backward would drain every stream before the next pair fills them again."""
         before: Sequence[int] = ()
         last: Sequence[int] = ()
         overlapped = False
         for group, step in zip(self.groups, self.written, strict=True):
             if overlapped and len(step.items) > 1:
                 yield before, group
-                yield [node for node in last if stream(node) == "compute"], [node for node in group if stream(node) == "compute"]
+                yield (
+                    [node for node in last if stream(node) == "compute"],
+                    [node for node in group if stream(node) == "compute"],
+                )
             else:
                 yield [*before, *last], group
             overlapped = len(step.items) > 1
@@ -171,7 +179,8 @@ class Graph:
     """`order A -> B`, whose edges are in `after`; here for whoever has to say which line asked for them."""
 
     def select(self, selector: Selector) -> Iterator[Node]:
-        """The nodes that match, in the order of the graph's families; costs the number of families and of nodes found."""
+        """The nodes that match, in the order of the graph's families; costs the number of families and of nodes
+        found."""
         seen: set[int] = set()
         for conjunction in selector.alternatives:
             for family in self.families:
@@ -213,7 +222,11 @@ def _holds(condition: Condition, attributes: Mapping[str, TagValue]) -> bool:
 
 def among(family: Family, conjunction: Conjunction) -> Iterable[int]:
     """The nodes of a family whose microbatches match."""
-    conditions = [(family.dims.index(c.key), c) for c in conjunction if c.key in family.dims and c.test not in ("next", "next?", "present")]
+    conditions = [
+        (family.dims.index(c.key), c)
+        for c in conjunction
+        if c.key in family.dims and c.test not in ("next", "next?", "present")
+    ]
     if not conditions:
         return family.points.values()
     if len(conditions) == len(family.dims) and all(c.test == "in" and len(c.values) == 1 for _, c in conditions):

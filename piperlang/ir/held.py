@@ -1,4 +1,5 @@
-"""Which part of a weight a device has: a box where dims are divided, and of that a flat interval where ZeRO divides further."""
+"""Which part of a weight a device has: a box where dims are divided, and of that a flat interval where ZeRO divides
+further."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from piperlang.ir.layout import Box, axes_of
 def coordinates(where: Slice) -> tuple[Mapping[str, int], ...]:
     """For every device of a part, its position along each axis."""
     axes = axes_of(where)
-    return tuple(dict(zip((axis for axis, _ in axes), at, strict=True)) for at in product(*(range(size) for _, size in axes)))
+    return tuple(
+        dict(zip((axis for axis, _ in axes), at, strict=True)) for at in product(*(range(size) for _, size in axes))
+    )
 
 
 def along(where: Slice, axes: Collection[str]) -> Iterable[list[int]]:
@@ -60,4 +63,6 @@ def interval(held: Held, shape: Sequence[int], at: Mapping[str, int]) -> tuple[i
 
 def dividing(held: Held) -> list[str]:
     """The axes along which devices have different parts."""
-    return [axis for (axis, _), place in zip(axes_of(held.where), held.places, strict=True) if isinstance(place, int)] + list(held.flat)
+    return [
+        axis for (axis, _), place in zip(axes_of(held.where), held.places, strict=True) if isinstance(place, int)
+    ] + list(held.flat)

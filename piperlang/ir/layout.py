@@ -1,9 +1,9 @@
 """How a tensor lies on a part of a mesh, and what turns one way of lying into another.
 
-Along every axis of its part a tensor is whole, divided in a dim, divided in its samples, a sum of parts, or has its rows where the experts are that they
-chose. Communication is what turns the producer's layout into the consumer's: divided to whole is an all-gather, a sum to whole an all-reduce, one dim to
-another an all-to-all, as are rows to their experts and back, one part of the mesh to another a send.
-"""
+Along every axis of its part a tensor is whole, divided in a dim, divided in its samples, a sum of parts, or has its
+rows where the experts are that they chose. Communication is what turns the producer's layout into the consumer's:
+divided to whole is an all-gather, a sum to whole an all-reduce, one dim to another an all-to-all, as are rows to their
+experts and back, one part of the mesh to another a send."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """A part of a tensor: from and to, in every dim. Samples count from the first of the whole batch."""
 
 SHARE = "share"
-"""The gradient of a tensor without samples, along an axis that divides the batch: each device has what its samples gave, and
-the sum over all of them is what counts. It may stay in these parts, since gradients of weights are added up anyway."""
+"""The gradient of a tensor without samples, along an axis that divides the batch: each device has what its samples
+gave, and the sum over all of them is what counts. It may stay in these parts, since gradients of weights are added up
+anyway."""
 
 
 @lru_cache(maxsize=4096)
@@ -43,7 +44,8 @@ class Layout:
     places: tuple[Place, ...]
     """One for each of axes_of(where)."""
     inner: tuple[str, ...] = ()
-    """Axes that divide the samples innermost: those that other chunks use to divide weights, so that exchanging stays within one axis."""
+    """Axes that divide the samples innermost: those that other chunks use to divide weights, so that exchanging stays
+    within one axis."""
 
     def batch_axes(self) -> list[int]:
         """Positions of the axes that divide the samples, outermost first."""
@@ -63,18 +65,25 @@ class Layout:
         """Of the devices that have the same samples, the first of each."""
         axes = axes_of(self.where)
         points = product(*(range(size) for _, size in axes))
-        return [k for k, at in enumerate(points) if not any(i for i, place in zip(at, self.places, strict=True) if place != BATCH)]
+        return [
+            k
+            for k, at in enumerate(points)
+            if not any(i for i, place in zip(at, self.places, strict=True) if place != BATCH)
+        ]
 
     def __str__(self) -> str:
         parts = [f"{axis}:{place}" for (axis, _), place in zip(axes_of(self.where), self.places, strict=True)]
         return f"{self.where}{{{', '.join(parts)}}}" if parts else str(self.where)
 
     def boxes(self, tensor: Tensor, first: int, count: int, inner: tuple[tuple[int, int], ...] = ()) -> Iterator[Box]:
-        """What each device has of the samples first to first + count, in the order of devices_of(where); of rows that chose an expert, as many as it has if all experts are chosen alike.
+        """What each device has of the samples first to first + count, in the order of devices_of(where); of rows that
+        chose an expert, as many as it has if all experts are chosen alike.
 
         `inner`: of what a device has, only this part of so many."""
         axes = axes_of(self.where)
-        whole = [(0, b) if i != tensor.batch else (a * first, a * (first + count)) for i, (a, b) in enumerate(tensor.dims)]
+        whole = [
+            (0, b) if i != tensor.batch else (a * first, a * (first + count)) for i, (a, b) in enumerate(tensor.dims)
+        ]
         if tensor.batch is None:
             whole = [(0, size) for size in tensor.shape(0)]
         batch = self.batch_axes()
@@ -109,7 +118,8 @@ def moves(source: Layout, target: Layout) -> list[tuple[str, Layout]]:
         return [*moves(source, target.unrouted()), ("all_to_all", target)]
     shares = SHARE in source.places or SHARE in target.places
     if shares and not _alike(source, target):
-        # Parts of a gradient that do not match one to one: added up, moved whole, and kept by the first of those that share it.
+        # Parts of a gradient that do not match one to one: added up, moved whole, and kept by the first of those that
+        # share it.
         whole = _with(source, [SUM if place == SHARE else place for place in source.places])
         there = _with(target, [WHOLE if place == SHARE else place for place in target.places])
         steps = moves(whole, there)
@@ -161,10 +171,13 @@ def _last(layout: Layout, axis: int) -> bool:
 
 
 def exchanging(source: Layout, target: Layout) -> tuple[str, ...]:
-    """The axes along which devices have to talk to turn one layout of a part into another; all of them where one does not do."""
+    """The axes along which devices have to talk to turn one layout of a part into another; all of them where one does
+    not do."""
     axes = axes_of(source.where)
     if choice_of(source.places) or choice_of(target.places):
-        return tuple(axis for (axis, _), have, want in zip(axes, source.places, target.places, strict=True) if have != want)  # rows go anywhere, whichever sample they are of
+        return tuple(
+            axis for (axis, _), have, want in zip(axes, source.places, target.places, strict=True) if have != want
+        )  # rows go anywhere, whichever sample they are of
     differing = [i for i, (have, want) in enumerate(zip(source.places, target.places, strict=True)) if have != want]
     simple = all(_last(layout, i) for i in differing for layout in (source, target))
     return tuple(axes[i][0] for i in differing) if simple else tuple(axis for axis, _ in axes)

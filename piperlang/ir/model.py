@@ -174,7 +174,8 @@ class Model:
     loss: str
     """The tensor that the last chunk gives."""
     combine: str
-    """How losses of parts of the batch make the loss of the whole: `mean`, `sum`, or `count` for a sum that is divided by a count of the batch."""
+    """How losses of parts of the batch make the loss of the whole: `mean`, `sum`, or `count` for a sum that is divided
+    by a count of the batch."""
     mixing: Diagnostic | None = None
     """Why the batch cannot be divided, if it cannot."""
     divider: Divider | None = None

@@ -13,9 +13,12 @@ from piperlang.source import Span
 def edges(graph: Graph) -> tuple[list[list[int]], list[int]]:
     """For every node, who waits for it, and for how many it waits. Numbers past the nodes are gates.
 
-    A fence of an order is a gate: what comes after waits for the gate, the gate for what comes before. So wide steps cost no product."""
+    A fence of an order is a gate: what comes after waits for the gate, the gate for what comes before. So wide steps
+    cost no product."""
     count = len(graph.nodes)
-    gates = [fence for order in graph.orders for fence in order.fences(lambda node: graph.nodes[node].stream) if fence[0]]
+    gates = [
+        fence for order in graph.orders for fence in order.fences(lambda node: graph.nodes[node].stream) if fence[0]
+    ]
     users: list[list[int]] = [[] for _ in range(count + len(gates))]
     waits = [0] * len(users)
 
@@ -76,9 +79,15 @@ def _circle(graph: Graph, users: Sequence[Sequence[int]], stuck: set[int], count
     shown = lines if len(lines) <= 12 else [*lines[:11], f"... and {len(lines) - 11} more"]
     (step, text), *others = labels or [(None, "")]
     return Diagnostic(
-        "P0501", "these nodes wait for each other", step.span if step else None, text, tuple(Label(s.span, t) for s, t in others[:3] if s), notes=tuple(shown),
-        helps=("move what is waited for before the step that waits",), trail=step.trail if step else (),
-    )  # fmt: skip
+        "P0501",
+        "these nodes wait for each other",
+        step.span if step else None,
+        text,
+        tuple(Label(s.span, t) for s, t in others[:3] if s),
+        notes=tuple(shown),
+        helps=("move what is waited for before the step that waits",),
+        trail=step.trail if step else (),
+    )
 
 
 def _labels(graph: Graph, circle: set[int]) -> Iterator[tuple[Step, str]]:

@@ -28,8 +28,8 @@ def brief_line(graph: Graph, node: Node) -> str:
     """`F[stage=0, mb=0]  gpu[pp=0]  25 weights -> [2, 16, 64]`.
 
     Weights and their gradients are counted, other values have their global shape. Of what a pass reads only the weights
-    are named: the rest is what the nodes before it have written. Communication and updates give what they take. A stream
-    of the script's own is named."""
+    are named: the rest is what the nodes before it have written. Communication and updates give what they take. A
+    stream of the script's own is named."""
     family = node.family
     where = " and ".join(map(str, (family.where, *family.beyond))) + (
         f" over {', '.join(family.axes)}" if family.axes else ""
@@ -111,10 +111,17 @@ def as_json(graph: Graph) -> dict[str, Any]:
 def _node(graph: Graph, node: Node) -> dict[str, Any]:
     family = node.family
     found: dict[str, Any] = {
-        "id": node.id, "op": family.op, "tags": dict(family.tags), "split": dict(zip(family.dims, node.point, strict=False)), "on": str(family.where),
-        "devices": sorted({device for where in (family.where, *family.beyond) for device in devices_of(where)}), "stream": node.stream,
-        "reads": [list(keys) for keys in node.reads], "writes": list(node.writes), "after": sorted(graph.after.get(node.id, ())),
-    }  # fmt: skip
+        "id": node.id,
+        "op": family.op,
+        "tags": dict(family.tags),
+        "split": dict(zip(family.dims, node.point, strict=False)),
+        "on": str(family.where),
+        "devices": sorted({device for where in (family.where, *family.beyond) for device in devices_of(where)}),
+        "stream": node.stream,
+        "reads": [list(keys) for keys in node.reads],
+        "writes": list(node.writes),
+        "after": sorted(graph.after.get(node.id, ())),
+    }
     if family.phase is not None:
         found["pass"] = family.phase
     if family.chunk is not None:

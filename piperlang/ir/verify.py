@@ -110,7 +110,9 @@ def _gradients(graph: Graph) -> Iterator[str]:
 def _updates(graph: Graph) -> Iterator[str]:
     """Every weight that learns is updated once wherever it is kept, and kept afterwards as it was before."""
     learning = {graph.held[key].weight for node in graph.nodes for key in node.writes if key.startswith("dw:")}
-    updates = Counter(node.reads[i][0] for node in graph.nodes if node.op == "update" for i in range(0, len(node.reads), 2))
+    updates = Counter(
+        node.reads[i][0] for node in graph.nodes if node.op == "update" for i in range(0, len(node.reads), 2)
+    )
     kept = {key for key in graph.held if key.startswith("w:") and key not in graph.made}
     for key in sorted(kept):
         if graph.held[key].weight in learning and updates[key] != 1:

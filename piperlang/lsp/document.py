@@ -46,8 +46,8 @@ class Script:
     # --------------------------------------------------------------------------------------------------- diagnostics
 
     def problems(self, texts: Mapping[Path, str] | None = None) -> tuple[list[Diagnostic], list[Diagnostic]]:
-        """What `piperc check` says of it: what is wrong, and, where nothing is, what is missing, perhaps because it is not
-        written yet. `texts`: of other files that are open."""
+        """What `piperc check` says of it: what is wrong, and, where nothing is, what is missing, perhaps because it is
+        not written yet. `texts`: of other files that are open."""
         try:
             found = outline(self.source, self.path, say=lambda _: None, texts=texts)
             wrong, missing = found.problems, () if found.problems else found.outline.finish()

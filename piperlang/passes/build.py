@@ -1,4 +1,5 @@
-"""The graph of a schedule: compute nodes here, what moves between them in flow.py, weights in weights.py, orders in temporal.py."""
+"""The graph of a schedule: compute nodes here, what moves between them in flow.py, weights in weights.py, orders in
+temporal.py."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ RNG = "rng"
 
 
 def build(schedule: Schedule, sketch: bool = False) -> Graph:
-    """The graph as the directives so far make it. A sketch has one microbatch of everything: enough to see what there is."""
-    # Hundreds of thousands of tuples, none of them in a cycle: looking for garbage among them takes as long as making them.
+    """The graph as the directives so far make it. A sketch has one microbatch of everything: enough to see what there
+    is."""
+    # Hundreds of thousands of tuples, none of them in a cycle: looking for garbage among them takes as long as making
+    # them.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -49,7 +52,8 @@ class _Build:
                 self.readers.setdefault(name, []).append((chunk.number, i))
         self.losses: list[Key] = []
         self.fetched: list[tuple[int, list[tuple[int, int]]]] = []
-        """For chunks whose activations come back ahead of time: how far, and every fetch with the backward that is first to read it."""
+        """For chunks whose activations come back ahead of time: how far, and every fetch with the backward that is
+        first to read it."""
         self.gradients: dict[str, Tensor] = {}
 
     def graph(self) -> Graph:
@@ -66,8 +70,22 @@ class _Build:
         orders = [] if self.sketch else temporal.orders()
         chains = [] if self.sketch else temporal.chains()
         n = self.nodes
-        graph = Graph(self.model, n.nodes, [family for family in n.families if family.points], n.values, n.held, n.made, n.after, orders, tuple(self.schedule.directives), tuple(self.losses), updated, chains)
-        # What is counted in passes is counted in an order in which the graph can run. Without chains that is known without looking.
+        graph = Graph(
+            self.model,
+            n.nodes,
+            [family for family in n.families if family.points],
+            n.values,
+            n.held,
+            n.made,
+            n.after,
+            orders,
+            tuple(self.schedule.directives),
+            tuple(self.losses),
+            updated,
+            chains,
+        )
+        # What is counted in passes is counted in an order in which the graph can run. Without chains that is known
+        # without looking.
         turns = self._turns(graph) if chains else {}
         self.weights.prefetch(orders, turns)
         hold_back(self.nodes, orders, turns)
@@ -83,7 +101,8 @@ class _Build:
             return {}  # reported by whoever sorts the graph next
 
     def _fetch_ahead(self, position: Mapping[int, int]) -> None:
-        """Activations come back so many backwards ahead, in the order of the script where it gives one, whichever way its microbatches go."""
+        """Activations come back so many backwards ahead, in the order of the script where it gives one, whichever way
+        its microbatches go."""
         for ahead, pairs in self.fetched if position else ():
             ranked = sorted(pairs, key=lambda pair: position[pair[1]])
             for (_, earlier), (fetch, _) in zip(ranked, ranked[ahead:], strict=False):
@@ -97,7 +116,13 @@ class _Build:
         keeps = "B" in chunk.passes and site.group not in self.schedule.recomputed
         family = self._family("F", site, takes, chunk.passes["F"].gives)
         offloads = site.group in self.schedule.offloaded and "B" in chunk.passes
-        out = self.nodes.family(Family("offload", chunk.tags, site.where, site.dims, number, by=self.schedule.offloaded[site.group])) if offloads else None
+        out = (
+            self.nodes.family(
+                Family("offload", chunk.tags, site.where, site.dims, number, by=self.schedule.offloaded[site.group])
+            )
+            if offloads
+            else None
+        )
         for point in site.points:
             at = _text(point)
             if chunk.choice is not None:
@@ -119,7 +144,21 @@ class _Build:
                 self.nodes.add(out, point, ((f"saved:{number}#{at}",),), (f"host:{number}#{at}",))
 
     def _family(self, op: str, site: Site, slots: tuple[Slot, ...], gives: tuple[Slot, ...] = ()) -> Family:
-        return self.nodes.family(Family(op, site.chunk.tags, site.where, site.dims, site.chunk.number, op if op != "R" else None, slots, gives, site.local_samples, site.arranged, site.spread))
+        return self.nodes.family(
+            Family(
+                op,
+                site.chunk.tags,
+                site.where,
+                site.dims,
+                site.chunk.number,
+                op if op != "R" else None,
+                slots,
+                gives,
+                site.local_samples,
+                site.arranged,
+                site.spread,
+            )
+        )
 
     def _value(self, key: Key, tensor: Tensor, site: Site, slot: Slot, point: Point) -> None:
         self.nodes.values[key] = Value(tensor, site.layouts[slot], site.first(point), site.samples, site.inner(point))
@@ -138,7 +177,16 @@ class _Build:
             name = site.chunk.inputs[i]
             maker, j = self.sites.maker[name]
             source = self.sites.at(maker, self._piece(maker, site, point))
-            return self.flow.fetch(name, self.model.tensors[name], source, source.layouts["output", j], site, site.layouts[slot], point, "F")
+            return self.flow.fetch(
+                name,
+                self.model.tensors[name],
+                source,
+                source.layouts["output", j],
+                site,
+                site.layouts[slot],
+                point,
+                "F",
+            )
         if kind == "batch":
             key = f"{site.chunk.batch[i]}@{site.chunk.number}#{_text(point)}"
             self._value(key, self.model.tensors[site.chunk.batch[i]], site, slot, point)
@@ -157,7 +205,11 @@ class _Build:
         families: dict[str, Family] = {}
         again = self._family("R", site, chunk.passes["F"].takes) if site.group in self.schedule.recomputed else None
         offloaded = self.schedule.offloaded.get(site.group)
-        fetch = self.nodes.family(Family("fetch", chunk.tags, site.where, site.dims, chunk.number, by=offloaded)) if offloaded else None
+        fetch = (
+            self.nodes.family(Family("fetch", chunk.tags, site.where, site.dims, chunk.number, by=offloaded))
+            if offloaded
+            else None
+        )
         ahead = next((o.value for o in offloaded.options if o.name == "prefetch"), 0) if offloaded else 0
         pairs: list[tuple[int, int]] = []
         for point in site.points:
@@ -192,7 +244,9 @@ class _Build:
 
     def _halves(self, group: Tagset, point: Point) -> tuple[str, ...]:
         schedule = self.schedule
-        named = (group, point) in schedule.by_halves or (group in schedule.halved and (group, point) not in schedule.by_whole)
+        named = (group, point) in schedule.by_halves or (
+            group in schedule.halved and (group, point) not in schedule.by_whole
+        )
         return ("I", "W") if named else ("B",)
 
     def _gradients(self, site: Site, point: Point) -> dict[int, tuple[Key, ...]]:
@@ -205,25 +259,45 @@ class _Build:
                 continue
             parts: list[Key] = []
             for reader, i in self.readers.get(name, ()) if tensor.differentiable else ():
-                if ("grad_input", i) not in self.model.chunks[reader].passes.get("B", self.model.chunks[reader].passes["F"]).gives:
+                if ("grad_input", i) not in self.model.chunks[reader].passes.get(
+                    "B", self.model.chunks[reader].passes["F"]
+                ).gives:
                     continue
                 source = self.sites.at(reader, self._piece(reader, site, point))
                 half = self._halves(source.group, self._piece(reader, site, point))[0]
                 have, want = source.layouts["grad_input", i], site.layouts["grad_output", j]
-                parts += self.flow.fetch(f"d:{name}:{reader}.{i}", self._gradient_of(tensor), source, have, site, want, point, half)
+                parts += self.flow.fetch(
+                    f"d:{name}:{reader}.{i}", self._gradient_of(tensor), source, have, site, want, point, half
+                )
             found[j] = tuple(parts)
             if not parts and tensor.differentiable and choice_of(site.layouts["output", j].places):
                 raise error(
-                    "P0411", f"nothing learns through {name}, which {site.chunk} gives", site.by.span if site.by else None, "placed here",
-                    notes=["its rows are where the experts are that they chose, and how many zeros its gradient has is not known"], help="`.detach()` it where it is made, or let the loss depend on it",
-                )  # fmt: skip
+                    "P0411",
+                    f"nothing learns through {name}, which {site.chunk} gives",
+                    site.by.span if site.by else None,
+                    "placed here",
+                    notes=[
+                        "its rows are where the experts are that they chose, and how many zeros its gradient has is not"
+                        " known"
+                    ],
+                    help="`.detach()` it where it is made, or let the loss depend on it",
+                )
         return found
 
-    def _pass(self, op: str, family: Family, site: Site, point: Point, arrived: dict[int, tuple[Key, ...]], saved: Key) -> int:
+    def _pass(
+        self, op: str, family: Family, site: Site, point: Point, arrived: dict[int, tuple[Key, ...]], saved: Key
+    ) -> int:
         chunk, at = site.chunk, _text(point)
         bundles = {"saved": saved, "kept": f"kept:{chunk.number}#{at}"}
         reads = tuple(
-            (bundles[slot[0]],) if slot[0] in bundles else arrived[slot[1]] if slot[0] == "grad_output" else self._given(site, slot, point, op) for slot in family.slots
+            (
+                (bundles[slot[0]],)
+                if slot[0] in bundles
+                else arrived[slot[1]]
+                if slot[0] == "grad_output"
+                else self._given(site, slot, point, op)
+            )
+            for slot in family.slots
         )
         writes: list[Key] = []
         for kind, i in family.gives:

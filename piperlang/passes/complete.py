@@ -1,4 +1,5 @@
-"""What a script has left out, once it has ended: chunks without a place, device axes without a use, batches that do not come out even."""
+"""What a script has left out, once it has ended: chunks without a place, device axes without a use, batches that do not
+come out even."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ def _unplaced(schedule: Schedule) -> Iterator[Diagnostic]:
         span = next(iter(schedule.meshes)).span
         if not schedule.outline.placements.by_chunk.get(group):
             what = f"[{shown(group)}]" if group else "[pass=*]"
-            yield Diagnostic("P0402", f"{shown(group)} is not placed", span, "on which of these devices?", notes=(schedule.modules(group),), helps=(f"add `place {what} on ...`",))
+            yield Diagnostic(
+                "P0402",
+                f"{shown(group)} is not placed",
+                span,
+                "on which of these devices?",
+                notes=(schedule.modules(group),),
+                helps=(f"add `place {what} on ...`",),
+            )
 
 
 def _idle(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -35,7 +43,9 @@ def _idle(schedule: Schedule) -> Iterator[Diagnostic]:
         for (mesh, axis), use in uses.items():
             for where, placement in schedule.places(group):
                 known = (id(use.directive), mesh, axis)
-                here = mesh.shape[axis] == 1 or (where.mesh == mesh and axis in dict(axes_of(where)))  # an axis of one device is no mistake: scripts have parameters
+                here = mesh.shape[axis] == 1 or (
+                    where.mesh == mesh and axis in dict(axes_of(where))
+                )  # an axis of one device is no mistake: scripts have parameters
                 lying[known] = lying.get(known, False) or here or placement is None
                 first.setdefault(known, (group, where, use.directive))
     for known, (group, where, by) in first.items():
@@ -43,9 +53,20 @@ def _idle(schedule: Schedule) -> Iterator[Diagnostic]:
             _, mesh, axis = known
             others = ", ".join(f"{where.mesh.name}.{name}" for name, _ in axes_of(where))
             yield Diagnostic(
-                "P0404", f"axis `{mesh.name}.{axis}` has no use for {shown(group)}", by.span, f"{shown(group)} runs on {where}", notes=(schedule.modules(group),),
-                helps=(f"name an axis that it lies along: {others}" if others else f"place it on several devices along {axis}, or leave this out",), trail=by.trail,
-            )  # fmt: skip
+                "P0404",
+                f"axis `{mesh.name}.{axis}` has no use for {shown(group)}",
+                by.span,
+                f"{shown(group)} runs on {where}",
+                notes=(schedule.modules(group),),
+                helps=(
+                    (
+                        f"name an axis that it lies along: {others}"
+                        if others
+                        else f"place it on several devices along {axis}, or leave this out"
+                    ),
+                ),
+                trail=by.trail,
+            )
 
 
 def _unused(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -61,10 +82,16 @@ def _unused(schedule: Schedule) -> Iterator[Diagnostic]:
         by = found[0][1]
         names = "; ".join(map(shown, groups[:MANY])) + (f" and {len(groups) - MANY} more" if len(groups) > MANY else "")
         yield Diagnostic(
-            "P0404", f"axis `{axis}` has no use for {names}", by.span, f"{size} devices along it would do the same work",
+            "P0404",
+            f"axis `{axis}` has no use for {names}",
+            by.span,
+            f"{size} devices along it would do the same work",
             notes=tuple(schedule.modules(group) for group in groups[:MANY]),
-            helps=(f"`replicate` or `shard` it over {mesh.name}.{axis}, or place it on one of them: {mesh.name}[{axis}=0]",), trail=by.trail,
-        )  # fmt: skip
+            helps=(
+                f"`replicate` or `shard` it over {mesh.name}.{axis}, or place it on one of them: {mesh.name}[{axis}=0]",
+            ),
+            trail=by.trail,
+        )
 
 
 def _uneven(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -79,11 +106,18 @@ def _uneven(schedule: Schedule) -> Iterator[Diagnostic]:
             by: d.Directive = _dividing(schedule, group, where) if degree > 1 else splits[-1]
             each = f"{samples} samples in {pieces} piece{'s' if pieces > 1 else ''}"
             yield Diagnostic(
-                "P0412", f"the batch of {shown(group)} does not come out even", by.span, f"{each}, each divided among {degree} devices" if degree > 1 else each,
-                notes=(schedule.modules(group),), helps=("choose numbers whose product divides the batch, or change the batch in the model file",), trail=by.trail,
-            )  # fmt: skip
+                "P0412",
+                f"the batch of {shown(group)} does not come out even",
+                by.span,
+                f"{each}, each divided among {degree} devices" if degree > 1 else each,
+                notes=(schedule.modules(group),),
+                helps=("choose numbers whose product divides the batch, or change the batch in the model file",),
+                trail=by.trail,
+            )
             return
 
 
 def _dividing(schedule: Schedule, group: Tagset, where: Slice) -> d.Directive:
-    return next(use.directive for axis, _ in axes_of(where) if (use := schedule.use(group, where, axis)) and use.divides_batch)
+    return next(
+        use.directive for axis, _ in axes_of(where) if (use := schedule.use(group, where, axis)) and use.divides_batch
+    )

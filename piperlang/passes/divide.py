@@ -29,8 +29,16 @@ def give_axes(schedule: Schedule, directive: d.Replicate | d.Shard, use: Use) ->
             known = uses.get((axis.mesh, axis.name))
             if known is not None and known.directive is not directive:
                 raise error(
-                    "P0409", f"axis `{axis}` is used twice for {shown(group)}", directive.span, "again here", also=[Label(known.directive.span, "used here")], notes=[schedule.modules(group)],
-                    help="an axis either divides the batch of a chunk or its weights: narrow one of the selectors, as in `[!expert]`",
-                )  # fmt: skip
+                    "P0409",
+                    f"axis `{axis}` is used twice for {shown(group)}",
+                    directive.span,
+                    "again here",
+                    also=[Label(known.directive.span, "used here")],
+                    notes=[schedule.modules(group)],
+                    help=(
+                        "an axis either divides the batch of a chunk or its weights: narrow one of the selectors, as in"
+                        " `[!expert]`"
+                    ),
+                )
             uses[axis.mesh, axis.name] = use
             schedule.outline.used.add((axis.mesh, axis.name))

@@ -1,8 +1,8 @@
-"""How a value gets from the chunk that makes it to the chunk that reads it: nothing where both lie alike, else communication.
+"""How a value gets from the chunk that makes it to the chunk that reads it: nothing where both lie alike, else
+communication.
 
-Values of a piece of the batch move as they are. Where chunks have splits of their own, or divide the samples among different
-numbers of devices, what crosses is joined to the piece of the batch, moved, and cut again.
-"""
+Values of a piece of the batch move as they are. Where chunks have splits of their own, or divide the samples among
+different numbers of devices, what crosses is joined to the piece of the batch, moved, and cut again."""
 
 from __future__ import annotations
 
@@ -40,9 +40,21 @@ class Flow:
         self._ways: dict[tuple[str, Slice, Point], Key] = {}
         """By choice, part and microbatch."""
 
-    def fetch(self, name: str, tensor: Tensor, source: Site, have: Layout, target: Site, want: Layout, point: Point, phase: str) -> tuple[Key, ...]:
+    def fetch(
+        self,
+        name: str,
+        tensor: Tensor,
+        source: Site,
+        have: Layout,
+        target: Site,
+        want: Layout,
+        point: Point,
+        phase: str,
+    ) -> tuple[Key, ...]:
         """The keys of what `target` reads at `point`: one, or several whose sum it is."""
-        if source.dims == target.dims and (source.degree == target.degree or len(source.dims) == source.outer or tensor.batch is None):
+        if source.dims == target.dims and (
+            source.degree == target.degree or len(source.dims) == source.outer or tensor.batch is None
+        ):
             return (self._move(f"{name}#{_text(point)}", name, tensor, source, have, target, want, point, phase),)
         piece = point[: target.outer]
         if tensor.batch is None:
@@ -51,7 +63,17 @@ class Flow:
         moved = self._move(whole, name, tensor, source, have, target, want, piece, phase)
         return (self._cut_for(moved, name, tensor, target, want, point, phase),)
 
-    def _unbatched(self, name: str, tensor: Tensor, source: Site, have: Layout, target: Site, want: Layout, point: Point, phase: str) -> tuple[Key, ...]:
+    def _unbatched(
+        self,
+        name: str,
+        tensor: Tensor,
+        source: Site,
+        have: Layout,
+        target: Site,
+        want: Layout,
+        point: Point,
+        phase: str,
+    ) -> tuple[Key, ...]:
         """Without samples every piece has the same value; of gradients, each piece has its part of the sum."""
         piece = point[: target.outer]
         inner = list(product(*(range(count) for count in source.counts[source.outer :])))
@@ -59,11 +81,25 @@ class Flow:
             inner = inner[:1]
         elif any(point[target.outer :]):
             return ()  # the first part takes the gradient of them all
-        return tuple(self._move(f"{name}#{_text(piece + at)}", name, tensor, source, have, target, want, piece + at, phase) for at in inner)
+        return tuple(
+            self._move(f"{name}#{_text(piece + at)}", name, tensor, source, have, target, want, piece + at, phase)
+            for at in inner
+        )
 
     # ------------------------------------------------------------------------------------------------ moving
 
-    def _move(self, key: Key, name: str, tensor: Tensor, source: Site, have: Layout, target: Site, want: Layout, point: Point, phase: str) -> Key:
+    def _move(
+        self,
+        key: Key,
+        name: str,
+        tensor: Tensor,
+        source: Site,
+        have: Layout,
+        target: Site,
+        want: Layout,
+        point: Point,
+        phase: str,
+    ) -> Key:
         if have == want:
             return key
         if tensor.buried and not _alike(have, want):
@@ -72,13 +108,19 @@ class Flow:
         for hop in self._route(name, source, have, target, want, phase):
             known = f"{key}{hop.suffix}"
             if known not in self.nodes.values:  # what two readers want alike moves once
-                choice = choice_of((*self.nodes.values[key].layout.places, *hop.target.places)) if hop.op == "all_to_all" else None
+                choice = (
+                    choice_of((*self.nodes.values[key].layout.places, *hop.target.places))
+                    if hop.op == "all_to_all"
+                    else None
+                )
                 self.nodes.values[known] = Value(tensor, hop.target, value.first, value.samples, value.inner)
                 if choice is not None and choice.name == name:
                     self._ways[choice.name, hop.target.where, point] = f"{known}{WAY}"
                     self.nodes.add(hop.families[0], point, ((key,),), (known, f"{known}{WAY}"))
                 elif choice is not None:
-                    self.nodes.add(hop.families[0], point, ((key,), (self._ways[choice.name, hop.target.where, point],)), (known,))
+                    self.nodes.add(
+                        hop.families[0], point, ((key,), (self._ways[choice.name, hop.target.where, point],)), (known,)
+                    )
                 elif len(hop.families) == 2:
                     self.nodes.add(hop.families[0], point, ((key,),), (f"{known}~",))
                     self.nodes.values[f"{known}~"] = self.nodes.values[known]
@@ -100,7 +142,9 @@ class Flow:
 
     def _hop(self, op: str, now: Layout, then: Layout, source: Site, target: Site, phase: str) -> _Hop:
         suffix = "@" + self._names.setdefault(then, str(len(self._names)))
-        dims = target.dims[: target.outer] if source.dims != target.dims or source.degree != target.degree else target.dims
+        dims = (
+            target.dims[: target.outer] if source.dims != target.dims or source.degree != target.degree else target.dims
+        )
         if op == "p2p":
             send = self.nodes.family(Family("send", source.chunk.tags, now.where, dims, phase=phase, by=source.by))
             recv = self.nodes.family(Family("recv", target.chunk.tags, then.where, dims, phase=phase, by=target.by))
@@ -109,7 +153,15 @@ class Flow:
         # Communication within a part belongs to the chunk whose weights are divided: it is why there is any.
         owner = next((site for site in (target, source) if any(divide.axis in axes for divide in site.divides)), target)
         use = next((owner.uses[axis] for axis in axes if axis in owner.uses), None)
-        family = Family(op, owner.chunk.tags, now.where, dims, phase=phase, axes=() if op in LOCAL else axes, by=use.directive if use else None)
+        family = Family(
+            op,
+            owner.chunk.tags,
+            now.where,
+            dims,
+            phase=phase,
+            axes=() if op in LOCAL else axes,
+            by=use.directive if use else None,
+        )
         return _Hop(op, then, (self.nodes.family(family),), suffix)
 
     # ------------------------------------------------------------------------------------- splits of chunks alone
@@ -126,7 +178,9 @@ class Flow:
             self.nodes.add(family, piece, (keys,), (key,))
         return key
 
-    def _cut_for(self, key: Key, name: str, tensor: Tensor, target: Site, want: Layout, point: Point, phase: str) -> Key:
+    def _cut_for(
+        self, key: Key, name: str, tensor: Tensor, target: Site, want: Layout, point: Point, phase: str
+    ) -> Key:
         if len(target.dims) == target.outer:
             return key
         part = f"{key}/{_text(point[target.outer :])}"
@@ -136,7 +190,9 @@ class Flow:
             self.nodes.add(family, point, ((key,),), (part,))
         return part
 
-    def _local(self, op: str, tags: Mapping[str, TagValue], layout: Layout, dims: tuple[str, ...], phase: str, name: str) -> Family:
+    def _local(
+        self, op: str, tags: Mapping[str, TagValue], layout: Layout, dims: tuple[str, ...], phase: str, name: str
+    ) -> Family:
         known = (op, layout, dims, name)
         if known not in self._cut:
             self._cut[known] = self.nodes.family(Family(op, tags, layout.where, dims, phase=phase))
@@ -145,16 +201,24 @@ class Flow:
 
 def _alike(have: Layout, want: Layout) -> bool:
     """Whether every device of one has a counterpart in the other, so that nothing is divided anew."""
-    return have.places == want.places and [size for _, size in axes_of(have.where)] == [size for _, size in axes_of(want.where)]
+    return have.places == want.places and [size for _, size in axes_of(have.where)] == [
+        size for _, size in axes_of(want.where)
+    ]
 
 
 def _buried(tensor: Tensor, source: Site, target: Site) -> PiperError:
     by = _placed(target) or _placed(source)
     return error(
-        "P0411", f"what goes from {source.chunk} to {target.chunk} cannot be divided anew", by.span if by else None, "asks for it",
-        notes=[f"the samples of {tensor.name.removeprefix('d:')} are inside a dimension, not outermost", f"in the model: {', '.join(target.chunk.modules[:3])}"],
+        "P0411",
+        f"what goes from {source.chunk} to {target.chunk} cannot be divided anew",
+        by.span if by else None,
+        "asks for it",
+        notes=[
+            f"the samples of {tensor.name.removeprefix('d:')} are inside a dimension, not outermost",
+            f"in the model: {', '.join(target.chunk.modules[:3])}",
+        ],
         help="divide both alike, or keep the batch in the first dimension where the model is cut",
-    )  # fmt: skip
+    )
 
 
 def _placed(site: Site) -> d.Directive | None:

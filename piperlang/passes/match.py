@@ -27,14 +27,26 @@ def _nothing(graph: Graph, conjunction: Conjunction, selector: Selector) -> Pipe
     wanted = next((c for c in conjunction if c.key == "comm"), None)
     label = f"the graph communicates by {', '.join(there)} so far" if there else "nothing communicates so far"
     if wanted is None or set(wanted.values) & {*there, "p2p"}:
-        label = "there is such communication so far, but not with these tags" if wanted else "nothing is updated with these tags"
-    return error("P0302", "selector matches no nodes", selector.span, label, help="communication appears with `place`, `replicate` and `shard`: name it after them")
+        label = (
+            "there is such communication so far, but not with these tags"
+            if wanted
+            else "nothing is updated with these tags"
+        )
+    return error(
+        "P0302",
+        "selector matches no nodes",
+        selector.span,
+        label,
+        help="communication appears with `place`, `replicate` and `shard`: name it after them",
+    )
 
 
 def name_halves(schedule: Schedule, selector: Selector, directive: d.Directive) -> None:
     """`pass=I` or `pass=W` outside an order splits the backwards it names."""
     for group, conjunction in schedule.meant(selector) if _names_tags(selector) else ():
-        if any(c.key == "pass" and c.test == "in" and {"I", "W"} & set(c.values) for c in conjunction) and not any(c.key == "comm" for c in conjunction):
+        if any(c.key == "pass" and c.test == "in" and {"I", "W"} & set(c.values) for c in conjunction) and not any(
+            c.key == "comm" for c in conjunction
+        ):
             schedule.halved.setdefault(group, directive)
 
 

@@ -7,7 +7,16 @@ from piperlang.ir.graph import Family, Held, Key, Node, Value, fits
 from piperlang.passes.schedule import Schedule
 from piperlang.passes.sites import Point
 
-_STREAMS = {"F": "compute", "B": "compute", "I": "compute", "W": "compute", "R": "compute", "update": "compute", "offload": "host", "fetch": "host"}
+_STREAMS = {
+    "F": "compute",
+    "B": "compute",
+    "I": "compute",
+    "W": "compute",
+    "R": "compute",
+    "update": "compute",
+    "offload": "host",
+    "fetch": "host",
+}
 
 
 class Nodes:

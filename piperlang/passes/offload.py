@@ -4,7 +4,7 @@ Before:                              After `offload [stage=0]`:
 
     F[stage=0]                           F[stage=0]
     B[stage=0]                           offload[stage=0]
-                                         fetch[stage=0]     once the gradient is there; with `prefetch=n`, n microbatches before
+                                         fetch[stage=0]     once the gradient is there; `prefetch=n`: n passes before
                                          B[stage=0]
 
 Preconditions: the chunks exist, and their activations are not recomputed.
@@ -22,5 +22,11 @@ def offload(schedule: Schedule, directive: d.Offload) -> None:
     for group, _ in schedule.meant(directive.selector):
         other = schedule.recomputed.get(group)
         if other is not None:
-            raise error("P0405", f"activations of {shown(group)} are recomputed already", directive.span, also=[Label(other.span, "here")], help="do one or the other")
+            raise error(
+                "P0405",
+                f"activations of {shown(group)} are recomputed already",
+                directive.span,
+                also=[Label(other.span, "here")],
+                help="do one or the other",
+            )
         schedule.offloaded[group] = directive

@@ -5,11 +5,11 @@ Before:                              After `order on gpu[pp=0]: [stage=0, pass=F
     F[stage=0, mb=0]                     F[stage=0, mb=0]
     F[stage=0, mb=1]                     F[stage=0, mb=1]   after F[stage=0, mb=0]
 
-`order A -> B` relates nodes wherever they are, communication included. Nothing is computed otherwise: only temporal edges appear.
+`order A -> B` relates nodes wherever they are, communication included. Nothing is computed otherwise: only temporal
+edges appear.
 
-Preconditions: what is ordered exists, runs on those devices, and is ordered once. Naming `pass=I` or `pass=W` splits those backwards in
-two. That no order waits for itself is checked once all is known.
-"""
+Preconditions: what is ordered exists, runs on those devices, and is ordered once. Naming `pass=I` or `pass=W` splits
+those backwards in two. That no order waits for itself is checked once all is known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ def order(schedule: Schedule, directive: d.Order) -> None:
                 require_match(schedule, selector)
             elif directive.where is None:
                 if selector.next_keys():
-                    raise error("P0304", "`next` needs devices", selector.span, "which is next, and where?", help="use `order on ...:`, or name the microbatch")
+                    raise error(
+                        "P0304",
+                        "`next` needs devices",
+                        selector.span,
+                        "which is next, and where?",
+                        help="use `order on ...:`, or name the microbatch",
+                    )
                 name_halves(schedule, selector, directive)
                 require_match(schedule, selector)
     if directive.where is None:

@@ -6,8 +6,8 @@ Before:                              After `recompute [stage=0]`:
     B[stage=0]                           R[stage=0]         once the gradient is there
                                          B[stage=0]
 
-One R serves a whole backward, also one in two halves. Preconditions: the chunks exist, and their activations are not offloaded.
-"""
+One R serves a whole backward, also one in two halves. Preconditions: the chunks exist, and their activations are not
+offloaded."""
 
 from __future__ import annotations
 
@@ -21,5 +21,11 @@ def recompute(schedule: Schedule, directive: d.Recompute) -> None:
     for group, _ in schedule.meant(directive.selector):
         other = schedule.offloaded.get(group)
         if other is not None:
-            raise error("P0405", f"activations of {shown(group)} are offloaded already", directive.span, also=[Label(other.span, "here")], help="do one or the other")
+            raise error(
+                "P0405",
+                f"activations of {shown(group)} are offloaded already",
+                directive.span,
+                also=[Label(other.span, "here")],
+                help="do one or the other",
+            )
         schedule.recomputed[group] = directive

@@ -1,8 +1,8 @@
-"""What becomes of gradients: added up once a step, in buckets, over every device that has a part of them, and then used to update.
+"""What becomes of gradients: added up once a step, in buckets, over every device that has a part of them, and then used
+to update.
 
-A weight's gradient is the sum over every device that has computed a part of it: the replicas of a chunk, both ends of tied weights,
-both directions of a bidirectional pipeline. One rule covers them all.
-"""
+A weight's gradient is the sum over every device that has computed a part of it: the replicas of a chunk, both ends of
+tied weights, both directions of a bidirectional pipeline. One rule covers them all."""
 
 from __future__ import annotations
 
@@ -40,9 +40,13 @@ def _buckets(model: Model, by_weight: Mapping[str, list[Home]]) -> Iterator[Buck
         first = homes[0]
         if any(_cut(home) != _cut(first) for home in homes):
             raise two_ways(weight, first.site, homes[-1].site)
-        # What is added up across parts of the mesh goes along groups of devices that have the same part, so those must be the same for the whole bucket.
+        # What is added up across parts of the mesh goes along groups of devices that have the same part, so those must
+        # be the same for the whole bucket.
         apart = len(homes) > 1
-        alike = tuple((home.where, home.summed, tuple(home.levels.items()), home.site.group, _divided(home) if apart else ()) for home in homes)
+        alike = tuple(
+            (home.where, home.summed, tuple(home.levels.items()), home.site.group, _divided(home) if apart else ())
+            for home in homes
+        )
         groups.setdefault((alike, model.weights[weight].dtype), []).append(homes)
     for group in groups.values():
         limit = max((use.bucket for use in group[0][0].site.uses.values() if use.divides_batch), default=BUCKET)
@@ -60,12 +64,18 @@ def _buckets(model: Model, by_weight: Mapping[str, list[Home]]) -> Iterator[Buck
 
 def _cut(home: Home) -> list[tuple[Place, int]]:
     """Which dims of a weight are divided, and in how many parts."""
-    return [(place, size) for (_, size), place in zip(axes_of(home.where), home.places, strict=True) if isinstance(place, int)]
+    return [
+        (place, size)
+        for (_, size), place in zip(axes_of(home.where), home.places, strict=True)
+        if isinstance(place, int)
+    ]
 
 
 def _divided(home: Home) -> tuple[str, ...]:
     """The axes along which dims of a weight are divided."""
-    return tuple(axis for (axis, _), place in zip(axes_of(home.where), home.places, strict=True) if isinstance(place, int))
+    return tuple(
+        axis for (axis, _), place in zip(axes_of(home.where), home.places, strict=True) if isinstance(place, int)
+    )
 
 
 def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[Key, ...]]]:
@@ -85,7 +95,9 @@ def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[Key, ...]]]:
             _together("all_reduce", bucket, place, keys, rest, scattered, nodes)
     if apart:
         first, *others = bucket[0]
-        family = nodes.family(Family("all_reduce", first.site.chunk.tags, first.where, beyond=tuple(home.where for home in others)))
+        family = nodes.family(
+            Family("all_reduce", first.site.chunk.tags, first.where, beyond=tuple(home.where for home in others))
+        )
         flat = nodes.held[keys[0][0][0]].flat
         written = [_key(nodes, home, f"t{len(nodes.families)}", flat) for homes in bucket for home in homes]
         nodes.add(family, (), tuple(parts for per_home in keys for parts in per_home), tuple(written))
@@ -93,17 +105,29 @@ def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[Key, ...]]]:
     return keys
 
 
-def _together(op: str, bucket: Bucket, place: int, keys: list[list[tuple[Key, ...]]], axes: tuple[str, ...], flat: tuple[str, ...], nodes: Nodes) -> None:
+def _together(
+    op: str,
+    bucket: Bucket,
+    place: int,
+    keys: list[list[tuple[Key, ...]]],
+    axes: tuple[str, ...],
+    flat: tuple[str, ...],
+    nodes: Nodes,
+) -> None:
     """One reduction for the bucket, of the sums over microbatches; its results take the place of their gradients."""
     home = bucket[0][place]
-    family = nodes.family(Family(op, home.site.chunk.tags, home.where, axes=axes, phase=None, by=home.site.uses[axes[0]].directive))
+    family = nodes.family(
+        Family(op, home.site.chunk.tags, home.where, axes=axes, phase=None, by=home.site.uses[axes[0]].directive)
+    )
     written = [_key(nodes, homes[place], f"{op[0]}{len(nodes.families)}", flat) for homes in bucket]
     nodes.add(family, (), tuple(keys[w][place] for w in range(len(bucket))), tuple(written))
     for w, key in enumerate(written):
         keys[w][place] = (key,)
 
 
-def _scatter_each(bucket: Bucket, place: int, keys: list[list[tuple[Key, ...]]], axes: tuple[str, ...], nodes: Nodes) -> None:
+def _scatter_each(
+    bucket: Bucket, place: int, keys: list[list[tuple[Key, ...]]], axes: tuple[str, ...], nodes: Nodes
+) -> None:
     """A reduction for every pass that makes gradients of the bucket: what is added up are parts."""
     by = bucket[0][place].site.uses[axes[0]].directive
     made: dict[int, list[tuple[int, Key]]] = {}
@@ -116,7 +140,9 @@ def _scatter_each(bucket: Bucket, place: int, keys: list[list[tuple[Key, ...]]],
         its = nodes.nodes[maker].family
         family = families.get(id(its))
         if family is None:
-            family = families[id(its)] = nodes.family(Family("reduce_scatter", its.tags, its.where, its.dims, axes=axes, phase=None, by=by))
+            family = families[id(its)] = nodes.family(
+                Family("reduce_scatter", its.tags, its.where, its.dims, axes=axes, phase=None, by=by)
+            )
         written = [_key(nodes, bucket[w][place], f"r{len(nodes.families)}.{len(parts[w])}", axes) for w, _ in gradients]
         nodes.add(family, nodes.nodes[maker].point, tuple((key,) for _, key in gradients), tuple(written))
         for (w, _), key in zip(gradients, written, strict=True):
@@ -126,22 +152,37 @@ def _scatter_each(bucket: Bucket, place: int, keys: list[list[tuple[Key, ...]]],
 
 
 WHOLE = 2
-"""Gradients of how many passes may be whole at once where they are added up in parts: one that is made, and one that is on its way."""
+"""Gradients of how many passes may be whole at once where they are added up in parts: one that is made, and one that is
+on its way."""
 
 
 def hold_back(nodes: Nodes, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
-    """Where every microbatch is reduced by itself, a pass waits until the gradients of the one before the last are in parts, or they would pile up behind slow communication."""
+    """Where every microbatch is reduced by itself, a pass waits until the gradients of the one before the last are in
+    parts, or they would pile up behind slow communication."""
     scatters: dict[int, list[int]] = {}
     for node in nodes.nodes:
-        makers = {nodes.made[key] for keys in node.reads for key in keys} if node.op == "reduce_scatter" and node.family.dims and node.writes[0] in nodes.held else set()
+        makers = (
+            {nodes.made[key] for keys in node.reads for key in keys}
+            if node.op == "reduce_scatter" and node.family.dims and node.writes[0] in nodes.held
+            else set()
+        )
         if len(makers) == 1:
             scatters.setdefault(makers.pop(), []).append(node.id)
     if not scatters:
         return
-    lines: list[list[int]] = [[node for group in order.groups for node in sorted((n for n in group if n in scatters), key=lambda n: position(nodes, n))] for order in orders]
+    lines: list[list[int]] = [
+        [
+            node
+            for group in order.groups
+            for node in sorted((n for n in group if n in scatters), key=lambda n: position(nodes, n))
+        ]
+        for order in orders
+    ]
     ordered = {node for line in lines for node in line}
     open_ones: dict[object, list[int]] = {}
-    for pass_ in sorted((number for number in scatters if number not in ordered), key=lambda n: (turns.get(n, 0), position(nodes, n))):
+    for pass_ in sorted(
+        (number for number in scatters if number not in ordered), key=lambda n: (turns.get(n, 0), position(nodes, n))
+    ):
         open_ones.setdefault((nodes.nodes[pass_].family.where, nodes.nodes[pass_].point), []).append(pass_)
     for line in (*lines, *open_ones.values()):
         for earlier, later in zip(line, line[WHOLE:], strict=False):
@@ -168,7 +209,9 @@ def _update(homes: Sequence[Home], grads: Sequence[tuple[Key, ...]], nodes: Node
         nodes.before(node, reader)
     axes = tuple(axis for axis in first.flat(1) if axis not in first.flat(3))
     if axes:
-        gather = nodes.family(Family("all_gather", first.site.chunk.tags, first.where, axes=axes, by=first.site.uses[axes[0]].directive))
+        gather = nodes.family(
+            Family("all_gather", first.site.chunk.tags, first.where, axes=axes, by=first.site.uses[axes[0]].directive)
+        )
         whole = [f"{key}'" for key in keys]
         for home, key in zip(homes, whole, strict=True):
             nodes.held[key] = home.held(3)

@@ -119,7 +119,11 @@ class Schedule:
     def modules(self, group: Tagset) -> str:
         """Where in the model a group of chunks is."""
         paths = list(dict.fromkeys(path for chunk in self.groups[group] for path in chunk.modules))
-        return f"in the model: {', '.join(paths[:MANY])}{', ...' if len(paths) > MANY else ''}" if paths else "in the model itself, in none of its modules"
+        return (
+            f"in the model: {', '.join(paths[:MANY])}{', ...' if len(paths) > MANY else ''}"
+            if paths
+            else "in the model itself, in none of its modules"
+        )
 
     def meant(self, selector: Selector) -> Iterator[tuple[Tagset, Conjunction]]:
         """The groups of chunks that a selector names, by their tags alone; it is an error if there are none."""
@@ -146,7 +150,13 @@ class Schedule:
 
     def apart(self, split: str) -> set[frozenset[int]]:
         """The sets of pieces of a split that are placed on their own."""
-        return {these for places in self.outline.placements.by_chunk.values() for p in places for name, these in p.box if name == split and these}
+        return {
+            these
+            for places in self.outline.placements.by_chunk.values()
+            for p in places
+            for name, these in p.box
+            if name == split and these
+        }
 
     def which(self, item: Item) -> tuple[Tagset, tuple[int, ...]]:
         """The chunks and the microbatch of an ordered piece of work."""
@@ -159,4 +169,6 @@ class Schedule:
 
     def degree(self, group: Tagset, where: Slice) -> int:
         """In how many parts the devices of a part divide its samples."""
-        return prod(size for axis, size in axes_of(where) if (use := self.use(group, where, axis)) and use.divides_batch)
+        return prod(
+            size for axis, size in axes_of(where) if (use := self.use(group, where, axis)) and use.divides_batch
+        )

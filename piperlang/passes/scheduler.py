@@ -16,7 +16,8 @@ from piperlang.passes.schedule import Program, Schedule
 
 
 class Scheduler:
-    """Implements `directive.Graph`. A schedule is the directives applied in order, so applying fewer of them is all that undo takes."""
+    """Implements `directive.Graph`. A schedule is the directives applied in order, so applying fewer of them is all
+    that undo takes."""
 
     def __init__(self, program: Program, limit: int | None = None) -> None:
         """`limit`: apply only so many directives, and let the others pass."""
@@ -39,7 +40,8 @@ class Scheduler:
         self._verify()
 
     def _verify(self) -> None:
-        """After every pass, on one microbatch of everything. What the script has not said yet is no fault: it may come."""
+        """After every pass, on one microbatch of everything. What the script has not said yet is no fault: it may
+        come."""
         try:
             sketch = build(self.schedule, sketch=True) if self.schedule.settled else None
         except PiperError:

@@ -74,7 +74,11 @@ class Sites:
     def __init__(self, schedule: Schedule, sketch: bool) -> None:
         self.schedule, self.model, self.sketch = schedule, schedule.model, sketch
         self.maker = {name: (chunk.number, j) for chunk in self.model.chunks for j, name in enumerate(chunk.outputs)}
-        self.inner_axes = tuple(sorted({axis for uses in schedule.uses.values() for (_, axis), use in uses.items() if not use.divides_batch}))
+        self.inner_axes = tuple(
+            sorted(
+                {axis for uses in schedule.uses.values() for (_, axis), use in uses.items() if not use.divides_batch}
+            )
+        )
         self.of: list[list[Site]] = []
         self._at: list[dict[Point, Site]] = []
         for chunk in self.model.chunks:
@@ -90,13 +94,31 @@ class Sites:
         outer = sum(s.selector is None for s in splits)
         dims, counts = tuple(s.name for s in splits), tuple(s.count for s in splits)
         samples = self.model.samples // prod(counts[:outer])
-        whole = [self._sampled(name, count) if i < outer else range(count) for i, (name, count) in enumerate(zip(dims, counts, strict=True))]
+        whole = [
+            self._sampled(name, count) if i < outer else range(count)
+            for i, (name, count) in enumerate(zip(dims, counts, strict=True))
+        ]
         sites, at = [], {}
         places = self.schedule.places(group)
         for where, placement in places:
             box = dict(placement.box) if placement else {}
-            ranges = [[i for i in every if i in box[name]] if name in box else every for name, every in zip(dims, whole, strict=True)]
-            sites.append(self._site(chunk, group, where, dims, outer, counts, samples, tuple(product(*ranges)), placement.directive if placement else None))
+            ranges = [
+                [i for i in every if i in box[name]] if name in box else every
+                for name, every in zip(dims, whole, strict=True)
+            ]
+            sites.append(
+                self._site(
+                    chunk,
+                    group,
+                    where,
+                    dims,
+                    outer,
+                    counts,
+                    samples,
+                    tuple(product(*ranges)),
+                    placement.directive if placement else None,
+                )
+            )
         if len(places) != 1 or (places[0][1] and places[0][1].box):
             at = {point: site for site in sites for point in site.points}
             # What the script has not placed so far is left where everything starts.
@@ -114,11 +136,23 @@ class Sites:
         return sorted({0} | {min(these) for these in self.schedule.apart(name)})
 
     def _site(
-        self, chunk: Chunk, group: Tagset, where: Slice, dims: tuple[str, ...], outer: int, counts: tuple[int, ...], samples: int, points: tuple[Point, ...],
+        self,
+        chunk: Chunk,
+        group: Tagset,
+        where: Slice,
+        dims: tuple[str, ...],
+        outer: int,
+        counts: tuple[int, ...],
+        samples: int,
+        points: tuple[Point, ...],
         by: d.Place | None = None,
     ) -> Site:
         uses = {axis: use for axis, _ in axes_of(where) if (use := self.schedule.use(group, where, axis))}
-        divides = tuple(Divide(axis, size, uses[axis].style) for axis, size in axes_of(where) if axis in uses and not uses[axis].divides_batch)
+        divides = tuple(
+            Divide(axis, size, uses[axis].style)
+            for axis, size in axes_of(where)
+            if axis in uses and not uses[axis].divides_batch
+        )
         degree = self.schedule.degree(group, where)
         local: Mapping[Slot, tuple[Place, ...]] = {}
         arranged: Arrangement = (divides, ())
@@ -129,13 +163,35 @@ class Sites:
                 local = self.model.divider.divided(chunk.number, each, arranged)
             except PiperError as problem:
                 asked = uses[divides[0].axis].directive
-                raise PiperError(*(replace(x, message=f"{chunk}: {x.message}", span=asked.span).within(asked.trail) for x in problem.diagnostics)) from None
+                raise PiperError(
+                    *(
+                        replace(x, message=f"{chunk}: {x.message}", span=asked.span).within(asked.trail)
+                        for x in problem.diagnostics
+                    )
+                ) from None
         layouts = {slot: self._layout(chunk, where, slot, uses, divides, local) for slot in _slots(chunk)}
         if len(counts) > outer and any(choice_of(layout.places) for layout in layouts.values()):
             raise _split_again(chunk, self.schedule.splits(group)[outer])
-        return Site(chunk, group, where, dims, outer, counts, samples, degree, points, layouts, uses, arranged, self.inner_axes, by)
+        return Site(
+            chunk,
+            group,
+            where,
+            dims,
+            outer,
+            counts,
+            samples,
+            degree,
+            points,
+            layouts,
+            uses,
+            arranged,
+            self.inner_axes,
+            by,
+        )
 
-    def _arriving(self, chunk: Chunk, where: Slice, divides: tuple[Divide, ...]) -> tuple[tuple[Slot, tuple[Place, ...]], ...]:
+    def _arriving(
+        self, chunk: Chunk, where: Slice, divides: tuple[Divide, ...]
+    ) -> tuple[tuple[Slot, tuple[Place, ...]], ...]:
         """How inputs lie along the axes that divide this chunk, where their producers are on the same devices."""
         axes = [axis for axis, _ in axes_of(where)]
         found: dict[Slot, tuple[Place, ...]] = {}
@@ -149,7 +205,13 @@ class Sites:
         return tuple(found.items())
 
     def _layout(
-        self, chunk: Chunk, where: Slice, slot: Slot, uses: Mapping[str, Use], divides: tuple[Divide, ...], local: Mapping[Slot, tuple[Place, ...]]
+        self,
+        chunk: Chunk,
+        where: Slice,
+        slot: Slot,
+        uses: Mapping[str, Use],
+        divides: tuple[Divide, ...],
+        local: Mapping[Slot, tuple[Place, ...]],
     ) -> Layout:
         kind, i = slot
         names = {"input": chunk.inputs, "output": chunk.outputs, "batch": chunk.batch}
@@ -175,9 +237,13 @@ class Sites:
 
 def _split_again(chunk: Chunk, by: d.Split) -> PiperError:
     return error(
-        "P0411", f"{chunk} cannot be split: its rows are where the experts are that they chose", by.span, "splits it",
-        notes=["samples are split before their rows go to experts, and this is after it"], help="split the batch, or divide the experts of another chunk",
-    )  # fmt: skip
+        "P0411",
+        f"{chunk} cannot be split: its rows are where the experts are that they chose",
+        by.span,
+        "splits it",
+        notes=["samples are split before their rows go to experts, and this is after it"],
+        help="split the batch, or divide the experts of another chunk",
+    )
 
 
 def _slots(chunk: Chunk) -> list[Slot]:

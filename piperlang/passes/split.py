@@ -8,9 +8,9 @@ Before:                              After `split batch into 2 as mb`:
                                          B[stage=0, mb=1]
                                          update             once: it reads the sum of both gradients
 
-Preconditions: the name is new, nothing has been ordered or placed by it yet, the number divides the batch, and the model does not mix
-samples. `split SELECTOR` divides what each device has of those chunks' samples further; what crosses to other chunks is cut and joined.
-"""
+Preconditions: the name is new, nothing has been ordered or placed by it yet, the number divides the batch, and the
+model does not mix samples. `split SELECTOR` divides what each device has of those chunks' samples further; what crosses
+to other chunks is cut and joined."""
 
 from __future__ import annotations
 
@@ -38,4 +38,10 @@ def _uneven(samples: int, others: int, directive: d.Split) -> PiperError:
     legal = [n for n in range(1, each + 1) if each % n == 0]
     near = min(legal, key=lambda n: abs(n - directive.count))
     what = f"{samples} samples" + (f", split into {others} already," if others > 1 else "")
-    return error("P0412", f"{what} cannot be split into {directive.count}", directive.span, "every piece must have as many samples", help=f"{near} would divide them; or change the batch in the model file")
+    return error(
+        "P0412",
+        f"{what} cannot be split into {directive.count}",
+        directive.span,
+        "every piece must have as many samples",
+        help=f"{near} would divide them; or change the batch in the model file",
+    )

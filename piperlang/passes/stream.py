@@ -4,8 +4,8 @@ Before:                              After `stream [comm=p2p] on "pp"`:
 
     send.F[stage=0] on comm              send.F[stage=0] on pp
 
-Preconditions: the selector matches something in the graph as it is now. Naming `pass=I` or `pass=W` splits those backwards in two.
-"""
+Preconditions: the selector matches something in the graph as it is now. Naming `pass=I` or `pass=W` splits those
+backwards in two."""
 
 from __future__ import annotations
 

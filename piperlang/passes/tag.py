@@ -5,9 +5,8 @@ Before: one chunk per run of equal annotations. After `tag stage=0 at embed, lay
     F[stage=0] on device    embed, layers.0, layers.1 are one chunk
     F[stage=1] on device    ...
 
-Preconditions: the paths name modules of the model that compute something; nothing has been placed, divided or ordered yet, since that would
-speak of chunks that are now cut otherwise.
-"""
+Preconditions: the paths name modules of the model that compute something; nothing has been placed, divided or ordered
+yet, since that would speak of chunks that are now cut otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +18,14 @@ from piperlang.passes.schedule import Schedule
 def tag(schedule: Schedule, directive: d.Tag) -> None:
     early = next((x for x in schedule.directives if not isinstance(x, d.Tag | d.UseMesh)), None)
     if early is not None:
-        raise error("P0413", "chunks are tagged after they have been used", directive.span, "cuts the model anew", also=[Label(early.span, "used here")], help="move the tag up")
+        raise error(
+            "P0413",
+            "chunks are tagged after they have been used",
+            directive.span,
+            "cuts the model anew",
+            also=[Label(early.span, "used here")],
+            help="move the tag up",
+        )
     schedule.program.check_tag(directive)
     schedule.tag_directives.append(directive)
     schedule.recut()

@@ -48,7 +48,8 @@ class Temporal:
                 yield number
 
     def _others(self, lane: Lane, work: Work, item: Item, taken: set[int]) -> Iterator[int]:
-        """Communication and updates on these devices; `next` is the lowest microbatch of each kind not ordered here yet."""
+        """Communication and updates on these devices; `next` is the lowest microbatch of each kind not ordered here
+        yet."""
         for conjunction in _conjunctions(work, item):
             choosing = next((c.key for c in conjunction if c.test in ("next", "next?")), None)
             for family in self.nodes.families:
@@ -96,4 +97,10 @@ def _conjunctions(work: Work, item: Item) -> Iterator[Conjunction]:
 
 
 def _itself(what: str, selector: Selector) -> PiperError:
-    return error("P0501", f"{what} would have to run before itself", selector.span, "also in the step before", help="name different nodes in the steps of an order")
+    return error(
+        "P0501",
+        f"{what} would have to run before itself",
+        selector.span,
+        "also in the step before",
+        help="name different nodes in the steps of an order",
+    )

@@ -41,7 +41,8 @@ class Home:
         self.in_parts = bool(self.flat(3))
 
     def flat(self, level: int) -> tuple[str, ...]:
-        """Axes that divide what belongs to a level of ZeRO; deeper levels outermost, so that parts of parts are contiguous."""
+        """Axes that divide what belongs to a level of ZeRO; deeper levels outermost, so that parts of parts are
+        contiguous."""
         axes = [axis for axis, has in self.levels.items() if has >= level]
         return tuple(sorted(axes, key=lambda axis: -self.levels[axis]))
 
@@ -86,7 +87,8 @@ class Weights:
         levels = {axis: use.level for axis, use in site.uses.items() if use.level and name not in self.changing}
         home = self.homes.get((name, site.where))
         if home is None:
-            # Numbered for each weight by itself: evaluation, whose chunks read other weights, must call the same ones by the same names.
+            # Numbered for each weight by itself: evaluation, whose chunks read other weights, must call the same ones
+            # by the same names.
             number = self.counts[name] = self.counts.get(name, -1) + 1
             home = self.homes[name, site.where] = Home(name, site, places, summed, levels, number)
             self.nodes.held[home.key] = home.held(3)
@@ -111,12 +113,25 @@ class Weights:
         if (chunk.number, phase, point) in self._gathered:
             return
         which = [i for kind, i in chunk.passes["F" if phase == "R" else phase].takes if kind == "weight"]
-        homes = [home for home in dict.fromkeys(self.homes[chunk.weights[i], site.where] for i in which) if home.in_parts]
+        homes = [
+            home for home in dict.fromkeys(self.homes[chunk.weights[i], site.where] for i in which) if home.in_parts
+        ]
         known = (chunk.number, site.where, phase)
         if known not in self._gathers:
             axes = homes[0].flat(3)
             by = site.uses[axes[0]].directive
-            self._gathers[known] = self.nodes.family(Family("all_gather", chunk.tags, site.where, site.dims, chunk.number, "F" if phase == "R" else phase, axes=axes, by=by))
+            self._gathers[known] = self.nodes.family(
+                Family(
+                    "all_gather",
+                    chunk.tags,
+                    site.where,
+                    site.dims,
+                    chunk.number,
+                    "F" if phase == "R" else phase,
+                    axes=axes,
+                    by=by,
+                )
+            )
         writes = tuple(self._gathered_key(home, site, phase, point) for home in homes)
         for home, key in zip(homes, writes, strict=True):
             self.nodes.held[key] = Held(home.weight, home.where, home.places, ())
@@ -147,9 +162,20 @@ class Weights:
         """The key under which the forward of a chunk gives the new value of a buffer."""
         home = self.homes[site.chunk.weights[change.weight], site.where]
         if not change.free and site.local_samples != self.model.samples:
-            raise _cannot_change(home.weight, site, "its new value depends on the samples, and no device sees all of them", "do not divide the batch of this chunk, or use a layer that keeps no statistics, such as LayerNorm or GroupNorm")
+            raise _cannot_change(
+                home.weight,
+                site,
+                "its new value depends on the samples, and no device sees all of them",
+                "do not divide the batch of this chunk, or use a layer that keeps no statistics, such as LayerNorm or"
+                " GroupNorm",
+            )
         if not _whole(home, site, change):
-            raise _cannot_change(home.weight, site, "`shard` divides what it depends on", "give this part a tag of its own, which is not divided")
+            raise _cannot_change(
+                home.weight,
+                site,
+                "`shard` divides what it depends on",
+                "give this part a tag of its own, which is not divided",
+            )
         key = f"{home.key}'"
         self.nodes.held[key] = home.held(3)
         self.changes[home.key] = key
@@ -159,10 +185,16 @@ class Weights:
         """A buffer that changes must change wherever it is kept."""
         for home in self.homes.values():
             if home.weight in self.changing and home.key not in self.changes:
-                raise _cannot_change(home.weight, home.site, "chunks on other devices change it", "read and change it in one chunk, and pass its value on as an activation")
+                raise _cannot_change(
+                    home.weight,
+                    home.site,
+                    "chunks on other devices change it",
+                    "read and change it in one chunk, and pass its value on as an activation",
+                )
 
     def prefetch(self, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
-        """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once. `turns`: when passes come that no order names, where that is not as they were made."""
+        """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once. `turns`: when
+        passes come that no order names, where that is not as they were made."""
         by_reader = {gather.reader: gather for gather in self.gathers}
         ordered: set[int] = set()
         for order in orders:
@@ -173,7 +205,9 @@ class Weights:
             if gather.reader in ordered:
                 continue
             family = self.nodes.nodes[gather.reader].family
-            line = by_part.setdefault((gather.site.where, self.nodes.nodes[gather.reader].point, family.phase == "F"), [])
+            line = by_part.setdefault(
+                (gather.site.where, self.nodes.nodes[gather.reader].point, family.phase == "F"), []
+            )
             if len(line) >= gather.distance:
                 self.nodes.before(gather.node, line[-gather.distance].reader)
             elif family.op != "F":
@@ -183,12 +217,15 @@ class Weights:
             line.append(gather)
 
     def _in_order(self, order: Steps, by_reader: Mapping[int, _Gather]) -> set[int]:
-        """One line of passes through the steps of an order: the chunks of a step as they follow each other. What a step joins with `&` has a line of its own for forwards and one for the rest."""
+        """One line of passes through the steps of an order: the chunks of a step as they follow each other. What a step
+        joins with `&` has a line of its own for forwards and one for the rest."""
         lines: dict[bool, list[int]] = {}
         found: set[int] = set()
         for group in order.groups:
             readers: dict[bool, list[_Gather]] = {}
-            for reader in sorted((node for node in group if node in by_reader), key=lambda node: position(self.nodes, node)):
+            for reader in sorted(
+                (node for node in group if node in by_reader), key=lambda node: position(self.nodes, node)
+            ):
                 readers.setdefault(self.nodes.nodes[reader].family.phase == "F", []).append(by_reader[reader])
             if not readers:
                 continue
@@ -205,28 +242,47 @@ class Weights:
 
 
 def position(nodes: Nodes, node: int) -> tuple[Point, int, str]:
-    """Among the passes of a step: chunks are numbered as they follow each other; backwards go the other way, and an I before its W."""
+    """Among the passes of a step: chunks are numbered as they follow each other; backwards go the other way, and an I
+    before its W."""
     family = nodes.nodes[node].family
     assert family.chunk is not None
-    return nodes.nodes[node].point, family.chunk if family.op == "F" else -family.chunk, "" if family.op == "R" else family.op
+    return (
+        nodes.nodes[node].point,
+        family.chunk if family.op == "F" else -family.chunk,
+        "" if family.op == "R" else family.op,
+    )
 
 
 def _whole(home: Home, site: Site, change: Change) -> bool:
     """Whether no axis that divides the chunk's weights divides the buffer or what it becomes."""
     axes = {divide.axis for divide in site.divides}
-    places = [*zip(axes_of(site.where), home.places, strict=True), *zip(axes_of(site.where), site.layouts["output", change.output].places, strict=True)]
+    places = [
+        *zip(axes_of(site.where), home.places, strict=True),
+        *zip(axes_of(site.where), site.layouts["output", change.output].places, strict=True),
+    ]
     return all(place == WHOLE for (axis, _), place in places if axis in axes)
 
 
 def _cannot_change(weight: str, site: Site, why: str, help: str) -> PiperError:
     spans = [use.directive.span for use in site.uses.values()] or ([site.by.span] if site.by else [])
-    return error("P0803", f"the model changes buffer {weight}, which this schedule cannot follow", spans[-1] if spans else None, f"{site.chunk} changes it", notes=[why], help=help)
+    return error(
+        "P0803",
+        f"the model changes buffer {weight}, which this schedule cannot follow",
+        spans[-1] if spans else None,
+        f"{site.chunk} changes it",
+        notes=[why],
+        help=help,
+    )
 
 
 def two_ways(name: str, first: Site, second: Site) -> PiperError:
     spans = [use.directive.span for site in (first, second) for use in site.uses.values()]
     return error(
-        "P0414", f"weight {name} would be divided in two ways", spans[-1] if spans else None, f"{second.chunk} reads it too",
+        "P0414",
+        f"weight {name} would be divided in two ways",
+        spans[-1] if spans else None,
+        f"{second.chunk} reads it too",
         also=[Label(spans[0], f"here for {first.chunk}")] if len(spans) > 1 else [],
-        notes=[f"read in {', '.join(site.chunk.modules) or 'the model itself'}" for site in (first, second)], help="a tied weight needs the same `replicate` and `shard` at both ends",
-    )  # fmt: skip
+        notes=[f"read in {', '.join(site.chunk.modules) or 'the model itself'}" for site in (first, second)],
+        help="a tied weight needs the same `replicate` and `shard` at both ends",
+    )

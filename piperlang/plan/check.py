@@ -1,9 +1,9 @@
 """Whether a plan can run and means what it should: from its instructions alone, since a plan may come from a file.
 
-Backends notice next to nothing when partners disagree, so whatever could lose, mix up or never deliver a value is refused here. Four questions, each
-asked only if those before it were answered well: does every instruction make sense by itself, do partners agree, is every value there when it
-is read and is nothing lost, and does everybody come to an end.
-"""
+Backends notice next to nothing when partners disagree, so whatever could lose, mix up or never deliver a value is
+refused here. Four questions, each asked only if those before it were answered well: does every instruction make sense
+by itself, do partners agree, is every value there when it is read and is nothing lost, and does everybody come to an
+end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ COLLECTIVE = ("exchange", *ROUTES, "all_reduce", "gather", "scatter", "reduce", 
 """What all members of a group enter together."""
 ONE, SOME = (1, 1), (1, 1 << 30)
 FORM = {
-    **dict.fromkeys(COMPUTE, ((0, SOME[1]), SOME)), **dict.fromkeys(("gather", "scatter", "reduce", "update"), (SOME, SOME)), "send": ((0, 1), (0, 0)), "recv": ((0, 1), ONE),
-    "choose": (ONE, (2, 2)), **dict.fromkeys(("dispatch", "combine"), ((2, 2), ONE)), "copy": (SOME, ONE), "norm": (SOME, ONE), **dict.fromkeys(("exchange", "all_reduce", "offload", "fetch"), (ONE, ONE)),
-}  # fmt: skip
+    **dict.fromkeys(COMPUTE, ((0, SOME[1]), SOME)),
+    **dict.fromkeys(("gather", "scatter", "reduce", "update"), (SOME, SOME)),
+    "send": ((0, 1), (0, 0)),
+    "recv": ((0, 1), ONE),
+    "choose": (ONE, (2, 2)),
+    **dict.fromkeys(("dispatch", "combine"), ((2, 2), ONE)),
+    "copy": (SOME, ONE),
+    "norm": (SOME, ONE),
+    **dict.fromkeys(("exchange", "all_reduce", "offload", "fetch"), (ONE, ONE)),
+}
 """How many values each kind of instruction reads and writes, at least and at most."""
 REBUILD = "make the plan again from its script, with `piperc plan`"
 
@@ -50,7 +57,8 @@ class Checked:
     made: list[dict[Key, int]] = field(default_factory=list)
     """By device: which instruction makes each value."""
     steps: int = 0
-    """How much work it was, in instructions and parts looked at: tests see from it that the work grows with the plan."""
+    """How much work it was, in instructions and parts looked at: tests see from it that the work grows with the
+    plan."""
 
     def sort(self) -> None:
         self.of = {name: [] for name in FORM}
@@ -60,14 +68,21 @@ class Checked:
             for i, instruction in enumerate(device.instructions):
                 do, _, node, reads, writes, waits, _ = instruction
                 if not 0 <= node < nodes:
-                    raise _stop(f"instruction {i} of device {device.device}, `{do}`, is of no node", f"it says {node}, and there are {nodes}")
+                    raise _stop(
+                        f"instruction {i} of device {device.device}, `{do}`, is of no node",
+                        f"it says {node}, and there are {nodes}",
+                    )
                 if do not in adds:
                     self.wrong("P0504", f"nobody knows how to `{do}`", At(d, i, instruction))
                     continue
                 adds[do](At(d, i, instruction))
                 (least, most), (fewest, greatest) = FORM[do]
                 if not least <= len(reads) <= most or not fewest <= len(writes) <= greatest:
-                    self.wrong("P0504", f"`{do}` that reads {len(reads)} values and writes {len(writes)}", At(d, i, instruction))
+                    self.wrong(
+                        "P0504",
+                        f"`{do}` that reads {len(reads)} values and writes {len(writes)}",
+                        At(d, i, instruction),
+                    )
                 for other in waits:
                     if not 0 <= other < i:
                         self._ahead(At(d, i, instruction), other)
@@ -87,7 +102,10 @@ class Checked:
         """An instruction as its author knows it."""
         plan, node = self.plan, at.does.node
         line = f", {plan.lines[node]}" if plan.lines[node] else ""
-        return f"{at.does.do} of {plan.names[node]} (device {plan.devices[at.device].device}, instruction {at.place}{line})"
+        return (
+            f"{at.does.do} of {plan.names[node]} (device {plan.devices[at.device].device}, instruction"
+            f" {at.place}{line})"
+        )
 
     def wrong(self, code: str, message: str, *involved: At, notes: tuple[str, ...] = (), help: str = REBUILD) -> None:
         every = {(at.device, at.place): at for at in involved}
@@ -98,9 +116,11 @@ class Checked:
 
 
 def check(plan: Plan, *, buffered: bool = True, forward: bool = False) -> None:
-    """Raise what is wrong with a plan. `buffered=False`: for backends (NCCL) that tell messages apart by order alone, and whose sends end only when they are received.
+    """Raise what is wrong with a plan. `buffered=False`: for backends (NCCL) that tell messages apart by order alone,
+    and whose sends end only when they are received.
 
-    `forward`: the plan is only the forward of one that was checked; where its values lie is seen from the backward, and has been."""
+    `forward`: the plan is only the forward of one that was checked; where its values lie is seen from the backward, and
+    has been."""
     measured(plan, buffered=buffered, forward=forward)
 
 
@@ -134,7 +154,7 @@ def measured(plan: Plan, *, buffered: bool = True, forward: bool = False) -> int
             (check_values.values, check_weights.flow, check_samples.losses, check_samples.data, check_routes.routes),
             (check_order.order if buffered else check_order.rendezvous,),  # which looks at messages, too
             (() if forward else (check_parts.parts,)),
-        ):  # fmt: skip
+        ):
             for ask in questions:
                 ask(checked)
             if checked.found:
@@ -158,7 +178,10 @@ def _frame(plan: Plan) -> None:
         raise _stop("a device is in the plan twice", f"devices {numbers}")
     for number, (members, _) in enumerate(plan.groups):
         if len(set(members)) < len(members) or not set(members) <= set(numbers):
-            raise _stop(f"group {number} has members that are no devices of the plan, or has one twice", f"members {list(members)}")
+            raise _stop(
+                f"group {number} has members that are no devices of the plan, or has one twice",
+                f"members {list(members)}",
+            )
 
 
 def _stop(message: str, *notes: str) -> PiperError:

@@ -1,8 +1,8 @@
 """Passes of chunks: they take and give what their kind says.
 
-Keys are names: `NAME#POINT` is the value NAME of a microbatch, `d:NAME:C.i` its gradient through input i of chunk C, `dw:WEIGHT@C.i` that of weight i,
-`saved:C` what a forward keeps, and `w:WEIGHT@H'` what it makes of a buffer. So it can be seen without a graph that a chunk is given what it is given elsewhere, and of one microbatch.
-"""
+Keys are names: `NAME#POINT` is the value NAME of a microbatch, `d:NAME:C.i` its gradient through input i of chunk C,
+`dw:WEIGHT@C.i` that of weight i, `saved:C` what a forward keeps, and `w:WEIGHT@H'` what it makes of a buffer. So it can
+be seen without a graph that a chunk is given what it is given elsewhere, and of one microbatch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,12 @@ def compute(checked: Checked) -> None:
             if other is not at:
                 checked.wrong(CODE, "devices of one node do not read and write the same", other, at)
         if theirs["kind"] != number or other[2][1] != stream:
-            checked.wrong(CODE, f"devices of one node run different {'pieces of the model' if theirs['kind'] != number else 'streams'}", other, at)
+            checked.wrong(
+                CODE,
+                f"devices of one node run different {'pieces of the model' if theirs['kind'] != number else 'streams'}",
+                other,
+                at,
+            )
         elif other[0] == at[0] and other is not at:
             checked.wrong(CODE, "a device does the same twice", other, at)
         firsts[number].append(args["first"])
@@ -52,7 +57,15 @@ def compute(checked: Checked) -> None:
     samples_seen(checked, firsts)
 
 
-def _fits(checked: Checked, at: At, do: str, reads: Sequence[Key], writes: Sequence[Key], groups: Sequence[Sequence[Key]], kind: Mapping[str, Any]) -> bool:
+def _fits(
+    checked: Checked,
+    at: At,
+    do: str,
+    reads: Sequence[Key],
+    writes: Sequence[Key],
+    groups: Sequence[Sequence[Key]],
+    kind: Mapping[str, Any],
+) -> bool:
     """The right number of everything, and reads that say what is taken."""
     single = [slot for slot in kind["gives"] if slot[0] not in BUNDLES]
     least, most = (1, 1) if do == "R" else (len(single), len(single) + (do in ("F", "I")))
@@ -99,7 +112,10 @@ class _Names:
         if len(writes) > len(gives):
             gives.append(("saved" if at.does.do == "F" else "kept", 0))
         point = _point(writes[0].partition("#")[2])
-        for slot, keys in (*zip(kind["slots"], at.does.args["reads"], strict=True), *((slot, (key,)) for slot, key in zip(gives, writes, strict=True))):
+        for slot, keys in (
+            *zip(kind["slots"], at.does.args["reads"], strict=True),
+            *((slot, (key,)) for slot, key in zip(gives, writes, strict=True)),
+        ):
             for key in keys:
                 base, _, where = key.partition("#")
                 if key not in GIVEN:

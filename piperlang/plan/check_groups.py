@@ -25,7 +25,12 @@ def collectives(checked: Checked) -> None:
             continue
         members, stream = plan.groups[group]
         if me not in members or stream != at.does.stream or tuple(args.get("members", members)) != tuple(members):
-            checked.wrong(CODE, f"group {group} is of devices {list(members)} on stream {stream}, not of {args.get('members', me)} on {at.does.stream}", at)
+            checked.wrong(
+                CODE,
+                f"group {group} is of devices {list(members)} on stream {stream}, not of {args.get('members', me)} on"
+                f" {at.does.stream}",
+                at,
+            )
             continue
         rounds.setdefault(group, {}).setdefault(me, []).append(at)
     for group, entered in rounds.items():
@@ -37,8 +42,20 @@ def collectives(checked: Checked) -> None:
         shortest, longest = min(lists, key=len), max(lists, key=len)
         if len(shortest) < len(longest):
             other = members[lists.index(shortest)]
-            last = shortest[-1:] or [at for device, plans in enumerate(plan.devices) if plans.device == other for at in _last(device, plans.instructions)]
-            checked.wrong(CODE, f"device {other} does not take part in round {len(shortest)} of group {group}", longest[len(shortest)], *last, notes=("the last that it does there",) if last else (), help=BOTH)
+            last = shortest[-1:] or [
+                at
+                for device, plans in enumerate(plan.devices)
+                if plans.device == other
+                for at in _last(device, plans.instructions)
+            ]
+            checked.wrong(
+                CODE,
+                f"device {other} does not take part in round {len(shortest)} of group {group}",
+                longest[len(shortest)],
+                *last,
+                notes=("the last that it does there",) if last else (),
+                help=BOTH,
+            )
 
 
 def _last(device: int, instructions: Sequence[Any]) -> list[At]:
@@ -49,7 +66,13 @@ def _agree(checked: Checked, together: Sequence[At], members: Sequence[int]) -> 
     first = together[0]
     about = _about(first)
     if about[2] not in (None, "sum"):
-        checked.wrong(CODE, f"`{about[2]}` is no way to reduce that a device knows", first, together[-1], help="only sums are reduced")
+        checked.wrong(
+            CODE,
+            f"`{about[2]}` is no way to reduce that a device knows",
+            first,
+            together[-1],
+            help="only sums are reduced",
+        )
         return
     for other in together[1:]:
         if first.does.node != other.does.node:
@@ -57,8 +80,19 @@ def _agree(checked: Checked, together: Sequence[At], members: Sequence[int]) -> 
             return
         if _about(other) != about:
             names = ("what they do", "dtypes", "ways to reduce", "sizes")
-            differing = [f"{name}: {mine} and {theirs}" for name, mine, theirs in zip_longest(names, about, _about(other)) if mine != theirs]
-            checked.wrong(CODE, f"members of a group differ in {differing[0].partition(':')[0]}", first, other, notes=tuple(differing), help=BOTH)
+            differing = [
+                f"{name}: {mine} and {theirs}"
+                for name, mine, theirs in zip_longest(names, about, _about(other))
+                if mine != theirs
+            ]
+            checked.wrong(
+                CODE,
+                f"members of a group differ in {differing[0].partition(':')[0]}",
+                first,
+                other,
+                notes=tuple(differing),
+                help=BOTH,
+            )
             return
     if first.does.do == "exchange":
         _exchanged(checked, together, members)
@@ -90,7 +124,12 @@ def _exchanged(checked: Checked, together: Sequence[At], members: Sequence[int])
             parts = at.does.args[side]
             order = [place.get(peer, -1) for peer, _, _ in parts]
             if -1 in order or order != sorted(order):
-                checked.wrong(CODE, f"parts of an exchange are not in the order of its members {list(members)}", at, together[-1] if at is not together[-1] else together[0])
+                checked.wrong(
+                    CODE,
+                    f"parts of an exchange are not in the order of its members {list(members)}",
+                    at,
+                    together[-1] if at is not together[-1] else together[0],
+                )
                 return
             sides[side] = [[] for _ in members]
             for k, (_, box, shape) in zip(order, parts, strict=True):
@@ -102,7 +141,13 @@ def _exchanged(checked: Checked, together: Sequence[At], members: Sequence[int])
     for a, giver in enumerate(lists):
         for b, taker in enumerate(lists):
             if giver["give"][b] != taker["take"][a]:
-                checked.wrong(CODE, f"device {members[a]} gives device {members[b]} {giver['give'][b]}, which takes {taker['take'][a]}", together[a], together[b], help=BOTH)
+                checked.wrong(
+                    CODE,
+                    f"device {members[a]} gives device {members[b]} {giver['give'][b]}, which takes {taker['take'][a]}",
+                    together[a],
+                    together[b],
+                    help=BOTH,
+                )
                 return
 
 
@@ -115,5 +160,11 @@ def _shares(checked: Checked, together: Sequence[At]) -> None:
     for same in alike.values():
         if any(abs(at.does.args["share"] * len(same) - 1) > 1e-9 for at in same):
             odd = max(same, key=lambda at: abs(at.does.args["share"] * len(same) - 1))
-            checked.wrong(CODE, f"{len(same)} devices have the same part of a gradient, and one counts for {odd.does.args['share']:g} of it", odd, together[0] if odd is not together[0] else together[-1])
+            checked.wrong(
+                CODE,
+                f"{len(same)} devices have the same part of a gradient, and one counts for {odd.does.args['share']:g}"
+                " of it",
+                odd,
+                together[0] if odd is not together[0] else together[-1],
+            )
             return

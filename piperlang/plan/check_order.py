@@ -1,8 +1,8 @@
 """Whether everybody comes to an end: streams as queues, run as far as they go, each woken by what it waits for.
 
-Nothing here has a choice: what can go on can still go on after somebody else has. So if all come to an end in one order they do in every order, and first an
-easy one is tried: each device does its list from top to bottom. Only if that gets stuck do streams run side by side.
-"""
+Nothing here has a choice: what can go on can still go on after somebody else has. So if all come to an end in one order
+they do in every order, and first an easy one is tried: each device does its list from top to bottom. Only if that gets
+stuck do streams run side by side."""
 
 from __future__ import annotations
 
@@ -101,7 +101,11 @@ class _Run:
             else:
                 kind = BLOCKING.get(do)
                 if kind is None or (
-                    self._recv(queue, me, writes, args) if kind == "recv" else self._send(queue, me, args) if kind == "send" else self._meet(queue, args["group"])
+                    self._recv(queue, me, writes, args)
+                    if kind == "recv"
+                    else self._send(queue, me, args)
+                    if kind == "send"
+                    else self._meet(queue, args["group"])
                 ):
                     done[i] = 1
                     if i in waiting:
@@ -190,8 +194,16 @@ class _Run:
 
     def _stuck(self) -> None:
         """Follow who waits for whom until somebody comes up again."""
-        self.sender: dict[Message, At] = {(self.numbers[at.device], part[0], part[1]): at for at in self.checked.of["send"] for part in at.does.args["parts"]}
-        self.receiver: dict[Message, At] = {(part[0], self.numbers[at.device], part[1]): at for at in self.checked.of["recv"] for part in at.does.args["parts"]}
+        self.sender: dict[Message, At] = {
+            (self.numbers[at.device], part[0], part[1]): at
+            for at in self.checked.of["send"]
+            for part in at.does.args["parts"]
+        }
+        self.receiver: dict[Message, At] = {
+            (part[0], self.numbers[at.device], part[1]): at
+            for at in self.checked.of["recv"]
+            for part in at.does.args["parts"]
+        }
         queue = next(queue for queues in self.queues for queue in queues.values() if queue.at < len(queue.list))
         path: list[_Queue] = []
         reasons: list[tuple[At, At]] = []
@@ -204,9 +216,17 @@ class _Run:
         circle = reasons[path.index(queue) :]
         notes = tuple(f"{self.checked.name(here)} waits for {self.checked.name(there)}" for here, there in circle[:12])
         lines = dict.fromkeys(line for here, _ in circle if (line := self.plan.lines[here.does.node]))
-        helps = (f"look at the order that {', '.join(list(lines)[:6])} ask{'s' if len(lines) == 1 else ''} for",) if lines else ("make the plan again from its script",)
+        helps = (
+            (f"look at the order that {', '.join(list(lines)[:6])} ask{'s' if len(lines) == 1 else ''} for",)
+            if lines
+            else ("make the plan again from its script",)
+        )
         devices = sorted({self.numbers[here.device] for here, _ in circle})
-        who = f"devices {', '.join(map(str, devices[:8]))}{' ...' if devices[8:] else ''} wait for each other" if len(devices) > 1 else f"streams of device {devices[0]} wait for each other"
+        who = (
+            f"devices {', '.join(map(str, devices[:8]))}{' ...' if devices[8:] else ''} wait for each other"
+            if len(devices) > 1
+            else f"streams of device {devices[0]} wait for each other"
+        )
         self.checked.found.append(Diagnostic("P0501", who, notes=notes, helps=helps))
         raise Stop
 
@@ -222,10 +242,24 @@ class _Run:
             if not self.done[here.device][earlier]:
                 return At(here.device, earlier, instructions[earlier])
         if does.do == "recv":
-            return next(self.sender[part[0], me, part[1]] for part in does.args["parts"] if (part[0], me, part[1]) not in self.sent)
+            return next(
+                self.sender[part[0], me, part[1]]
+                for part in does.args["parts"]
+                if (part[0], me, part[1]) not in self.sent
+            )
         if does.do == "send":
-            return next(self.receiver[me, part[0], part[1]] for part in does.args["parts"] if (me, part[0], part[1]) not in self.taken)
+            return next(
+                self.receiver[me, part[0], part[1]]
+                for part in does.args["parts"]
+                if (me, part[0], part[1]) not in self.taken
+            )
         group = does.args["group"]
         here_already = {queue.has[0] for queue in self.arrived[group]}
-        member = next(d for d, number in enumerate(self.numbers) if number in self.plan.groups[group][0] and d not in here_already)
-        return next(At(member, i, x) for i, x in enumerate(self.plan.devices[member].instructions) if x.args.get("group") == group and not self.done[member][i])
+        member = next(
+            d for d, number in enumerate(self.numbers) if number in self.plan.groups[group][0] and d not in here_already
+        )
+        return next(
+            At(member, i, x)
+            for i, x in enumerate(self.plan.devices[member].instructions)
+            if x.args.get("group") == group and not self.done[member][i]
+        )

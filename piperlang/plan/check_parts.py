@@ -1,8 +1,8 @@
 """Where parts of values lie: what one device cuts out is what another puts in its place.
 
-A plan does not say which part of a tensor a device has, only which box of its own it gives, and where others put it. Each such move fixes where
-two devices' parts lie to each other. A gradient lies where its value lies. All of it must fit together, and what arrives must be all that was there.
-"""
+A plan does not say which part of a tensor a device has, only which box of its own it gives, and where others put it.
+Each such move fixes where two devices' parts lie to each other. A gradient lies where its value lies. All of it must
+fit together, and what arrives must be all that was there."""
 
 from __future__ import annotations
 
@@ -63,10 +63,21 @@ class _Parts:
         for move in moved:
             self.checked.steps += 1
             inside = self.shape.get((move.source.device, move.key))
-            if inside is not None and move.taken is not None and (len(inside) != len(move.taken) or any(not 0 <= low <= high <= size for (low, high), size in zip(move.taken, inside, strict=True))):
+            if (
+                inside is not None
+                and move.taken is not None
+                and (
+                    len(inside) != len(move.taken)
+                    or any(not 0 <= low <= high <= size for (low, high), size in zip(move.taken, inside, strict=True))
+                )
+            ):
                 self._wrong(f"{move.taken} is not in {move.key}, which is {list(inside)}", move)
                 return
-            if not self._relate((move.source.device, move.key), (move.target.device, move.target.does.writes[0]), _minus(_low(move.taken), _low(move.put))):
+            if not self._relate(
+                (move.source.device, move.key),
+                (move.target.device, move.target.does.writes[0]),
+                _minus(_low(move.taken), _low(move.put)),
+            ):
                 self._wrong(f"{move.taken} of {move.key} is put at {move.put}, where something else belongs", move)
                 return
         if self._gradients():
@@ -78,7 +89,12 @@ class _Parts:
     # ------------------------------------------------------------------------------------------------ what moves
 
     def _moves(self) -> Iterator[Move]:
-        sent = {(self.number[at.device], part[0], part[1]): (at, part[2]) for at in self.checked.of["send"] for part in at.does.args["parts"] if at.does.args["key"] is not None}
+        sent = {
+            (self.number[at.device], part[0], part[1]): (at, part[2])
+            for at in self.checked.of["send"]
+            for part in at.does.args["parts"]
+            if at.does.args["key"] is not None
+        }
         for at in self.checked.of["recv"]:
             for source, tag, put, _ in at.does.args["parts"]:
                 found = sent.get((source, self.number[at.device], tag))
@@ -92,7 +108,9 @@ class _Parts:
         yield from self._exchanged()
 
     def _exchanged(self) -> Iterator[Move]:
-        there: dict[tuple[int, int], At] = {(at.does.node, self.number[at.device]): at for at in self.checked.of["exchange"]}
+        there: dict[tuple[int, int], At] = {
+            (at.does.node, self.number[at.device]): at for at in self.checked.of["exchange"]
+        }
         for at in self.checked.of["exchange"]:
             seen: dict[int, int] = {}
             for peer, put, _ in at.does.args["take"]:
@@ -107,7 +125,9 @@ class _Parts:
         for at in self.checked.of["all_reduce"]:
             args = at.does.args
             self.shape[at.device, at.does.reads[0]] = tuple(args["shape"])
-            self.shape[at.device, at.does.writes[0]] = tuple(args["shape"]) if args["keep"] is None else tuple(high - low for low, high in args["keep"])
+            self.shape[at.device, at.does.writes[0]] = (
+                tuple(args["shape"]) if args["keep"] is None else tuple(high - low for low, high in args["keep"])
+            )
         for at in self.checked.of["send"]:
             if at.does.args["key"] is not None and at.does.args["parts"][0][2] is None:
                 self.shape.setdefault((at.device, at.does.args["key"]), tuple(at.does.args["parts"][0][3]))
@@ -144,9 +164,15 @@ class _Parts:
                 if at.does.do == "R" or backward != (at.does.do != "F"):
                     continue
                 piece = at.does.writes[0].partition("#")[2]
-                named = [(slot, key) for slot, keys in zip(kind["slots"], at.does.args["reads"], strict=True) for key in keys] + list(zip(kind["gives"], at.does.writes, strict=False))
+                named = [
+                    (slot, key) for slot, keys in zip(kind["slots"], at.does.args["reads"], strict=True) for key in keys
+                ] + list(zip(kind["gives"], at.does.writes, strict=False))
                 for (what, i), key in named:
-                    if key == "seed" or what.removeprefix("grad_") not in ("input", "output") or _name(key) not in self.cut:
+                    if (
+                        key == "seed"
+                        or what.removeprefix("grad_") not in ("input", "output")
+                        or _name(key) not in self.cut
+                    ):
                         continue
                     place = at.device, kind["chunk"], piece, what.removeprefix("grad_"), i
                     if not backward:
@@ -167,7 +193,8 @@ class _Parts:
     # -------------------------------------------------------------------------------------------- is it all there
 
     def _regions(self, moved: list[Move]) -> None:
-        """What all devices have of a value before a move, they have after it; parts of a cut, and parts that are joined, count together."""
+        """What all devices have of a value before a move, they have after it; parts of a cut, and parts that are
+        joined, count together."""
         before: dict[tuple[Any, str], dict[Any, At] | None] = {}
         after: dict[tuple[Any, str], dict[Any, At] | None] = {}
         for move in moved:
@@ -185,8 +212,16 @@ class _Parts:
         for group, boxes in after.items():
             source = before.get(group)
             if boxes and source and _extent(source) != _extent(boxes):
-                one, two = next(iter(source.values())), next((at for box, at in boxes.items() if box not in source), next(iter(boxes.values())))
-                self.checked.wrong(CODE, f"not all of {group[1].rstrip('/')} arrives, or some of it twice", *([one] if one is not two else []), two)
+                one, two = (
+                    next(iter(source.values())),
+                    next((at for box, at in boxes.items() if box not in source), next(iter(boxes.values()))),
+                )
+                self.checked.wrong(
+                    CODE,
+                    f"not all of {group[1].rstrip('/')} arrives, or some of it twice",
+                    *([one] if one is not two else []),
+                    two,
+                )
                 return
 
 
@@ -195,7 +230,9 @@ def _extent(boxes: dict[Any, At]) -> Any:
     found = [box for box in boxes if prod(high - low for low, high in box)]
     if not found or not apart(list(found), 0, len(found[0])):
         return object()
-    return tuple((min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*found, strict=True)), sum(prod(high - low for low, high in box) for box in found)
+    return tuple((min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*found, strict=True)), sum(
+        prod(high - low for low, high in box) for box in found
+    )
 
 
 def _box(origin: Origin, shape: tuple[int, ...]) -> Any:

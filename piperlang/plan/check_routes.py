@@ -1,4 +1,5 @@
-"""Rows that go to their experts go by one choice: what a pass reads together has gone the same way, and what comes back comes back by it.
+"""Rows that go to their experts go by one choice: what a pass reads together has gone the same way, and what comes back
+comes back by it.
 
 How many rows go where is seen only when they go, so nothing else would notice rows that have gone another way.
 """
@@ -51,14 +52,24 @@ class _Device:
         found = self.ways.get(way[0])
         if found is None:
             self.checked.wrong(CODE, f"{do} by {way[0]}, which is no way", at, help=FOLLOWS)
-        elif found.does.args["members"] != args["members"] or found.does.args["experts"] != args["experts"] or _point(way[0]) != _point(key):
+        elif (
+            found.does.args["members"] != args["members"]
+            or found.does.args["experts"] != args["experts"]
+            or _point(way[0]) != _point(key)
+        ):
             self.checked.wrong(CODE, f"{key} does not belong to the choice by which it goes", found, at, help=FOLLOWS)
         elif do == "dispatch":
             if key in self.gone:
                 self.checked.wrong(CODE, f"{key} is where its experts are already", self.gone[key][1], at, help=FOLLOWS)
             self.gone[at.does.writes[0]] = way[0], at
         elif self.gone.get(key, ("", at))[0] != way[0]:
-            self.checked.wrong(CODE, f"{key} comes back by another way than it went", self.gone.get(key, ("", found))[1], at, help=FOLLOWS)
+            self.checked.wrong(
+                CODE,
+                f"{key} comes back by another way than it went",
+                self.gone.get(key, ("", found))[1],
+                at,
+                help=FOLLOWS,
+            )
 
     def _compute(self, at: At) -> None:
         """What rows a pass reads, all by one way, are those that it gives."""
@@ -70,7 +81,13 @@ class _Device:
             return
         ways = {way for way, _ in went.values()}
         if len(ways) != 1:
-            self.checked.wrong(CODE, "rows of a pass have gone different ways" if ways else "no rows have gone to these experts", *[by for _, by in went.values()][:2], at, help=FOLLOWS)
+            self.checked.wrong(
+                CODE,
+                "rows of a pass have gone different ways" if ways else "no rows have gone to these experts",
+                *[by for _, by in went.values()][:2],
+                at,
+                help=FOLLOWS,
+            )
             return
         (way,) = ways
         self.gone.update((key, (way, at)) for key in at.does.writes if not key.startswith("dw:"))

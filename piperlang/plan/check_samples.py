@@ -25,10 +25,21 @@ def placed(checked: Checked, at: At, args: Mapping[str, Any], kind: Mapping[str,
     """Which samples a device has, and what they count for."""
     plan, samples, first = checked.plan, kind["samples"], args["first"]
     divides = kind["arranged"][0]
-    if not 0 <= first <= plan.samples - samples or len(args["at"]) != len(divides) or any(not 0 <= k < d.size for k, d in zip(args["at"], divides, strict=True)):
-        checked.wrong(CODE, f"{samples} samples from number {first} at {args['at']}: there is no such part of {plan.samples}", at)
+    if (
+        not 0 <= first <= plan.samples - samples
+        or len(args["at"]) != len(divides)
+        or any(not 0 <= k < d.size for k, d in zip(args["at"], divides, strict=True))
+    ):
+        checked.wrong(
+            CODE, f"{samples} samples from number {first} at {args['at']}: there is no such part of {plan.samples}", at
+        )
     if abs(args.get("share", share) - share) > 1e-12:
-        checked.wrong(CODE, f"a loss of {samples} of {plan.samples} samples counts for {args['share']:g}", at, notes=(f"it should count for {share:g}",))
+        checked.wrong(
+            CODE,
+            f"a loss of {samples} of {plan.samples} samples counts for {args['share']:g}",
+            at,
+            notes=(f"it should count for {share:g}",),
+        )
 
 
 def samples_seen(checked: Checked, firsts: list[list[int]]) -> None:
@@ -37,18 +48,29 @@ def samples_seen(checked: Checked, firsts: list[list[int]]) -> None:
     seen: dict[int, dict[str, Counter[tuple[int, int]]]] = {}
     for number, found in enumerate(firsts):
         kind = plan.kinds[number]
-        seen.setdefault(kind["chunk"], {}).setdefault(kind["op"], Counter()).update((first, first + kind["samples"]) for first in found)
+        seen.setdefault(kind["chunk"], {}).setdefault(kind["op"], Counter()).update(
+            (first, first + kind["samples"]) for first in found
+        )
     for chunk, by in seen.items():
         forward, whole = by.get("F", Counter()), by.get("B", Counter())
         for other in [whole + by[op] for op in "IW" if by.get(op)] or ([whole] if whole else []):
             if forward != other:
                 odd = min(set((forward - other) + (other - forward)))
-                checked.wrong(CODE, f"chunk {chunk} runs forward and backward with different samples", *_with(checked, chunk, odd[0]), notes=(f"samples {odd[0]} to {odd[1]}",))
+                checked.wrong(
+                    CODE,
+                    f"chunk {chunk} runs forward and backward with different samples",
+                    *_with(checked, chunk, odd[0]),
+                    notes=(f"samples {odd[0]} to {odd[1]}",),
+                )
                 break
         end = 0
         for low, high in sorted(forward):
             if low != end:
-                checked.wrong(CODE, f"chunk {chunk} does not see samples {min(low, end)} to {max(low, end)} once", *_with(checked, chunk, low))
+                checked.wrong(
+                    CODE,
+                    f"chunk {chunk} does not see samples {min(low, end)} to {max(low, end)} once",
+                    *_with(checked, chunk, low),
+                )
                 break
             end = high
         else:
@@ -58,7 +80,12 @@ def samples_seen(checked: Checked, firsts: list[list[int]]) -> None:
 
 def _with(checked: Checked, chunk: int, first: int) -> list[At]:
     """Passes of a chunk that begin with a sample, or any of them."""
-    found = [at for at in checked.all(*COMPUTE) if 0 <= at.does.args["kind"] < len(checked.plan.kinds) and checked.plan.kinds[at.does.args["kind"]]["chunk"] == chunk]
+    found = [
+        at
+        for at in checked.all(*COMPUTE)
+        if 0 <= at.does.args["kind"] < len(checked.plan.kinds)
+        and checked.plan.kinds[at.does.args["kind"]]["chunk"] == chunk
+    ]
     return ([at for at in found if at.does.args["first"] == first] or found)[:2]
 
 
@@ -78,15 +105,31 @@ def losses(checked: Checked) -> None:
                 continue
             expected = share_of(plan, kind)
             if abs(share - expected) > 1e-12:
-                checked.wrong(CODE, f"a loss of {kind['samples']} of {plan.samples} samples counts for {share:g}", at, notes=(f"it should count for {expected:g}",))
+                checked.wrong(
+                    CODE,
+                    f"a loss of {kind['samples']} of {plan.samples} samples counts for {share:g}",
+                    at,
+                    notes=(f"it should count for {expected:g}",),
+                )
             found.append((at.does.args["first"], at.does.args["first"] + kind["samples"], at))
     found.sort(key=lambda item: item[:2])
     checked.steps += len(found)
     for (_, end, one), (start, _, other) in itertools.pairwise(found):
         if start != end:
-            checked.wrong(CODE, f"samples {min(start, end)} to {max(start, end)} count {'twice' if start < end else 'nowhere'} in the loss", one, other)
+            checked.wrong(
+                CODE,
+                f"samples {min(start, end)} to {max(start, end)} count {'twice' if start < end else 'nowhere'} in the"
+                " loss",
+                one,
+                other,
+            )
     if found and (found[0][0] != 0 or found[-1][1] != plan.samples):
-        checked.wrong(CODE, f"losses are of samples {found[0][0]} to {found[-1][1]}, and the batch has {plan.samples}", found[0][2], *([found[-1][2]] if found[1:] else []))
+        checked.wrong(
+            CODE,
+            f"losses are of samples {found[0][0]} to {found[-1][1]}, and the batch has {plan.samples}",
+            found[0][2],
+            *([found[-1][2]] if found[1:] else []),
+        )
     if not found:
         checked.wrong(CODE, "no device counts a loss")
 
@@ -106,24 +149,48 @@ def data(checked: Checked) -> None:
     extents: dict[str, tuple[tuple[int, ...], str]] = {}
     for base, boxes in parts.items():
         if len({len(box) for box in boxes}) > 1:
-            checked.wrong(CODE, f"the parts of {base} have different dims", *[at for d in dict.fromkeys(boxes.values()) for at in _reader(checked, d, base)][:2])
+            checked.wrong(
+                CODE,
+                f"the parts of {base} have different dims",
+                *[at for d in dict.fromkeys(boxes.values()) for at in _reader(checked, d, base)][:2],
+            )
             continue
         extent = tuple(max(high for _, high in dim) for dim in zip(*boxes, strict=True))
         checked.steps += len(boxes)
         whole, other = extents.setdefault(base.rpartition("@")[0], (extent, base))
         if not extent or extent[0] % plan.samples or whole != extent or not fills(list(boxes), extent):
             readers = [at for d in dict.fromkeys((*boxes.values(),)) for at in _reader(checked, d, base)][:2]
-            notes = (f"{base} is given in parts {sorted(boxes)}", *((f"{other} has {list(whole)}",) if whole != extent else ()))
-            checked.wrong(CODE, f"the parts of {base.rpartition('@')[0]} do not make up the batch of {plan.samples} samples", *readers, notes=notes)
+            notes = (
+                f"{base} is given in parts {sorted(boxes)}",
+                *((f"{other} has {list(whole)}",) if whole != extent else ()),
+            )
+            checked.wrong(
+                CODE,
+                f"the parts of {base.rpartition('@')[0]} do not make up the batch of {plan.samples} samples",
+                *readers,
+                notes=notes,
+            )
     fed = [[k for k, slot in enumerate(kind["slots"]) if slot[0] == "batch"] for kind in plan.kinds]
     for at in checked.all(*COMPUTE):
         args = at[2][6]
         for k in fed[args["kind"]]:
             key, samples = args["reads"][k][0], plan.kinds[args["kind"]]["samples"]
             box = feeds[at[0]].get(key)
-            if box and (box[0][0] * samples != args["first"] * (box[0][1] - box[0][0]) or not prod(high - low for low, high in box)):
-                checked.wrong(CODE, f"{key} is {list(box[0])} of the batch, and the pass is of {samples} samples from number {args['first']}", at)
+            if box and (
+                box[0][0] * samples != args["first"] * (box[0][1] - box[0][0])
+                or not prod(high - low for low, high in box)
+            ):
+                checked.wrong(
+                    CODE,
+                    f"{key} is {list(box[0])} of the batch, and the pass is of {samples} samples from number"
+                    f" {args['first']}",
+                    at,
+                )
 
 
 def _reader(checked: Checked, d: int, base: str) -> list[At]:
-    return [At(d, i, x) for i, x in enumerate(checked.plan.devices[d].instructions) if any(key.startswith(base) for key in x.reads)][:1]
+    return [
+        At(d, i, x)
+        for i, x in enumerate(checked.plan.devices[d].instructions)
+        if any(key.startswith(base) for key in x.reads)
+    ][:1]

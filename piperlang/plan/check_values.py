@@ -34,10 +34,19 @@ def values(checked: Checked) -> None:
 
 
 def _signature(device: DevicePlan) -> object:
-    """Equal for devices that make and read the same values in the same order, as replicas do: of those, one is looked at."""
+    """Equal for devices that make and read the same values in the same order, as replicas do: of those, one is looked
+    at."""
     streams: dict[str, int] = {}
-    steps = tuple([(x[0] == "update", streams.setdefault(x[1], len(streams)), x[3], x[4], x[5]) for x in device.instructions])
-    return steps, tuple(device.weights), tuple([key for key, _, _ in device.feeds]), tuple(device.next.items()), tuple(device.losses)
+    steps = tuple(
+        [(x[0] == "update", streams.setdefault(x[1], len(streams)), x[3], x[4], x[5]) for x in device.instructions]
+    )
+    return (
+        steps,
+        tuple(device.weights),
+        tuple([key for key, _, _ in device.feeds]),
+        tuple(device.next.items()),
+        tuple(device.losses),
+    )
 
 
 def _made(checked: Checked, d: int, device: DevicePlan) -> dict[Key, int]:
@@ -46,14 +55,27 @@ def _made(checked: Checked, d: int, device: DevicePlan) -> dict[Key, int]:
     for i, instruction in enumerate(instructions):
         for key in instruction[4]:
             if key in made:
-                checked.wrong(CODE, f"{key} is made twice on device {device.device}", At(d, made[key], instructions[made[key]]), At(d, i, instruction))
+                checked.wrong(
+                    CODE,
+                    f"{key} is made twice on device {device.device}",
+                    At(d, made[key], instructions[made[key]]),
+                    At(d, i, instruction),
+                )
             made[key] = i
     fed: set[Key] = set()
     for key in (*device.weights, *(key for key, _, _ in device.feeds)):
         if key in made:
-            checked.wrong(CODE, f"{key} is on device {device.device} from the start, and is made there again", At(d, made[key], instructions[made[key]]))
+            checked.wrong(
+                CODE,
+                f"{key} is on device {device.device} from the start, and is made there again",
+                At(d, made[key], instructions[made[key]]),
+            )
         if key in fed:
-            checked.wrong(CODE, f"{key} is given to device {device.device} twice", *([At(d, 0, instructions[0])] if instructions else []))
+            checked.wrong(
+                CODE,
+                f"{key} is given to device {device.device} twice",
+                *([At(d, 0, instructions[0])] if instructions else []),
+            )
         fed.add(key)
     return made
 
@@ -79,16 +101,29 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
                 continue
             before = before or _Before(instructions, streams)
             if not before.surely(maker, i):
-                checked.wrong(CODE, f"{key} is read on stream {stream} of device {device.device} before stream {streams[maker]} has surely made it", At(d, maker, instructions[maker]), At(d, i, instructions[i]), help=LATE)
+                checked.wrong(
+                    CODE,
+                    f"{key} is read on stream {stream} of device {device.device} before stream {streams[maker]} has"
+                    " surely made it",
+                    At(d, maker, instructions[maker]),
+                    At(d, i, instructions[i]),
+                    help=LATE,
+                )
         checked.steps += 1 + len(reads)
     used.update(*[instruction[3] for instruction in instructions])
     for key, found in readers.items():
         if not found and key not in device.next:  # a buffer may be written without being read
-            checked.wrong(CODE, f"device {device.device} keeps {key}, which nobody reads", *([At(d, 0, instructions[0])] if instructions else []))
+            checked.wrong(
+                CODE,
+                f"device {device.device} keeps {key}, which nobody reads",
+                *([At(d, 0, instructions[0])] if instructions else []),
+            )
     _in_place(checked, d, device, readers, before)
 
 
-def _in_place(checked: Checked, d: int, device: DevicePlan, readers: dict[Key, list[int]], before: _Before | None) -> None:
+def _in_place(
+    checked: Checked, d: int, device: DevicePlan, readers: dict[Key, list[int]], before: _Before | None
+) -> None:
     """An update changes the weight itself: whoever reads the old one must have ended."""
     instructions = device.instructions
     for i, update in enumerate(instructions):
@@ -104,13 +139,33 @@ def _in_place(checked: Checked, d: int, device: DevicePlan, readers: dict[Key, l
                     continue
                 before = before or _Before(instructions, [x.stream for x in instructions])
                 if not before.surely(reader, i):
-                    checked.wrong(CODE, f"{old} is changed in place on device {device.device} while it may still be read", At(d, reader, instructions[reader]), At(d, i, update), help=LATE)
+                    checked.wrong(
+                        CODE,
+                        f"{old} is changed in place on device {device.device} while it may still be read",
+                        At(d, reader, instructions[reader]),
+                        At(d, i, update),
+                        help=LATE,
+                    )
 
 
 def _missing(checked: Checked, at: At, key: Key, device: DevicePlan) -> None:
-    elsewhere = next((At(d, i, x) for d, other in enumerate(checked.plan.devices) for i, x in enumerate(other.instructions) if key in x.writes), None)
+    elsewhere = next(
+        (
+            At(d, i, x)
+            for d, other in enumerate(checked.plan.devices)
+            for i, x in enumerate(other.instructions)
+            if key in x.writes
+        ),
+        None,
+    )
     notes = () if elsewhere else ("nobody makes it",)
-    checked.wrong(CODE, f"device {device.device} reads {key}, which is not there", at, *([elsewhere] if elsewhere else []), notes=notes)
+    checked.wrong(
+        CODE,
+        f"device {device.device} reads {key}, which is not there",
+        at,
+        *([elsewhere] if elsewhere else []),
+        notes=notes,
+    )
 
 
 class _Before:
@@ -138,11 +193,21 @@ def _kept(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) ->
     instructions = device.instructions
     for old, new in device.next.items():
         if old not in device.weights or new not in made:
-            readers = [At(d, i, x) for i, x in sorted(enumerate(instructions), key=lambda one: one[1].do != "update") if old in x.reads or new in x.writes][:1]
-            checked.wrong(CODE, f"device {device.device} should keep {new} as the next {old}, and does not have it", *readers)
+            readers = [
+                At(d, i, x)
+                for i, x in sorted(enumerate(instructions), key=lambda one: one[1].do != "update")
+                if old in x.reads or new in x.writes
+            ][:1]
+            checked.wrong(
+                CODE, f"device {device.device} should keep {new} as the next {old}, and does not have it", *readers
+            )
     for key in device.losses:
         if key not in made:
-            checked.wrong(CODE, f"device {device.device} counts {key}, which it does not compute", *([At(d, 0, instructions[0])] if instructions else []))
+            checked.wrong(
+                CODE,
+                f"device {device.device} counts {key}, which it does not compute",
+                *([At(d, 0, instructions[0])] if instructions else []),
+            )
 
 
 def _alike(checked: Checked) -> None:
@@ -154,9 +219,23 @@ def _alike(checked: Checked) -> None:
             continue
         mine, theirs = at.does, other.does
         # Where a device has all it needs by itself it may read more: what is sent is compared in check_partners.
-        if mine[0] != theirs[0] or mine[1] != theirs[1] or mine[3] != theirs[3] or mine[4] != theirs[4] or mine[6].get("dtype") != theirs[6].get("dtype"):
-            differing = next(name for name, a, b in zip(("do", "stream", "reads", "writes", "dtype"), _facts(mine), _facts(theirs), strict=True) if a != b)
-            checked.wrong(CODE, f"devices of one node differ in its {differing if differing != 'do' else 'kind'}", other, at)
+        if (
+            mine[0] != theirs[0]
+            or mine[1] != theirs[1]
+            or mine[3] != theirs[3]
+            or mine[4] != theirs[4]
+            or mine[6].get("dtype") != theirs[6].get("dtype")
+        ):
+            differing = next(
+                name
+                for name, a, b in zip(
+                    ("do", "stream", "reads", "writes", "dtype"), _facts(mine), _facts(theirs), strict=True
+                )
+                if a != b
+            )
+            checked.wrong(
+                CODE, f"devices of one node differ in its {differing if differing != 'do' else 'kind'}", other, at
+            )
         elif at.device == other.device and at.place != other.place:
             checked.wrong(CODE, f"device {checked.plan.devices[at.device].device} does the same twice", other, at)
 
@@ -166,7 +245,8 @@ def _facts(instruction: Instruction) -> tuple[object, ...]:
 
 
 def _unread(checked: Checked, used: set[Key]) -> None:
-    """A value that nobody reads is a value that somebody lost. Only activations may turn out not to be needed, and of what has no samples one microbatch's may do for all."""
+    """A value that nobody reads is a value that somebody lost. Only activations may turn out not to be needed, and of
+    what has no samples one microbatch's may do for all."""
     bases: set[str] = set()
     seen: set[Key] = set()
     for d, made in enumerate(checked.made):
@@ -174,5 +254,7 @@ def _unread(checked: Checked, used: set[Key]) -> None:
             seen.add(key)
             at = At(d, made[key], checked.plan.devices[d].instructions[made[key]])
             bases = bases or {other.partition("#")[0] for other in used}
-            if not key.startswith(("now:", "saved:", "kept:")) and (at.does.do != "F" or key.partition("#")[0] not in bases):
+            if not key.startswith(("now:", "saved:", "kept:")) and (
+                at.does.do != "F" or key.partition("#")[0] not in bases
+            ):
                 checked.wrong(CODE, f"nobody reads {key}", at)

@@ -1,7 +1,7 @@
 """Weights and gradients: in the parts that devices keep them in, all of each counted once, and updated once.
 
-What a device has of a weight is a box of it and, where ZeRO divides further, an interval of that. Gathers, reductions and updates are followed from
-interval to interval: a cut that does not fit its neighbours shows where it meets them.
+What a device has of a weight is a box of it and, where ZeRO divides further, an interval of that. Gathers, reductions
+and updates are followed from interval to interval: a cut that does not fit its neighbours shows where it meets them.
 """
 
 from __future__ import annotations
@@ -29,25 +29,41 @@ def entries(checked: Checked) -> None:
             reads += entry["from"]
             checked.steps += 1 + len(entry["cuts"])
             if at.does.do != "reduce" and len(entry["cuts"]) != len(at.does.args.get("members", ())):
-                checked.wrong("P0503", f"{len(entry['cuts'])} parts for {len(at.does.args.get('members', ()))} members", at)
+                checked.wrong(
+                    "P0503", f"{len(entry['cuts'])} parts for {len(at.does.args.get('members', ()))} members", at
+                )
             names = {weight_of(key) for key in (*entry["from"], entry["to"])}
             if len(names) > 1 or not entry["from"]:
                 checked.wrong(CODE, f"{at.does.do} makes {entry['to']} of {', '.join(entry['from']) or 'nothing'}", at)
             if at.does.do != "reduce" and not _partition(entry["cuts"], prod(entry["shape"])):
-                checked.wrong("P0503", f"the parts {entry['cuts']} do not make up the {prod(entry['shape'])} elements of {entry['to']}", at)
+                checked.wrong(
+                    "P0503",
+                    f"the parts {entry['cuts']} do not make up the {prod(entry['shape'])} elements of {entry['to']}",
+                    at,
+                )
         _same(checked, at, reads, [entry["to"] for entry in at.does.args["weights"]])
     for at in checked.all("update"):
         found = at.does.args["weights"]
         for entry in found:
             names = {weight_of(key) for key in (entry["old"], entry["new"], *entry["grads"])}
             if names != {entry["weight"]} or not entry["grads"]:
-                checked.wrong(CODE, f"an update of {entry['weight']} that makes {entry['new']} of {entry['old']} and {', '.join(entry['grads'])}", at)
+                checked.wrong(
+                    CODE,
+                    f"an update of {entry['weight']} that makes {entry['new']} of {entry['old']} and"
+                    f" {', '.join(entry['grads'])}",
+                    at,
+                )
         clips = [NORM] if checked.of["norm"] else []
-        _same(checked, at, [*(key for entry in found for key in (entry["old"], *entry["grads"])), *clips], [entry["new"] for entry in found])
+        _same(
+            checked,
+            at,
+            [*(key for entry in found for key in (entry["old"], *entry["grads"])), *clips],
+            [entry["new"] for entry in found],
+        )
     for at in checked.all("norm"):
         _same(checked, at, [key for entry in at.does.args["weights"] for key in entry["grads"]], [NORM])
     for at in checked.all("offload", "fetch"):
-        before, after = (("saved:", "host:") if at.does.do == "offload" else ("host:", "saved:"))
+        before, after = ("saved:", "host:") if at.does.do == "offload" else ("host:", "saved:")
         (read,), (written,) = at.does.reads, at.does.writes
         if read.replace(before, after, 1) != written.removesuffix("!"):
             checked.wrong(CODE, f"{at.does.do} makes {written} of {read}", at)
@@ -108,7 +124,11 @@ class _Flow:
         made = self.checked.made[self.d]
         for key in made.keys() - self.counted.keys():
             if key.startswith(("dw:", "g:")):
-                self.checked.wrong(CODE, f"{key} is a part of a gradient that device {self.device.device} does not use", At(self.d, made[key], self.device.instructions[made[key]]))
+                self.checked.wrong(
+                    CODE,
+                    f"{key} is a part of a gradient that device {self.device.device} does not use",
+                    At(self.d, made[key], self.device.instructions[made[key]]),
+                )
 
     def _changes(self, at: At) -> None:
         """Buffers that a forward changes: each once, and all of it."""
@@ -116,7 +136,9 @@ class _Flow:
             if key.startswith("w:") and "#" not in key:  # of all parts of the batch, one is kept
                 old = key.rstrip("'")
                 if old not in self.weights or self.device.next.get(old) != key:
-                    self.checked.wrong(CODE, f"device {self.device.device} changes {old} and does not keep the result", at)
+                    self.checked.wrong(
+                        CODE, f"device {self.device.device} changes {old} and does not keep the result", at
+                    )
                 if self.counted.setdefault(old, at) is not at:
                     self._twice(old, at)
                 self._has(key, (0, self.length.get(weight_of(key), -1)), at)
@@ -150,7 +172,9 @@ class _Flow:
             self.checked.wrong(CODE, f"device {self.device.device} does not keep {entry['old']}", at)
             return
         if entry["old"] not in self.device.next:
-            self.checked.wrong(CODE, f"device {self.device.device} updates {entry['old']} and does not keep the result", at)
+            self.checked.wrong(
+                CODE, f"device {self.device.device} updates {entry['old']} and does not keep the result", at
+            )
         mine = _cut(self.has[entry["old"]], entry["take"])
         for key in entry["grads"]:
             theirs = _cut(self.has.get(key, (0, self.length.get(entry["weight"], -1))), entry["take_grad"])
@@ -174,7 +198,12 @@ class _Flow:
         for old, new in self.device.next.items():
             at = self.maker.get(new)
             if weight_of(old) != weight_of(new) or self.has.get(new) != self.has.get(old) or new.rstrip("'") != old:
-                self.checked.wrong(CODE, f"device {self.device.device} keeps {self.has.get(old)} of {old}, and {new} would be {self.has.get(new)}", *([at] if at else []))
+                self.checked.wrong(
+                    CODE,
+                    f"device {self.device.device} keeps {self.has.get(old)} of {old}, and {new} would be"
+                    f" {self.has.get(new)}",
+                    *([at] if at else []),
+                )
         for key, held in self.weights.items():
             if held["weight"] != weight_of(key):
                 self.checked.wrong(CODE, f"device {self.device.device} keeps {held['weight']} as {key}")
@@ -202,12 +231,19 @@ def _norm(checked: Checked) -> None:
         for entry in updated:
             mine = named[tuple(entry["grads"])]
             if (mine["weight"], mine["take_grad"]) != (entry["weight"], entry["take_grad"]):
-                checked.wrong(CODE, f"the norm takes {mine['take_grad']} of the gradient of {mine['weight']}, and the update of {entry['weight']} {entry['take_grad']}", at)
+                checked.wrong(
+                    CODE,
+                    f"the norm takes {mine['take_grad']} of the gradient of {mine['weight']}, and the update of"
+                    f" {entry['weight']} {entry['take_grad']}",
+                    at,
+                )
             counts = counting.setdefault(part_of(device, entry), [])
             counts += [at] if mine["counts"] else []
     for part, counts in counting.items():
         if len(counts) != 1:
-            checked.wrong(CODE, f"{len(counts)} devices count for the norm of {part}", *(counts or list(checked.all("norm"))[:1]))
+            checked.wrong(
+                CODE, f"{len(counts)} devices count for the norm of {part}", *(counts or list(checked.all("norm"))[:1])
+            )
 
 
 def _boxes(checked: Checked) -> None:

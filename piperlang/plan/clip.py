@@ -1,8 +1,8 @@
 """Clipping by global norm: a plan whose updates wait until the norm of all gradients is known, and scale by it.
 
-The norm is over all devices, whatever part of the mesh they belong to, so it is no node of the graph, which relates parts: it is put between the
-last gradient and the first update of a finished plan. Of each part of a gradient one device counts, however many have it.
-"""
+The norm is over all devices, whatever part of the mesh they belong to, so it is no node of the graph, which relates
+parts: it is put between the last gradient and the first update of a finished plan. Of each part of a gradient one
+device counts, however many have it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,37 @@ def clipped(plan: Plan, limit: float) -> Plan:
     entries = {device.device: _entries(device, counted) for device in plan.devices if device.device in members}
     args = {"group": len(plan.groups), "limit": float(limit), "dtype": "float64", "reduce": "sum"}
     devices = [
-        replace(device, instructions=_with_norm(device, late[d], Instruction("norm", NORM, len(plan.names), (), (NORM,), (), {**args, "weights": entries[device.device]})))
-        if device.device in members else device
+        (
+            replace(
+                device,
+                instructions=_with_norm(
+                    device,
+                    late[d],
+                    Instruction(
+                        "norm", NORM, len(plan.names), (), (NORM,), (), {**args, "weights": entries[device.device]}
+                    ),
+                ),
+            )
+            if device.device in members
+            else device
+        )
         for d, device in enumerate(plan.devices)
-    ]  # fmt: skip
-    return replace(plan, devices=devices, names=[*plan.names, "norm of all gradients"], lines=[*plan.lines, ""], groups=[*plan.groups, (members, NORM)])
+    ]
+    return replace(
+        plan,
+        devices=devices,
+        names=[*plan.names, "norm of all gradients"],
+        lines=[*plan.lines, ""],
+        groups=[*plan.groups, (members, NORM)],
+    )
 
 
 def _late(plan: Plan) -> list[set[int]]:
-    """By device, updates and all that comes after them: by what it reads, by what it waits for, or because its partner does."""
-    late: list[set[int]] = [{i for i, x in enumerate(device.instructions) if x.do == "update"} for device in plan.devices]
+    """By device, updates and all that comes after them: by what it reads, by what it waits for, or because its partner
+    does."""
+    late: list[set[int]] = [
+        {i for i, x in enumerate(device.instructions) if x.do == "update"} for device in plan.devices
+    ]
     sent: set[tuple[int, int, int]] = set()
     nodes: set[int] = set()
     grows = True
@@ -41,7 +62,12 @@ def _late(plan: Plan) -> list[set[int]]:
         for found, device in zip(late, plan.devices, strict=True):
             made = {key for i in found for key in device.instructions[i].writes}
             for i, x in enumerate(device.instructions):
-                if i not in found and (not made.isdisjoint(x.reads) or not found.isdisjoint(x.waits) or x.node in nodes or (x.do == "recv" and not sent.isdisjoint(_from(device, x)))):
+                if i not in found and (
+                    not made.isdisjoint(x.reads)
+                    or not found.isdisjoint(x.waits)
+                    or x.node in nodes
+                    or (x.do == "recv" and not sent.isdisjoint(_from(device, x)))
+                ):
                     found.add(i)
                 if i in found:
                     made.update(x.writes)
@@ -62,7 +88,14 @@ def _entries(device: DevicePlan, counted: set[object]) -> list[dict[str, Any]]:
     for x in device.instructions:
         for entry in x.args["weights"] if x.do == "update" else ():
             part = part_of(device, entry)
-            found.append({"weight": entry["weight"], "grads": entry["grads"], "take_grad": entry["take_grad"], "counts": part not in counted})
+            found.append(
+                {
+                    "weight": entry["weight"],
+                    "grads": entry["grads"],
+                    "take_grad": entry["take_grad"],
+                    "counts": part not in counted,
+                }
+            )
             counted.add(part)
     return found
 
@@ -77,14 +110,18 @@ def part_of(device: DevicePlan, entry: dict[str, Any]) -> object:
 
 def _with_norm(device: DevicePlan, late: set[int], norm: Instruction) -> list[Instruction]:
     early = [i for i in range(len(device.instructions)) if i not in late]
-    place = {old: new for new, old in enumerate(early)} | {old: len(early) + 1 + k for k, old in enumerate(sorted(late))}
+    place = {old: new for new, old in enumerate(early)} | {
+        old: len(early) + 1 + k for k, old in enumerate(sorted(late))
+    }
     found = [_moved(device.instructions[i], place) for i in early]
     reads = tuple(key for entry in norm.args["weights"] for key in entry["grads"])
     makers = {key: i for i, x in enumerate(found) for key in x.writes}
     found.append(norm._replace(reads=reads, waits=_last(found, [makers[key] for key in reads])))
     for i in sorted(late):
         x = _moved(device.instructions[i], place)
-        found.append(x._replace(reads=(*x.reads, NORM), waits=tuple(sorted({*x.waits, len(early)}))) if x.do == "update" else x)
+        found.append(
+            x._replace(reads=(*x.reads, NORM), waits=tuple(sorted({*x.waits, len(early)}))) if x.do == "update" else x
+        )
     return found
 
 

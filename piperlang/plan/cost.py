@@ -38,7 +38,9 @@ class Costs:
             work = self.graph.model.chunks[family.chunk].passes["F" if family.op == "R" else family.op]
             share = family.samples / self.graph.model.samples / prod(divide.size for divide in family.arranged[0])
             return machine.latency + share * (work.flops / machine.flops + work.moved_bytes / machine.memory)
-        return machine.latency + self.moved(node) / (machine.memory if family.op in ("update", "slice", "concat", "share") else machine.link)
+        return machine.latency + self.moved(node) / (
+            machine.memory if family.op in ("update", "slice", "concat", "share") else machine.link
+        )
 
     def moved(self, node: Node) -> float:
         """Bytes that one device writes."""
@@ -46,10 +48,18 @@ class Costs:
         for key in node.writes:
             value, held = self.graph.values.get(key), self.graph.held.get(key)
             if value is not None:
-                parts = prod(size for (_, size), place in zip(axes_of(value.layout.where), value.layout.places, strict=True) if place == "batch" or isinstance(place, int) or choice_of((place,)))
+                parts = prod(
+                    size
+                    for (_, size), place in zip(axes_of(value.layout.where), value.layout.places, strict=True)
+                    if place == "batch" or isinstance(place, int) or choice_of((place,))
+                )
                 total += value.tensor.bytes(value.samples) / parts / prod(of for _, of in value.inner)
             elif held is not None:
                 sizes = dict(axes_of(held.where))
-                parts = prod(size for (_, size), place in zip(axes_of(held.where), held.places, strict=True) if isinstance(place, int))
+                parts = prod(
+                    size
+                    for (_, size), place in zip(axes_of(held.where), held.places, strict=True)
+                    if isinstance(place, int)
+                )
                 total += self.graph.model.weights[held.weight].bytes / parts / prod(sizes[axis] for axis in held.flat)
         return total

@@ -21,7 +21,10 @@ class _Needed:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.devices = {device.device: device for device in plan.devices}
-        self.made = {device.device: {key: i for i, x in enumerate(device.instructions) for key in x.writes} for device in plan.devices}
+        self.made = {
+            device.device: {key: i for i, x in enumerate(device.instructions) for key in x.writes}
+            for device in plan.devices
+        }
         self.sends: dict[tuple[int, int, int], int] = {}
         self.recvs: dict[tuple[int, int, int], int] = {}
         self.together: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -64,8 +67,12 @@ def _only(device: DevicePlan, needed: set[int]) -> DevicePlan:
     instructions = [_kept(device.instructions[i], place) for i in sorted(needed)]
     reads = {key for x in instructions for key in x.reads}
     return replace(
-        device, instructions=instructions, feeds=[feed for feed in device.feeds if feed[0] in reads], weights={key: held for key, held in device.weights.items() if key in reads}, next={},
-    )  # fmt: skip
+        device,
+        instructions=instructions,
+        feeds=[feed for feed in device.feeds if feed[0] in reads],
+        weights={key: held for key, held in device.weights.items() if key in reads},
+        next={},
+    )
 
 
 def _kept(x: Instruction, place: dict[int, int]) -> Instruction:

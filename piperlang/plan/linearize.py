@@ -27,7 +27,8 @@ class Sequence:
 
 
 def linearize(graph: Graph, costs: Costs) -> Sequence:
-    """Every node as early as it can, the one with the longest way to the end first. A circle is reported by `topological`."""
+    """Every node as early as it can, the one with the longest way to the end first. A circle is reported by
+    `topological`."""
     tops = topological(graph)
     users, waits = edges(graph)
     urgency = _urgency(graph, users, tops, costs)

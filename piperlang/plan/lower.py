@@ -29,7 +29,14 @@ class _Lowering:
     def __init__(self, graph: Graph, machine: Machine | None) -> None:
         self.graph = graph
         self.sequence = linearize(graph, Costs(graph, machine))
-        every = sorted({device for family in graph.families for where in (family.where, *family.beyond) for device in devices_of(where)})
+        every = sorted(
+            {
+                device
+                for family in graph.families
+                for where in (family.where, *family.beyond)
+                for device in devices_of(where)
+            }
+        )
         self.devices = {device: DevicePlan(device) for device in every}
         self.made: dict[int, dict[Key, int]] = {device: {} for device in every}
         self.at: dict[int, dict[int, list[int]]] = {device: {} for device in every}
@@ -55,7 +62,8 @@ class _Lowering:
                 continue
             self._after_others(node)
             self._lower(node)
-            # A receive is posted when its send is, unless an order says otherwise: then both ends have the messages of a pair in the same order.
+            # A receive is posted when its send is, unless an order says otherwise: then both ends have the messages of
+            # a pair in the same order.
             if node.op == "send" and receivers[node.writes[0]].id not in self.before:
                 early.add(receivers[node.writes[0]].id)
                 self._lower(receivers[node.writes[0]])
@@ -63,7 +71,16 @@ class _Lowering:
             device.next = {old: new for old, new in graph.next.items() if old in device.weights}
         names = [str(node) for node in graph.nodes]
         lines = [_line(node.family) for node in graph.nodes]
-        return Plan(list(self.devices.values()), self.kind_list, names, lines, graph.model.samples, graph.model.combine, list(self.groups), self.sequence.seconds)
+        return Plan(
+            list(self.devices.values()),
+            self.kind_list,
+            names,
+            lines,
+            graph.model.samples,
+            graph.model.combine,
+            list(self.groups),
+            self.sequence.seconds,
+        )
 
     def _keep_weights(self) -> None:
         for key, held in self.graph.held.items():
@@ -72,20 +89,36 @@ class _Lowering:
             shape = self.graph.model.weights[held.weight].shape
             for device, at in zip(devices_of(held.where), coordinates(held.where), strict=True):
                 self.devices[device].weights[key] = {
-                    "weight": held.weight, "box": local_box(held, shape, at), "flat": interval(held, shape, at) if held.flat else None,
+                    "weight": held.weight,
+                    "box": local_box(held, shape, at),
+                    "flat": interval(held, shape, at) if held.flat else None,
                     "first": device == devices_of(held.where)[0],
-                }  # fmt: skip
+                }
 
     # ------------------------------------------------------------------------------------------------- emitting
 
-    def _emit(self, device: int, do: str, node: Node, reads: Sequence[Key], writes: Sequence[Key], args: dict[str, Any], stream: str | None = None, more: Sequence[int] = ()) -> int:
+    def _emit(
+        self,
+        device: int,
+        do: str,
+        node: Node,
+        reads: Sequence[Key],
+        writes: Sequence[Key],
+        args: dict[str, Any],
+        stream: str | None = None,
+        more: Sequence[int] = (),
+    ) -> int:
         plan, made = self.devices[device], self.made[device]
         stream = stream or node.stream
         earlier = {made[key] for key in reads if key in made} | set(more)
         earlier |= {i for other in self.before.get(node.id, ()) for i in self.at[device].get(other, ())}
         waits = tuple(sorted(i for i in earlier if plan.instructions[i].stream != stream))
         index = len(plan.instructions)
-        plan.instructions.append(Instruction(do, stream, node.id, tuple(key for key in reads if key not in GIVEN), tuple(writes), waits, args))
+        plan.instructions.append(
+            Instruction(
+                do, stream, node.id, tuple(key for key in reads if key not in GIVEN), tuple(writes), waits, args
+            )
+        )
         for key in writes:
             made[key] = index
         self.at[device].setdefault(node.id, []).append(index)
@@ -104,8 +137,25 @@ class _Lowering:
                 tag = self._tag(source, target)
                 key = f"now:{other}>{node.id}"
                 part = {"shape": (1,), "dtype": "uint8"}
-                self._emit(source, "send", earlier, (), (), {"parts": [(target, tag, None, (1,))], "key": None, "dtype": "uint8"}, f"{SYNC}>", self.at[source].get(other, ()))
-                index = self._emit(target, "recv", earlier, (), (key,), {"parts": [(source, tag, None, (1,))], "own": [], **part}, f"{SYNC}<{source}")
+                self._emit(
+                    source,
+                    "send",
+                    earlier,
+                    (),
+                    (),
+                    {"parts": [(target, tag, None, (1,))], "key": None, "dtype": "uint8"},
+                    f"{SYNC}>",
+                    self.at[source].get(other, ()),
+                )
+                index = self._emit(
+                    target,
+                    "recv",
+                    earlier,
+                    (),
+                    (key,),
+                    {"parts": [(source, tag, None, (1,))], "own": [], **part},
+                    f"{SYNC}<{source}",
+                )
                 self.at[target].setdefault(other, []).append(index)
 
     def _tag(self, source: int, target: int) -> int:
@@ -154,7 +204,12 @@ class _Lowering:
         share = family.samples / graph.model.samples if graph.model.combine == "mean" else 1.0
         for k, device in enumerate(devices_of(family.where)):
             at = coordinates(family.where)[k]
-            args: dict[str, Any] = {"kind": self._kind(family), "reads": node.reads, "first": firsts[k], "at": [at[divide.axis] for divide in family.arranged[0]]}
+            args: dict[str, Any] = {
+                "kind": self._kind(family),
+                "reads": node.reads,
+                "first": firsts[k],
+                "at": [at[divide.axis] for divide in family.arranged[0]],
+            }
             for slot, keys in zip(family.slots, node.reads, strict=True):
                 if slot[0] == "batch":
                     fed = graph.values[keys[0]]
@@ -181,10 +236,20 @@ class _Lowering:
             self.kinds[id(family)] = len(self.kind_list)
             chunk = self.graph.model.chunks[family.chunk or 0]
             loss = chunk.outputs.index(self.graph.model.loss) if self.graph.model.loss in chunk.outputs else None
-            self.kind_list.append({
-                "op": family.op, "chunk": family.chunk, "samples": family.samples, "arranged": family.arranged, "slots": family.slots, "gives": family.gives, "loss": loss,
-                "routed": chunk.choice is not None and any(divide.style == "experts" for divide in family.arranged[0]),
-            })  # fmt: skip
+            self.kind_list.append(
+                {
+                    "op": family.op,
+                    "chunk": family.chunk,
+                    "samples": family.samples,
+                    "arranged": family.arranged,
+                    "slots": family.slots,
+                    "gives": family.gives,
+                    "loss": loss,
+                    "routed": (
+                        chunk.choice is not None and any(divide.style == "experts" for divide in family.arranged[0])
+                    ),
+                }
+            )
         return self.kinds[id(family)]
 
     def _send(self, node: Node) -> None:
@@ -193,12 +258,28 @@ class _Lowering:
         moved = parts(have, want)
         for device in devices_of(node.family.where):
             mine = [part for part in moved if part.source == device and part.target != device]
-            pieces = [(part.target, self._tag(device, part.target), _whole(part.taken, local_shapes(have.tensor, have.layout, have.samples, have.inner)[device]), shape_of(part.taken)) for part in mine]
-            self._numbers[node.writes[0], device] = {part.target: tag for part, (_, tag, _, _) in zip(mine, pieces, strict=True)}
+            pieces = [
+                (
+                    part.target,
+                    self._tag(device, part.target),
+                    _whole(part.taken, local_shapes(have.tensor, have.layout, have.samples, have.inner)[device]),
+                    shape_of(part.taken),
+                )
+                for part in mine
+            ]
+            self._numbers[node.writes[0], device] = {
+                part.target: tag for part, (_, tag, _, _) in zip(mine, pieces, strict=True)
+            }
             if pieces:
-                self._emit(device, "send", node, [key], (), {"parts": pieces, "key": key, "dtype": have.tensor.dtype}, f"{node.stream}>")
-
-
+                self._emit(
+                    device,
+                    "send",
+                    node,
+                    [key],
+                    (),
+                    {"parts": pieces, "key": key, "dtype": have.tensor.dtype},
+                    f"{node.stream}>",
+                )
 
     def _recv(self, node: Node) -> None:
         wire, target = node.reads[0][0], node.writes[0]
@@ -209,23 +290,44 @@ class _Lowering:
         for device in devices_of(node.family.where):
             coming = [part for part in moved if part.target == device]
             shape = local_shapes(want.tensor, want.layout, want.samples, want.inner)[device]
-            pieces = [(part.source, self._numbers[wire, part.source][device], _whole(part.put, shape), shape_of(part.put)) for part in coming if part.source != device]
+            pieces = [
+                (part.source, self._numbers[wire, part.source][device], _whole(part.put, shape), shape_of(part.put))
+                for part in coming
+                if part.source != device
+            ]
             own = [(source, part.taken, part.put) for part in coming if part.source == device]
-            self._emit(device, "recv", node, [source] if own else [], [target], {"parts": pieces, "own": own, "shape": shape, "dtype": want.tensor.dtype}, f"{node.stream}<{pieces[0][0] if pieces else device}")
+            self._emit(
+                device,
+                "recv",
+                node,
+                [source] if own else [],
+                [target],
+                {"parts": pieces, "own": own, "shape": shape, "dtype": want.tensor.dtype},
+                f"{node.stream}<{pieces[0][0] if pieces else device}",
+            )
 
     def _all_reduce(self, node: Node) -> None:
         key, target = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[target]
         shapes = local_shapes(have.tensor, have.layout, have.samples, have.inner)
-        boxes = dict(zip(devices_of(have.layout.where), have.layout.boxes(have.tensor, 0, have.samples, have.inner), strict=True))
-        wanted = dict(zip(devices_of(want.layout.where), want.layout.boxes(want.tensor, 0, want.samples, want.inner), strict=True))
+        boxes = dict(
+            zip(devices_of(have.layout.where), have.layout.boxes(have.tensor, 0, have.samples, have.inner), strict=True)
+        )
+        wanted = dict(
+            zip(devices_of(want.layout.where), want.layout.boxes(want.tensor, 0, want.samples, want.inner), strict=True)
+        )
         for members in self._along(node.family.where, node.family.axes):
             for device in members:
-                kept = tuple((low - a, high - a) for (low, high), (a, _) in zip(wanted[device], boxes[device], strict=True))
+                kept = tuple(
+                    (low - a, high - a) for (low, high), (a, _) in zip(wanted[device], boxes[device], strict=True)
+                )
                 args = {
-                    "group": self._group(members, node.stream), "shape": shapes[device], "dtype": have.tensor.dtype, "reduce": "sum",
+                    "group": self._group(members, node.stream),
+                    "shape": shapes[device],
+                    "dtype": have.tensor.dtype,
+                    "reduce": "sum",
                     "keep": None if shape_of(kept) == shapes[device] else kept,
-                }  # fmt: skip
+                }
                 self._emit(device, "all_reduce", node, [key], [target], args)
 
     def _exchange(self, node: Node) -> None:
@@ -240,13 +342,27 @@ class _Lowering:
         shapes = local_shapes(want.tensor, want.layout, want.samples, want.inner)
         for members in self._along(node.family.where, node.family.axes):
             for device in members:
-                give = [(p.target, p.taken, shape_of(p.taken)) for p in sorted(given.get(device, ()), key=lambda p: members.index(p.target))]
-                take = [(p.source, p.put, shape_of(p.put)) for p in sorted(taken.get(device, ()), key=lambda p: members.index(p.source))]
-                args = {"group": self._group(members, node.stream), "members": members, "give": give, "take": take, "shape": shapes[device], "dtype": have.tensor.dtype}
+                give = [
+                    (p.target, p.taken, shape_of(p.taken))
+                    for p in sorted(given.get(device, ()), key=lambda p: members.index(p.target))
+                ]
+                take = [
+                    (p.source, p.put, shape_of(p.put))
+                    for p in sorted(taken.get(device, ()), key=lambda p: members.index(p.source))
+                ]
+                args = {
+                    "group": self._group(members, node.stream),
+                    "members": members,
+                    "give": give,
+                    "take": take,
+                    "shape": shapes[device],
+                    "dtype": have.tensor.dtype,
+                }
                 self._emit(device, "exchange", node, [key], [target], args)
 
     def _route(self, node: Node) -> None:
-        """Rows to their experts and back. Shapes are those of experts that are all chosen alike; how many rows there are is seen when they go."""
+        """Rows to their experts and back. Shapes are those of experts that are all chosen alike; how many rows there
+        are is seen when they go."""
         (key,), (target, *_) = node.reads[0], node.writes
         have, want = self.graph.values[key], self.graph.values[target]
         choice = choice_of((*have.layout.places, *want.layout.places))
@@ -256,7 +372,13 @@ class _Lowering:
         shapes = local_shapes(want.tensor, want.layout, want.samples, want.inner)
         for members in self._along(node.family.where, node.family.axes):
             for device in members:
-                args = {"group": self._group(members, node.stream), "members": members, "experts": choice.experts, "shape": shapes[device], "dtype": have.tensor.dtype}
+                args = {
+                    "group": self._group(members, node.stream),
+                    "members": members,
+                    "experts": choice.experts,
+                    "shape": shapes[device],
+                    "dtype": have.tensor.dtype,
+                }
                 self._emit(device, do, node, [key for keys in node.reads for key in keys], node.writes, args)
 
     def _along(self, where: Slice, axes: Sequence[str]) -> Iterator[list[int]]:
@@ -269,10 +391,26 @@ class _Lowering:
         want = self.graph.values[target]
         shapes = local_shapes(want.tensor, want.layout, want.samples, want.inner)
         for k, device in enumerate(devices_of(node.family.where)):
-            own = [(key, part.taken, part.put) for key in node.reads[0] for part in parts(self.graph.values[key], want) if part.source == part.target == device]
+            own = [
+                (key, part.taken, part.put)
+                for key in node.reads[0]
+                for part in parts(self.graph.values[key], want)
+                if part.source == part.target == device
+            ]
             at = coordinates(node.family.where)[k]
-            zero = node.op == "share" and any(at[axis] for (axis, _), place in zip(axes_of(want.layout.where), want.layout.places, strict=True) if place == "share")
-            self._emit(device, "copy", node, node.reads[0], [target], {"own": [] if zero else own, "shape": shapes[device], "dtype": want.tensor.dtype})
+            zero = node.op == "share" and any(
+                at[axis]
+                for (axis, _), place in zip(axes_of(want.layout.where), want.layout.places, strict=True)
+                if place == "share"
+            )
+            self._emit(
+                device,
+                "copy",
+                node,
+                node.reads[0],
+                [target],
+                {"own": [] if zero else own, "shape": shapes[device], "dtype": want.tensor.dtype},
+            )
 
     # ------------------------------------------------------------------------------------------------ weights
 
@@ -284,15 +422,29 @@ class _Lowering:
         places = dict(zip(devices_of(where), coordinates(where), strict=True))
         for members in self._along(where, axes):
             first = self.graph.held[node.writes[0]] if node.op != "all_gather" else self.graph.held[node.reads[0][0]]
-            ordered = sorted(members, key=lambda device: [places[device][axis] for axis in first.flat if axis in axes] or [0])
+            ordered = sorted(
+                members, key=lambda device: [places[device][axis] for axis in first.flat if axis in axes] or [0]
+            )
             group = self._group(ordered, node.stream)
             for device in ordered:
-                entries = [self._entry(keys, target, ordered, places, device) for keys, target in zip(node.reads, node.writes, strict=True)]
+                entries = [
+                    self._entry(keys, target, ordered, places, device)
+                    for keys, target in zip(node.reads, node.writes, strict=True)
+                ]
                 do = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "reduce"}[node.op]
                 dtype = self.graph.model.weights[self.graph.held[node.writes[0]].weight].dtype
-                self._emit(device, do, node, [key for keys in node.reads for key in keys], node.writes, {"group": group, "members": ordered, "weights": entries, "dtype": dtype, "reduce": "sum"})
+                self._emit(
+                    device,
+                    do,
+                    node,
+                    [key for keys in node.reads for key in keys],
+                    node.writes,
+                    {"group": group, "members": ordered, "weights": entries, "dtype": dtype, "reduce": "sum"},
+                )
 
-    def _entry(self, keys: Sequence[Key], target: Key, members: Sequence[int], places: Any, device: int) -> dict[str, Any]:
+    def _entry(
+        self, keys: Sequence[Key], target: Key, members: Sequence[int], places: Any, device: int
+    ) -> dict[str, Any]:
         have, want = self.graph.held[keys[0]], self.graph.held[target]
         shape = self.graph.model.weights[have.weight].shape
         finer = have if len(have.flat) > len(want.flat) else want
@@ -301,10 +453,16 @@ class _Lowering:
         cuts = [tuple(x - start for x in interval(finer, shape, places[member])) for member in members]
         whole = local_shape(have, shape, places[device])
         size = interval(coarse, shape, places[device])
-        return {"from": tuple(keys), "to": target, "cuts": cuts, "shape": whole if not coarse.flat else (size[1] - size[0],)}
+        return {
+            "from": tuple(keys),
+            "to": target,
+            "cuts": cuts,
+            "shape": whole if not coarse.flat else (size[1] - size[0],),
+        }
 
     def _across(self, node: Node) -> None:
-        """Parts of a mesh that keep the same weight: all devices with the same part of it, each counting for its share of its home."""
+        """Parts of a mesh that keep the same weight: all devices with the same part of it, each counting for its share
+        of its home."""
         wheres = (node.family.where, *node.family.beyond)
         count = len(wheres)
         held = [self.graph.held[key] for key in node.writes[:count]]
@@ -314,7 +472,12 @@ class _Lowering:
                 groups.setdefault(tuple(at[axis] for axis in dividing(one)), []).append((home, device))
         for members in groups.values():
             if len({device for _, device in members}) < len(members):
-                raise error("P0414", f"weight {held[0].weight} would be kept twice on one device", notes=[f"on {wheres[0]} and on {wheres[1]}"], help="place both ends of tied weights on the same devices, or on different ones")
+                raise error(
+                    "P0414",
+                    f"weight {held[0].weight} would be kept twice on one device",
+                    notes=[f"on {wheres[0]} and on {wheres[1]}"],
+                    help="place both ends of tied weights on the same devices, or on different ones",
+                )
             group = self._group([device for _, device in members], node.stream)
             for home, device in members:
                 alike = sum(1 for other, _ in members if other == home)
@@ -327,11 +490,25 @@ class _Lowering:
                     one = self.graph.held[target]
                     shape = self.graph.model.weights[one.weight].shape
                     low, high = interval(one, shape, at)
-                    entries.append({"from": tuple(keys), "to": target, "cuts": [], "shape": (high - low,) if one.flat else local_shape(one, shape, at)})
+                    entries.append(
+                        {
+                            "from": tuple(keys),
+                            "to": target,
+                            "cuts": [],
+                            "shape": (high - low,) if one.flat else local_shape(one, shape, at),
+                        }
+                    )
                     reads += keys
                     writes.append(target)
                 dtype = self.graph.model.weights[held[0].weight].dtype
-                self._emit(device, "reduce", node, reads, writes, {"group": group, "weights": entries, "dtype": dtype, "reduce": "sum", "share": 1 / alike})
+                self._emit(
+                    device,
+                    "reduce",
+                    node,
+                    reads,
+                    writes,
+                    {"group": group, "weights": entries, "dtype": dtype, "reduce": "sum", "share": 1 / alike},
+                )
 
     def _update(self, node: Node) -> None:
         where = node.family.where
@@ -340,8 +517,20 @@ class _Lowering:
             for w, new in enumerate(node.writes):
                 (old,), grads = node.reads[2 * w], node.reads[2 * w + 1]
                 have, want, grad = self.graph.held[old], self.graph.held[new], self.graph.held[grads[0]]
-                entries.append({"weight": have.weight, "old": old, "grads": tuple(grads), "new": new, "take": self._cut(have, want, at), "take_grad": self._cut(grad, want, at), "partial": bool(dividing(want))})
-            self._emit(device, "update", node, [key for keys in node.reads for key in keys], node.writes, {"weights": entries})
+                entries.append(
+                    {
+                        "weight": have.weight,
+                        "old": old,
+                        "grads": tuple(grads),
+                        "new": new,
+                        "take": self._cut(have, want, at),
+                        "take_grad": self._cut(grad, want, at),
+                        "partial": bool(dividing(want)),
+                    }
+                )
+            self._emit(
+                device, "update", node, [key for keys in node.reads for key in keys], node.writes, {"weights": entries}
+            )
 
     def _cut(self, have: Held, want: Held, at: Any) -> tuple[int, int] | None:
         """Of what a device has, the interval that an update of its part needs; None for all of it."""

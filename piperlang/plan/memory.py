@@ -1,4 +1,5 @@
-"""What a device needs at most, foreseen: its instructions in order, values from when they are made to when they are last read.
+"""What a device needs at most, foreseen: its instructions in order, values from when they are made to when they are
+last read.
 
 Streams that run side by side may need a little more at once, and a backend has buffers of its own.
 """
@@ -20,7 +21,13 @@ from piperlang.plan.transfer import local_shapes
 
 STATES = 8.0
 """Bytes of optimizer states for every element that a device updates: two float32, as Adam has."""
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION = "weights", "gradients", "optimizer states", "activations", "communication"
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION = (
+    "weights",
+    "gradients",
+    "optimizer states",
+    "activations",
+    "communication",
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class Sizes:
 
     def _scaled(self, whole: int, about: Mapping[str, Any]) -> int:
         """For the samples and the part of a chunk that a device has."""
-        return int(whole * about["samples"] / self.graph.model.samples / prod(divide.size for divide in about["arranged"][0]))
+        return int(
+            whole * about["samples"] / self.graph.model.samples / prod(divide.size for divide in about["arranged"][0])
+        )
 
     def of(self, key: Key, device: int) -> int:
         """In bytes."""
@@ -97,7 +106,10 @@ class Sizes:
         """The same on every device that has it: layouts divide evenly."""
         value = self.graph.values.get(key)
         if value is not None:
-            return prod(local_shapes(value.tensor, value.layout, value.samples, value.inner)[device]) * value.tensor.itemsize
+            return (
+                prod(local_shapes(value.tensor, value.layout, value.samples, value.inner)[device])
+                * value.tensor.itemsize
+            )
         if key.endswith("!"):
             return self.fetched.get(key[:-1], 0)
         return self.bundles.get(key, 0)  # what has been offloaded is in the host's memory
@@ -119,7 +131,10 @@ class _Walk:
         self.over: set[Key] = set()
         for key in (*device.weights, *(key for key, _, _ in device.feeds)):
             self._add(key)
-        self.now[OPTIMIZER] = round(states * sum(self._elements(entry) for x in device.instructions if x.do == "update" for entry in x.args["weights"]))
+        self.now[OPTIMIZER] = round(
+            states
+            * sum(self._elements(entry) for x in device.instructions if x.do == "update" for entry in x.args["weights"])
+        )
         self.best, self.at, self.by = sum(self.now.values()), -1, dict(self.now)
 
     def _elements(self, entry: Mapping[str, Any]) -> int:
@@ -166,7 +181,10 @@ class _Walk:
             key = given.get(slot) or gave.get(slot)
             if instruction.do == "R" and slot[0] == "output":
                 # Made again only for what lies in it.
-                again = self.sizes.of(f"{self.sizes.graph.model.chunks[kind['chunk']].outputs[slot[1]]}#{bundle.partition('#')[2]}", self.number)
+                again = self.sizes.of(
+                    f"{self.sizes.graph.model.chunks[kind['chunk']].outputs[slot[1]]}#{bundle.partition('#')[2]}",
+                    self.number,
+                )
                 self.live[bundle] += again
                 self.now[ACTIVATIONS] += again
             elif key is not None:
@@ -186,7 +204,9 @@ class _Walk:
             for key in instruction.writes:
                 total = self.sums.get(key, key)
                 if total != key:
-                    fresh += self.sizes.of(key, self.number) if total in self.live else 0  # until it has been added to its sum
+                    fresh += (
+                        self.sizes.of(key, self.number) if total in self.live else 0
+                    )  # until it has been added to its sum
                 if instruction.do != "update" and key not in again and (total in self.left or total in self.permanent):
                     self._add(total)
             if instruction.do in COMPUTE and instruction.writes[-1] in self.live:

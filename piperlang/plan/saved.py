@@ -1,4 +1,5 @@
-"""Plans as files: versioned JSON that is read back exactly, field by field, so that a broken or foreign file is a diagnostic and never a surprise."""
+"""Plans as files: versioned JSON that is read back exactly, field by field, so that a broken or foreign file is a
+diagnostic and never a surprise."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ FORMAT = "piperlang plan"
 
 
 def dump(plan: Plan) -> str:
-    return json.dumps({"format": FORMAT, "version": VERSION, "about": plan.about, **_content(plan)}, separators=(",", ":"), default=_divide, ensure_ascii=False)
+    return json.dumps(
+        {"format": FORMAT, "version": VERSION, "about": plan.about, **_content(plan)},
+        separators=(",", ":"),
+        default=_divide,
+        ensure_ascii=False,
+    )
 
 
 def digest(plan: Plan) -> str:
@@ -39,9 +45,15 @@ def digest(plan: Plan) -> str:
 
 def _content(plan: Plan) -> dict[str, Any]:
     return {
-        "samples": plan.samples, "combine": plan.combine, "seconds": plan.seconds, "groups": plan.groups, "kinds": plan.kinds, "names": plan.names, "lines": plan.lines,
+        "samples": plan.samples,
+        "combine": plan.combine,
+        "seconds": plan.seconds,
+        "groups": plan.groups,
+        "kinds": plan.kinds,
+        "names": plan.names,
+        "lines": plan.lines,
         "devices": [vars(device) for device in plan.devices],
-    }  # fmt: skip
+    }
 
 
 def _divide(value: Any) -> Any:
@@ -76,7 +88,9 @@ def load(content: str, name: str = "the plan") -> Plan:
 
 
 def _unreadable(name: str, why: str) -> PiperError:
-    return error("P0505", f"{name} cannot be used", notes=[why], help="make it again with `piperc plan MODEL.py SCHEDULE.piper`")
+    return error(
+        "P0505", f"{name} cannot be used", notes=[why], help="make it again with `piperc plan MODEL.py SCHEDULE.piper`"
+    )
 
 
 def _plan(data: dict[str, Any]) -> Plan:
@@ -112,20 +126,28 @@ def _instruction(data: Any) -> Instruction:
     do, stream, node, reads, writes, waits, args = data
     if do not in ARGUMENTS:
         raise Broken(f"nobody knows how to `{do}`")
-    return Instruction(sys.intern(do), text(stream), integer(node), KEYS(reads), KEYS(writes), SHAPE(waits), ARGUMENTS[do](args))
+    return Instruction(
+        sys.intern(do), text(stream), integer(node), KEYS(reads), KEYS(writes), SHAPE(waits), ARGUMENTS[do](args)
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- about
 
 
-def about(model: Path, script: Path | None, parameters: Mapping[str, Any] | None = None, typed: str | None = None) -> dict[str, Any]:
+def about(
+    model: Path, script: Path | None, parameters: Mapping[str, Any] | None = None, typed: str | None = None
+) -> dict[str, Any]:
     """What a plan was made from: contents of files, parameters, versions. `typed`: a script that is no file."""
     files = {str(model): _hash(model)}
     if script is not None:
         files |= {shown: _hash(path) for shown, path in _imports(load_module(script, str(script)), Importer()).items()}
     elif typed is not None:
         files["<stdin>"] = hashlib.sha256(typed.encode()).hexdigest()
-    return {"files": files, "parameters": {key: str(value) for key, value in sorted((parameters or {}).items())}, "versions": _versions()}
+    return {
+        "files": files,
+        "parameters": {key: str(value) for key, value in sorted((parameters or {}).items())},
+        "versions": _versions(),
+    }
 
 
 def _imports(module: Module, importer: Importer) -> dict[str, Path]:
@@ -168,12 +190,28 @@ def stale(now: Mapping[str, Any], then: Mapping[str, Any]) -> Diagnostic | None:
             if have == had:
                 continue
             if part == "files":
-                reasons.append(f"{key} is not read any more" if have is None else f"{key} was not read then" if had is None else f"{key} has changed since: {str(had)[:12]} then, {str(have)[:12]} now")
+                reasons.append(
+                    f"{key} is not read any more"
+                    if have is None
+                    else (
+                        f"{key} was not read then"
+                        if had is None
+                        else f"{key} has changed since: {str(had)[:12]} then, {str(have)[:12]} now"
+                    )
+                )
             else:
-                reasons.append(f"{'parameter ' if part == 'parameters' else ''}{key} {what} {'not given' if had is None else had}, and is {'not given' if have is None else have} now")
+                reasons.append(
+                    f"{'parameter ' if part == 'parameters' else ''}{key} {what} {'not given' if had is None else had},"
+                    f" and is {'not given' if have is None else have} now"
+                )
     if not reasons:
         return None
-    return Diagnostic("P0506", f"the plan is out of date: {reasons[0]}", notes=tuple(reasons[1:]), helps=("make it again with `piperc plan MODEL.py SCHEDULE.piper`",))
+    return Diagnostic(
+        "P0506",
+        f"the plan is out of date: {reasons[0]}",
+        notes=tuple(reasons[1:]),
+        helps=("make it again with `piperc plan MODEL.py SCHEDULE.piper`",),
+    )
 
 
 def _section(data: Mapping[str, Any], part: str) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
-"""The form of a saved plan, field by field: JSON has neither tuples nor numbers as keys, so each field knows what it becomes.
+"""The form of a saved plan, field by field: JSON has neither tuples nor numbers as keys, so each field knows what it
+becomes.
 
-Every reader takes what JSON gave and gives back what the plan had, or raises Broken; whoever called it says where that was.
-"""
+Every reader takes what JSON gave and gives back what the plan had, or raises Broken; whoever called it says where that
+was."""
 
 from __future__ import annotations
 
@@ -144,11 +145,19 @@ OWN = lists(together(text, BOX, BOX))
 PARTS = lists(together(integer, integer, maybe(BOX), SHAPE))
 TURNS = lists(together(integer, BOX, SHAPE))
 ENTRY = named(**{"from": KEYS}, to=text, cuts=lists(INTERVAL), shape=SHAPE)
-CHANGE = named(weight=text, old=text, grads=KEYS, new=text, take=maybe(INTERVAL), take_grad=maybe(INTERVAL), partial=truth)
-GROUPED = named({"members": lists(integer), "share": number}, group=integer, weights=lists(ENTRY), dtype=text, reduce=text)
+CHANGE = named(
+    weight=text, old=text, grads=KEYS, new=text, take=maybe(INTERVAL), take_grad=maybe(INTERVAL), partial=truth
+)
+GROUPED = named(
+    {"members": lists(integer), "share": number}, group=integer, weights=lists(ENTRY), dtype=text, reduce=text
+)
 PASS = named(
-    {"share": number, "zeros": table(together(SHAPE, text), _numbered)}, kind=integer, reads=many(KEYS), first=integer, at=lists(integer),
-)  # fmt: skip
+    {"share": number, "zeros": table(together(SHAPE, text), _numbered)},
+    kind=integer,
+    reads=many(KEYS),
+    first=integer,
+    at=lists(integer),
+)
 
 ARGUMENTS: dict[str, Read] = {
     **dict.fromkeys(COMPUTE, PASS),
@@ -157,18 +166,44 @@ ARGUMENTS: dict[str, Read] = {
     "send": named(parts=PARTS, key=maybe(text), dtype=text),
     "recv": named(parts=PARTS, own=OWN, shape=SHAPE, dtype=text),
     "exchange": named(group=integer, members=lists(integer), give=TURNS, take=TURNS, shape=SHAPE, dtype=text),
-    **dict.fromkeys(("choose", "dispatch", "combine"), named(group=integer, members=lists(integer), experts=integer, shape=SHAPE, dtype=text)),
+    **dict.fromkeys(
+        ("choose", "dispatch", "combine"),
+        named(group=integer, members=lists(integer), experts=integer, shape=SHAPE, dtype=text),
+    ),
     "all_reduce": named(group=integer, shape=SHAPE, dtype=text, reduce=text, keep=maybe(BOX)),
     "copy": named(own=OWN, shape=SHAPE, dtype=text),
     "update": named(weights=lists(CHANGE)),
-    "norm": named(group=integer, limit=number, dtype=text, reduce=text, weights=lists(named(weight=text, grads=KEYS, take_grad=maybe(INTERVAL), counts=truth))),
+    "norm": named(
+        group=integer,
+        limit=number,
+        dtype=text,
+        reduce=text,
+        weights=lists(named(weight=text, grads=KEYS, take_grad=maybe(INTERVAL), counts=truth)),
+    ),
 }
 """What each kind of instruction is told."""
 
-KINDS = lists(named(op=text, chunk=integer, samples=integer, arranged=ARRANGED, slots=many(SLOT), gives=many(SLOT), loss=maybe(integer), routed=truth))
+KINDS = lists(
+    named(
+        op=text,
+        chunk=integer,
+        samples=integer,
+        arranged=ARRANGED,
+        slots=many(SLOT),
+        gives=many(SLOT),
+        loss=maybe(integer),
+        routed=truth,
+    )
+)
 DEVICE = named(
-    device=integer, feeds=lists(together(text, text, BOX)), weights=table(named(weight=text, box=BOX, flat=maybe(INTERVAL), first=truth)), next=table(text), losses=table(number),
-)  # fmt: skip
+    device=integer,
+    feeds=lists(together(text, text, BOX)),
+    weights=table(named(weight=text, box=BOX, flat=maybe(INTERVAL), first=truth)),
+    next=table(text),
+    losses=table(number),
+)
+
+
 def _about(data: Any) -> dict[str, Any]:
     """What `about` wrote; whoever saves a plan may add to it."""
     found: dict[str, Any] = table(anything)(data)
@@ -182,5 +217,12 @@ def _about(data: Any) -> dict[str, Any]:
 
 
 PLAN = named(
-    about=_about, samples=integer, combine=text, seconds=number, groups=lists(together(many(integer), text)), kinds=KINDS, names=lists(text), lines=lists(text),
-)  # fmt: skip
+    about=_about,
+    samples=integer,
+    combine=text,
+    seconds=number,
+    groups=lists(together(many(integer), text)),
+    kinds=KINDS,
+    names=lists(text),
+    lines=lists(text),
+)

@@ -1,4 +1,5 @@
-"""A plan on one screen: devices and nodes, the step foreseen, memory, bytes that move, and what each line of the script added."""
+"""A plan on one screen: devices and nodes, the step foreseen, memory, bytes that move, and what each line of the script
+added."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ from piperlang.plan.cost import Costs, Machine
 from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction, Plan
 from piperlang.plan.memory import STATES, peaks
 
-SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "complex64": 8, "complex128": 16}
+SIZES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "complex64": 8,
+    "complex128": 16,
+}
 """Bytes of an element; one for all others."""
 LINES = 12
 """Lines of a script that are shown: those that added most."""
@@ -22,17 +33,42 @@ def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
     found = as_json(plan, graph, machine, states)
     devices, nodes, memory = found["devices"], found["nodes"], found["memory"]
     rows: list[tuple[str, str]] = [
-        ("devices", f"{devices['count']:,}, {_range(devices['instructions'], str)} instructions each, {len(plan.kinds)} kinds of compute"),
+        (
+            "devices",
+            (
+                f"{devices['count']:,}, {_range(devices['instructions'], str)} instructions each, {len(plan.kinds)}"
+                " kinds of compute"
+            ),
+        ),
         ("nodes", f"{nodes['count']:,}: " + ", ".join(f"{count} {name}" for name, count in nodes["by_kind"].items())),
-        ("step", f"{time_text(found['step']['seconds'])} foreseen; compute is idle {_range(found['step']['bubble'], lambda x: f'{100 * x:.0f}%')} of it"),
+        (
+            "step",
+            (
+                f"{time_text(found['step']['seconds'])} foreseen; compute is idle"
+                f" {_range(found['step']['bubble'], lambda x: f'{100 * x:.0f}%')} of it"
+            ),
+        ),
         ("memory", f"{_range(memory['bytes'], bytes_text)} at most; on device {memory['device']}:"),
         *(("", f"  {bytes_text(size):>10}  {name}") for name, size in memory["by"].items()),
         *([("", f"  at {memory['at']}")] if memory["at"] else []),
-    ]  # fmt: skip
+    ]
     for k, (stream, moved) in enumerate(found["communication"].items()):
-        rows.append(("sent" if not k else "", f"{stream:<12} {bytes_text(moved['bytes']):>10} in all, {_range(moved['of_a_device'], bytes_text)} from a device in {moved['messages']:,} operations"))
+        rows.append(
+            (
+                "sent" if not k else "",
+                (
+                    f"{stream:<12} {bytes_text(moved['bytes']):>10} in all, {_range(moved['of_a_device'], bytes_text)}"
+                    f" from a device in {moved['messages']:,} operations"
+                ),
+            )
+        )
     for k, line in enumerate(found["added"][:LINES]):
-        rows.append(("added" if not k else "", f"{line['line']:<16} {', '.join(f'{count} {name}' for name, count in line['nodes'].items())}"))
+        rows.append(
+            (
+                "added" if not k else "",
+                f"{line['line']:<16} {', '.join(f'{count} {name}' for name, count in line['nodes'].items())}",
+            )
+        )
     if found["added"][LINES:]:
         rows.append(("", f"and {len(found['added']) - LINES} more lines"))
     return "\n".join(f"{name:<9}{text}".rstrip() for name, text in rows) + "\n"
@@ -43,16 +79,21 @@ def as_json(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
     worst = max(range(len(found)), key=lambda d: found[d].bytes)
     at = plan.devices[worst].instructions[found[worst].at] if found and found[worst].at >= 0 else None
     return {
-        "devices": {"count": len(plan.devices), "instructions": _ends(len(device.instructions) for device in plan.devices)},
+        "devices": {
+            "count": len(plan.devices),
+            "instructions": _ends(len(device.instructions) for device in plan.devices),
+        },
         "nodes": {"count": len(graph.nodes), "by_kind": _counted(node.op for node in graph.nodes)},
         "step": {"seconds": plan.seconds, "bubble": _ends(idle(plan, graph, Costs(graph, machine)))},
         "memory": {
-            "bytes": _ends(one.bytes for one in found), "device": plan.devices[worst].device, "by": dict(found[worst].by),
+            "bytes": _ends(one.bytes for one in found),
+            "device": plan.devices[worst].device,
+            "by": dict(found[worst].by),
             "at": f"{at.do} of {plan.names[at.node]}" if at else "",
         },
         "communication": _communication(plan),
         "added": _added(plan, graph),
-    }  # fmt: skip
+    }
 
 
 def _ends(values: Iterable[Any]) -> dict[str, Any]:
@@ -68,7 +109,10 @@ def idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
     """By device, the part of the foreseen step in which it computes nothing."""
     if not plan.seconds:
         return [0.0]
-    busy = [sum(costs.seconds(graph.nodes[x.node]) for x in device.instructions if x.do in COMPUTE) for device in plan.devices]
+    busy = [
+        sum(costs.seconds(graph.nodes[x.node]) for x in device.instructions if x.do in COMPUTE)
+        for device in plan.devices
+    ]
     return [max(0.0, 1 - seconds / plan.seconds) for seconds in busy]
 
 
@@ -94,7 +138,10 @@ def sent(instruction: Instruction, plan: Plan) -> float:
 
 
 def _given(device: DevicePlan, instruction: Instruction) -> float:
-    return float(sum(prod(shape) for peer, _, shape in instruction.args["give"] if peer != device.device) * _item(instruction.args))
+    return float(
+        sum(prod(shape) for peer, _, shape in instruction.args["give"] if peer != device.device)
+        * _item(instruction.args)
+    )
 
 
 def _item(args: Mapping[str, Any]) -> int:
@@ -112,7 +159,10 @@ def _communication(plan: Plan) -> dict[str, dict[str, Any]]:
                 stream = x.stream.rstrip(">")
                 by.setdefault(stream, [0.0] * len(plan.devices))[d] += moved
                 messages[stream] += 1
-    return {stream: {"bytes": round(sum(moved)), "of_a_device": _ends(map(round, moved)), "messages": messages[stream]} for stream, moved in sorted(by.items())}
+    return {
+        stream: {"bytes": round(sum(moved)), "of_a_device": _ends(map(round, moved)), "messages": messages[stream]}
+        for stream, moved in sorted(by.items())
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- the script
@@ -146,4 +196,8 @@ def _scaled(value: float, units: Sequence[str], step: int) -> str:
     while value >= step and unit + 1 < len(units):
         value /= step
         unit += 1
-    return f"{value:.0f} {units[unit]}" if value >= 100 or (unit == 0 and value == int(value)) else f"{value:.1f} {units[unit]}"
+    return (
+        f"{value:.0f} {units[unit]}"
+        if value >= 100 or (unit == 0 and value == int(value))
+        else f"{value:.1f} {units[unit]}"
+    )

@@ -1,4 +1,5 @@
-"""Gradients of one weight that one stream makes are added up as they come, so that the order is always the same and one of them takes memory, not all."""
+"""Gradients of one weight that one stream makes are added up as they come, so that the order is always the same and one
+of them takes memory, not all."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ ALONE = 2**18
 
 
 def travels_alone(entry: Mapping[str, Any]) -> bool:
-    """Whether a weight of a gather or a scatter is moved from where it lies to where it stays: if it is large and its parts are equal."""
+    """Whether a weight of a gather or a scatter is moved from where it lies to where it stays: if it is large and its
+    parts are equal."""
     return len({high - low for low, high in entry["cuts"]}) == 1 and int(entry["cuts"][-1][1]) >= ALONE
 
 

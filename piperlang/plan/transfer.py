@@ -20,15 +20,25 @@ class Part(NamedTuple):
 
 
 def parts(have: Value, want: Value) -> tuple[Part, ...]:
-    """For every device that wants the value, who gives it what. Its own copy first, then its counterpart, then whoever has it."""
+    """For every device that wants the value, who gives it what. Its own copy first, then its counterpart, then whoever
+    has it."""
     return _parts(have.tensor, have.layout, want.layout, have.samples, have.inner, want.inner)
 
 
 @lru_cache(maxsize=65536)
-def _parts(tensor: Tensor, have: Layout, want: Layout, samples: int, inner: tuple[tuple[int, int], ...], wanted_inner: tuple[tuple[int, int], ...]) -> tuple[Part, ...]:
+def _parts(
+    tensor: Tensor,
+    have: Layout,
+    want: Layout,
+    samples: int,
+    inner: tuple[tuple[int, int], ...],
+    wanted_inner: tuple[tuple[int, int], ...],
+) -> tuple[Part, ...]:
     sources = list(zip(devices_of(have.where), have.boxes(tensor, 0, samples, inner), strict=True))
     found: list[Part] = []
-    for k, (device, box) in enumerate(zip(devices_of(want.where), want.boxes(tensor, 0, samples, wanted_inner), strict=True)):
+    for k, (device, box) in enumerate(
+        zip(devices_of(want.where), want.boxes(tensor, 0, samples, wanted_inner), strict=True)
+    ):
         alike = len(sources) == len(devices_of(want.where))
         ranked = sorted(enumerate(sources), key=lambda item: (item[1][0] != device, not alike or item[0] != k, item[0]))
         taken: set[Box] = set()
@@ -52,6 +62,11 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def local_shapes(tensor: Tensor, layout: Layout, samples: int, inner: tuple[tuple[int, int], ...]) -> dict[int, tuple[int, ...]]:
+def local_shapes(
+    tensor: Tensor, layout: Layout, samples: int, inner: tuple[tuple[int, int], ...]
+) -> dict[int, tuple[int, ...]]:
     """What each device has of a value."""
-    return {device: shape_of(box) for device, box in zip(devices_of(layout.where), layout.boxes(tensor, 0, samples, inner), strict=True)}
+    return {
+        device: shape_of(box)
+        for device, box in zip(devices_of(layout.where), layout.boxes(tensor, 0, samples, inner), strict=True)
+    }

@@ -35,7 +35,9 @@ def answer(before: State, after: State, known: Estimate | None, width: int, pain
     if not new:
         return Shown(tuple(rows.found))
     if after.scheduler is None:
-        shown = (x for x in new if not isinstance(x, d.UseMesh | d.Order) or x in after.chains)  # a grid shows other orders
+        shown = (
+            x for x in new if not isinstance(x, d.UseMesh | d.Order) or x in after.chains
+        )  # a grid shows other orders
         rows.all("applied", resolved(shown).splitlines(), MOST)
     else:
         _matched(rows, after, new)

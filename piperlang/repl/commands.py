@@ -92,7 +92,11 @@ def undo(session: Session, argument: str) -> Shown:
     if count > len(session.statements):
         raise usage(
             ":undo",
-            "nothing to undo" if not session.statements else f"only {counted(len(session.statements), 'statement')} can be undone",
+            (
+                "nothing to undo"
+                if not session.statements
+                else f"only {counted(len(session.statements), 'statement')} can be undone"
+            ),
             argument,
         )
     before = session.state
@@ -107,7 +111,11 @@ def redo(session: Session, argument: str) -> Shown:
     if count > len(session.undone):
         raise usage(
             ":redo",
-            "nothing to redo" if not session.undone else f"only {counted(len(session.undone), 'statement')} can be redone",
+            (
+                "nothing to redo"
+                if not session.undone
+                else f"only {counted(len(session.undone), 'statement')} can be redone"
+            ),
             argument,
         )
     before = session.state
@@ -233,10 +241,7 @@ def graph(session: Session, argument: str) -> Shown:
     drawn = drawing(found)
     if not argument:
         return Shown(
-            block=_some(
-                brief(found).splitlines(), LINES, "nodes; `:graph FILE` writes them all"
-            ),
-            drawing=drawn,
+            block=_some(brief(found).splitlines(), LINES, "nodes; `:graph FILE` writes them all"), drawing=drawn
         )
     path = Path(argument)
     if path.suffix == ".svg":
@@ -255,7 +260,9 @@ def show_orders(session: Session, argument: str) -> Shown:
     With the unit costs of `:cost`; `.` is idle time, `&` joins what may overlap."""
     found = orders(session.state, session.screen.width(), session.screen.paint)
     also = [f"also: {chain_text(chain)}" for chain in session.state.chains]
-    return Shown(block="\n".join([*([found] if found else []), *also]) or "nothing is ordered yet: the compiler chooses")
+    return Shown(
+        block="\n".join([*([found] if found else []), *also]) or "nothing is ordered yet: the compiler chooses"
+    )
 
 
 def plan(session: Session, argument: str) -> Shown:
@@ -339,7 +346,8 @@ def load_script(session: Session, argument: str) -> Shown:
     before = len(session.statements)
     found = session.load(Path(argument).expanduser())
     return Shown(
-        (Row("loaded", f"{counted(len(session.statements) - before, 'statement')} of {argument}"), *found.rows), found.block
+        (Row("loaded", f"{counted(len(session.statements) - before, 'statement')} of {argument}"), *found.rows),
+        found.block,
     )
 
 
@@ -431,21 +439,29 @@ LOOKING = (":list", ":show", ":count", ":why", ":graph", ":orders", ":plan", ":m
 """Commands that look at a state and change nothing."""
 
 DIRECTIVE_HELP = {
-    "tag": "tag NAME=VALUE at PATH, ...\n"
-    "Name parts of the model by module path: `tag stage=0 at embed, blocks[0:2]`. Comes before what uses the chunks.",
-    "place": "place SELECTOR on MESH[AXIS=AT]\n"
-    "Where chunks run. Sends and receives appear where producer and consumer differ.",
-    "replicate": "replicate SELECTOR over MESH.AXIS [with states=sharded, grads=sharded, params=sharded, bucket=25MB]\n"
-    "Divide the batch along the axis, with a copy of the weights on each device;\n"
-    "sharded states, grads and params are ZeRO-1, 2 and 3.",
+    "tag": (
+        "tag NAME=VALUE at PATH, ...\nName parts of the model by module path: `tag stage=0 at embed, blocks[0:2]`."
+        " Comes before what uses the chunks."
+    ),
+    "place": (
+        "place SELECTOR on MESH[AXIS=AT]\n"
+        "Where chunks run. Sends and receives appear where producer and consumer differ."
+    ),
+    "replicate": (
+        "replicate SELECTOR over MESH.AXIS [with states=sharded, grads=sharded, params=sharded, bucket=25MB]\n"
+        "Divide the batch along the axis, with a copy of the weights on each device;\n"
+        "sharded states, grads and params are ZeRO-1, 2 and 3."
+    ),
     "shard": "shard SELECTOR over MESH.AXIS [with style=experts|columns|rows|sequence]\nDivide weights along the axis.",
     "split": "split batch into N as NAME\nDivide the batch in microbatches; gradients add up to those of the whole.",
     "stream": 'stream SELECTOR on "NAME"\nThe logical stream of compute or communication.',
     "recompute": "recompute SELECTOR\nRun the forward again before the backward instead of keeping activations.",
     "offload": "offload SELECTOR [with prefetch=N]\nActivations to host memory until they are needed.",
-    "order": "order on MESH[AXIS=AT]: STEPS, or order A -> B\n"
-    "The order of work on some devices: `,` and a new line mean then, `&` may overlap.\n"
-    "`order A -> B` relates nodes anywhere.",
+    "order": (
+        "order on MESH[AXIS=AT]: STEPS, or order A -> B\n"
+        "The order of work on some devices: `,` and a new line mean then, `&` may overlap.\n"
+        "`order A -> B` relates nodes anywhere."
+    ),
     "mesh": "mesh NAME = AXIS: SIZE, ...\nName devices as a grid: `mesh gpu = pp: 2, dp: 4`.",
 }
 

@@ -74,9 +74,10 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
             if problem.name not in NEEDED:
                 raise
             raise error(
-                "P0902", f"a session with a model needs {problem.name}, which is not installed",
+                "P0902",
+                f"a session with a model needs {problem.name}, which is not installed",
                 help="`pip install 'piperlang[run]'` installs it; `piperc repl` alone works without a model",
-            ) from None  # fmt: skip
+            ) from None
         file = load_model(path)
     started = time.perf_counter()
     with phase(f"tracing {path.name}", "traced") as tracing:

@@ -84,7 +84,8 @@ def statements(source: Source) -> list[str]:
 
 
 def inputs(text: str) -> list[str]:
-    """What was typed or pasted at once: statements together, which are applied all or none; one by one where commands are among them."""
+    """What was typed or pasted at once: statements together, which are applied all or none; one by one where commands
+    are among them."""
     lines = text.split("\n")
     if not any(is_command(line) and not line.startswith(" ") for line in lines[1:]):
         return [text]

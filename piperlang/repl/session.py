@@ -125,7 +125,8 @@ class Session:
             raise PiperError(*(replace(x, helps=(hint,)) for x in problem.diagnostics)) from None
 
     def cut_ahead(self) -> None:
-        """To be called before the next input is waited for: chunks that a `tag` has made are traced while it is typed, not when it is executed."""
+        """To be called before the next input is waited for: chunks that a `tag` has made are traced while it is typed,
+        not when it is executed."""
         if not self.state.settled:
             self._cutting = threading.Thread(target=self.state.cut)
             self._cutting.start()

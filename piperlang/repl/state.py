@@ -50,7 +50,8 @@ def axis_of(unused: Diagnostic) -> str | None:
 
 
 class Cuts:
-    """A traced model that remembers how it was cut: the same tags give the same chunks, whichever statement asks, in whichever thread."""
+    """A traced model that remembers how it was cut: the same tags give the same chunks, whichever statement asks, in
+    whichever thread."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -185,7 +186,8 @@ class State:
                 self.__dict__.pop(name, None)
 
     def cut(self) -> None:
-        """Cut the model as the tags so far ask, for whoever needs these chunks later; what is wrong is for them to tell."""
+        """Cut the model as the tags so far ask, for whoever needs these chunks later; what is wrong is for them to
+        tell."""
         if self.scheduler is not None:
             with suppress(PiperError):
                 self.scheduler.schedule.program.cut(self.scheduler.schedule.tag_directives)

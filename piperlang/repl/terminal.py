@@ -140,12 +140,20 @@ class Terminal:
         complete(session, "x")  # reads the library, so that the first key does not wait for it
         session.screen.width = lambda: shutil.get_terminal_size((80, 24)).columns
         self.prompt: PromptSession[str] = PromptSession(
-            message=self._message, multiline=True, history=history(), lexer=_Colours(), style=STYLE,
+            message=self._message,
+            multiline=True,
+            history=history(),
+            lexer=_Colours(),
+            style=STYLE,
             key_bindings=bindings(),
-            completer=_Completing(session), complete_while_typing=True, auto_suggest=AutoSuggestFromHistory(),
+            completer=_Completing(session),
+            complete_while_typing=True,
+            auto_suggest=AutoSuggestFromHistory(),
             prompt_continuation=lambda width, line, wrapped: " " * max(0, width - 4) + "... ",
-            bottom_toolbar=self._toolbar, reserve_space_for_menu=6, enable_suspend=True,
-        )  # fmt: skip
+            bottom_toolbar=self._toolbar,
+            reserve_space_for_menu=6,
+            enable_suspend=True,
+        )
 
     def _message(self) -> Any:
         return [("class:prompt", f"piper:{len(self.session.statements) + 1}> ")]
@@ -193,7 +201,9 @@ class Terminal:
         if self.warned or not self.session.unsaved or not self.session.statements:
             return True
         self.warned = True
-        print(f"{counted(len(self.session.statements), 'statement')} not saved: `:save FILE`, or {again} again to leave")
+        print(
+            f"{counted(len(self.session.statements), 'statement')} not saved: `:save FILE`, or {again} again to leave"
+        )
         return False
 
     def _execute(self, text: str) -> None:

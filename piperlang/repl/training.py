@@ -273,7 +273,8 @@ def compared(session: Session) -> Shown:
         Row("loss", f"{found.loss:.9g} after two steps, plain {found.loss_reference:.9g}"),
         Row(
             "largest",
-            f"gradients {found.max_grad_rel_err:.1e}, weights {found.max_weight_rel_err:.1e} (relative{f', {found.worst}' if found.worst else ''})",
+            f"gradients {found.max_grad_rel_err:.1e}, weights {found.max_weight_rel_err:.1e}"
+            f" (relative{f', {found.worst}' if found.worst else ''})",
         ),
         *([Row("noise", f"{', '.join(noisy[:3])}{more}: judged by gradient")] if noisy else []),
     ]

@@ -1,10 +1,10 @@
 """From Python: a model, a schedule, and an object that trains it.
 
-    trainer = piperlang.compile(make_model, "schedule.piper", loss=loss, example=(inputs, target), optimizer=optimizer)
-    for batch in loader:
-        print(trainer.step(batch).loss)
-    print(trainer.evaluate(other_batch))
-    torch.save(trainer.state_dict(), "weights.pt")
+trainer = piperlang.compile(make_model, "schedule.piper", loss=loss, example=(inputs, target), optimizer=optimizer)
+for batch in loader:
+    print(trainer.step(batch).loss)
+print(trainer.evaluate(other_batch))
+torch.save(trainer.state_dict(), "weights.pt")
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Trainer:
             self._display.show(event)
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        """The loss of a batch with the model in evaluation mode; nothing is trained. The first call traces the model in that mode."""
+        """The loss of a batch with the model in evaluation mode; nothing is trained. The first call traces the model in
+        that mode."""
         with located_at_call(), _shown(self._display):
             _check_batch(batch)
             if self.job.evaluation is None:
@@ -128,19 +129,37 @@ class Trainer:
 
 
 def compile(
-    model: Callable[[], Any], script: str | Path, *, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], optimizer: Callable[[Any], Any],
-    lr_schedule: Callable[[Any], Any] | None = None, parameters: Mapping[str, Any] | None = None, seed: int = 0, executor: str = "ray", address: str | None = None,
-    timeout: float = 300.0, masters: bool = False, max_norm: float | None = None, cuda: bool | None = None, compiles: bool | None = None,
-    verify: bool = True, progress: bool | None = None,
-) -> Trainer:  # fmt: skip
-    """Capture `model()`, apply the script, check the plan. What is wrong with any of them is a PiperError with located diagnostics.
+    model: Callable[[], Any],
+    script: str | Path,
+    *,
+    loss: Callable[[Any, Any], Any],
+    example: tuple[Any, Any],
+    optimizer: Callable[[Any], Any],
+    lr_schedule: Callable[[Any], Any] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    executor: str = "ray",
+    address: str | None = None,
+    timeout: float = 300.0,
+    masters: bool = False,
+    max_norm: float | None = None,
+    cuda: bool | None = None,
+    compiles: bool | None = None,
+    verify: bool = True,
+    progress: bool | None = None,
+) -> Trainer:
+    """Capture `model()`, apply the script, check the plan. What is wrong with any of them is a PiperError with located
+    diagnostics.
 
-    `masters` keeps float32 masters of weights in half precision, `max_norm` clips gradients by their global norm; `cuda` and `compiles` are chosen by what is there
-    if not given. `verify`: before the first step the captured program is compared with the eager model on slices of `example`; what came of it is `trainer.verified`.
-    `progress`: show what is done; in a notebook it is shown if not given, elsewhere it goes to standard error."""
+    `masters` keeps float32 masters of weights in half precision, `max_norm` clips gradients by their global norm;
+    `cuda` and `compiles` are chosen by what is there if not given. `verify`: before the first step the captured program
+    is compared with the eager model on slices of `example`; what came of it is `trainer.verified`. `progress`: show
+    what is done; in a notebook it is shown if not given, elsewhere it goes to standard error."""
     if executor not in ("ray", "inline"):
         raise ValueError(f"executor is 'ray' or 'inline', not {executor!r}")
-    _check_arguments({"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm)
+    _check_arguments(
+        {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm
+    )
     model, optimizer = UserFunction(model, "model"), UserFunction(optimizer, "optimizer")
     lr_schedule = UserFunction(lr_schedule, "lr_schedule") if lr_schedule is not None else None
     display = _display(progress)
@@ -166,7 +185,10 @@ def compile(
             plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
             check(plan)
             planning.detail = counted(len(plan.devices), "device")
-    training, dtype = Training(model, optimizer, lr_schedule, seed, masters), graph.model.tensors[graph.model.loss].dtype
+    training, dtype = (
+        Training(model, optimizer, lr_schedule, seed, masters),
+        graph.model.tensors[graph.model.loss].dtype,
+    )
 
     def start() -> Job | ThreadJob:
         if executor == "inline":
@@ -242,7 +264,10 @@ def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
         missing = sorted({held["weight"] for key, held in device.weights.items() if key not in other.weights})
         if missing:
             raise error(
-                "P0606", f"in evaluation mode device {device.device} would need {missing[0]}, which it does not have in training",
-                notes=["the model takes another way in evaluation mode"], help="let the model use the same weights in the same parts in both modes",
-            )  # fmt: skip
+                "P0606",
+                f"in evaluation mode device {device.device} would need {missing[0]}, which it does not have in"
+                " training",
+                notes=["the model takes another way in evaluation mode"],
+                help="let the model use the same weights in the same parts in both modes",
+            )
     return plan

@@ -14,8 +14,11 @@ from piperlang.plan.instruction import Plan
 from piperlang.runtime.boxes import take
 
 
-def assembled(plan: Plan, kept: Sequence[Mapping[str, torch.Tensor]], aliases: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
-    """By name, as the plain model has them; `kept` is in the order of the plan's devices, `aliases` are further names of tied weights."""
+def assembled(
+    plan: Plan, kept: Sequence[Mapping[str, torch.Tensor]], aliases: Mapping[str, Sequence[str]]
+) -> dict[str, torch.Tensor]:
+    """By name, as the plain model has them; `kept` is in the order of the plan's devices, `aliases` are further names
+    of tied weights."""
     flats: dict[str, dict[tuple[tuple[int, int], ...], torch.Tensor]] = {}
     for device, values in zip(plan.devices, kept, strict=True):
         for key, held in device.weights.items():
@@ -36,7 +39,8 @@ def assembled(plan: Plan, kept: Sequence[Mapping[str, torch.Tensor]], aliases: M
 
 @dataclass(frozen=True)
 class Rest:
-    """What a model saves: all entries in order, with the weight that each is, and what no device keeps, because nothing reads it."""
+    """What a model saves: all entries in order, with the weight that each is, and what no device keeps, because nothing
+    reads it."""
 
     entries: Mapping[str, str]
     """Names in the state dict, which hooks may have changed, and of weights; empty for what is no weight."""
@@ -51,7 +55,13 @@ def rest_of(model: nn.Module, known: Container[str]) -> Rest:
     state = model.state_dict(keep_vars=True)
     entries = {entry: entry if entry in known else names.get(id(value), "") for entry, value in state.items()}
     others = {entry: state[entry] for entry, name in entries.items() if name not in known}
-    return Rest(entries, {entry: value.detach().clone() if isinstance(value, torch.Tensor) else value for entry, value in others.items()})
+    return Rest(
+        entries,
+        {
+            entry: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for entry, value in others.items()
+        },
+    )
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -25,9 +25,14 @@ def take(whole: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tens
 
 
 def move(sources: Sequence[tuple[Value, Sequence[torch.Tensor]]], target: Value) -> list[torch.Tensor]:
-    """The value as `target` lies, from parts that lie otherwise: whatever the operation is called, this is what it must do."""
+    """The value as `target` lies, from parts that lie otherwise: whatever the operation is called, this is what it must
+    do."""
     layout = sources[0][0].layout
-    parts = [(box, tensor, k) for value, tensors in sources for k, (box, tensor) in enumerate(zip(boxes(value), tensors, strict=True))]
+    parts = [
+        (box, tensor, k)
+        for value, tensors in sources
+        for k, (box, tensor) in enumerate(zip(boxes(value), tensors, strict=True))
+    ]
     kept = _kept_sums(layout, target.layout)
     groups = _sum_groups(layout, summed=(SUM, MEAN) if SHARE in target.layout.places else (SUM, MEAN, SHARE), but=kept)
     mean = MEAN in layout.places
@@ -37,7 +42,9 @@ def move(sources: Sequence[tuple[Value, Sequence[torch.Tensor]]], target: Value)
         total: torch.Tensor | None = None
         for group in groups:
             # Its own copy first; of others, any that has it.
-            alike = [part for part in parts if part[2] in group and all(points[part[2]][i] == points[k][i] for i in kept)]
+            alike = [
+                part for part in parts if part[2] in group and all(points[part[2]][i] == points[k][i] for i in kept)
+            ]
             mine = sorted(alike, key=lambda part: part[2] != k)
             piece = _assemble(wanted, [(box, tensor) for box, tensor, _ in mine])
             total = piece if total is None else total + piece
@@ -51,14 +58,23 @@ def move(sources: Sequence[tuple[Value, Sequence[torch.Tensor]]], target: Value)
 
 def _first_of_shared(layout: Layout) -> set[int]:
     points = product(*(range(size) for _, size in axes_of(layout.where)))
-    return {k for k, at in enumerate(points) if not any(i for i, place in zip(at, layout.places, strict=True) if place == SHARE)}
+    return {
+        k
+        for k, at in enumerate(points)
+        if not any(i for i, place in zip(at, layout.places, strict=True) if place == SHARE)
+    }
 
 
 def _kept_sums(source: Layout, target: Layout) -> list[int]:
-    """Axes along which a value is a sum of parts before and after: it is cut or joined, and each device keeps its own part."""
+    """Axes along which a value is a sum of parts before and after: it is cut or joined, and each device keeps its own
+    part."""
     if source.where != target.where:
         return []
-    return [i for i, (have, want) in enumerate(zip(source.places, target.places, strict=True)) if have == want and have in (SUM, MEAN)]
+    return [
+        i
+        for i, (have, want) in enumerate(zip(source.places, target.places, strict=True))
+        if have == want and have in (SUM, MEAN)
+    ]
 
 
 def _sum_groups(layout: Layout, summed: tuple[str, ...], but: Sequence[int] = ()) -> list[set[int]]:

@@ -1,4 +1,5 @@
-"""Ray: started here for one job, or joined by address. The only file that imports it; its private parts were tried with Ray 2.60."""
+"""Ray: started here for one job, or joined by address. The only file that imports it; its private parts were tried with
+Ray 2.60."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ ROOM = 30.0
 """Seconds that a cluster has to find room for a job."""
 
 CLEANUP = 30.0
-"""Seconds after which the driver stops waiting for the end of a job's processes. The janitor then removes them and the folder."""
+"""Seconds after which the driver stops waiting for the end of a job's processes. The janitor then removes them and the
+folder."""
 
 _open: set[Cluster] = set()
-"""Clusters that are not closed yet. An interrupt may skip the code that closes them, so they are closed when the process exits."""
+"""Clusters that are not closed yet. An interrupt may skip the code that closes them, so they are closed when the
+process exits."""
 os.register_at_fork(after_in_child=_open.clear)
 
 
@@ -129,18 +132,26 @@ class Cluster:
             note = f"each wants {each:g} {name}; {free.get(name, 0):g} of {there.get(name, 0):g} are free"
             help = "use a smaller mesh, or wait until other jobs have ended"
             raise error("P0605", f"the Ray cluster has no room for {count} workers", notes=[note], help=help)
-        options: dict[str, Any] = {"num_cpus": need.get("CPU", 0), "num_gpus": gpus, "concurrency_groups": {"control": 2}}
+        options: dict[str, Any] = {
+            "num_cpus": need.get("CPU", 0),
+            "num_gpus": gpus,
+            "concurrency_groups": {"control": 2},
+        }
         actor: Any = ray.remote(**options)(_controlled())
         for i in range(count):
             place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
-            self.workers.append(actor.options(scheduling_strategy=place).remote(_environment(i) if cuda and gpus < 1 else {}))
+            self.workers.append(
+                actor.options(scheduling_strategy=place).remote(_environment(i) if cuda and gpus < 1 else {})
+            )
         here, asked = process()[0], [worker.where.remote() for worker in self.workers]
         starting = asked
         while starting:
             _, starting = ray.wait(starting, num_returns=1)
             emit(Workers(count - len(starting), count))
         for system, pid in ray.get(asked):
-            self.pids.append(pid if system == here else None)  # a process that we cannot see must be asked for through Ray
+            self.pids.append(
+                pid if system == here else None
+            )  # a process that we cannot see must be asked for through Ray
 
     @property
     def local(self) -> bool:
@@ -158,7 +169,8 @@ class Cluster:
         return getattr(self.workers[worker], method).remote(*arguments)
 
     def each(self, method: str, arguments: Sequence[Any] | None = None, count: int = 0) -> list[Any]:
-        """A method of the first workers, each with its own argument if there are any, and the results when all have ended."""
+        """A method of the first workers, each with its own argument if there are any, and the results when all have
+        ended."""
         if arguments is None:
             return self.wait([self.call(i, method) for i in range(count)])
         return self.wait([self.call(i, method, argument) for i, argument in enumerate(arguments)])
@@ -222,7 +234,8 @@ class Cluster:
         return found
 
     def dead(self, within: float = 0.2) -> list[int]:
-        """Workers whose process has ended, looked for a moment: the end of a process shows a little after its connections break."""
+        """Workers whose process has ended, looked for a moment: the end of a process shows a little after its
+        connections break."""
         until = time.monotonic() + within
         while True:
             found = [i for i, pid in enumerate(self.pids) if pid is not None and not _alive(pid)]
@@ -240,7 +253,8 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the workers, and Ray if it was started for this job, and remove the folder. Ctrl-C is postponed until that is done."""
+        """End the workers, and Ray if it was started for this job, and remove the folder. Ctrl-C is postponed until
+        that is done."""
         with uninterrupted(), self.closing:
             if self not in _open:
                 return
@@ -261,7 +275,8 @@ class Cluster:
                 ray.shutdown()
 
     def _clean(self) -> None:
-        """Ray's processes run for a while after ray.shutdown and write into the folder, so they are ended before it is removed."""
+        """Ray's processes run for a while after ray.shutdown and write into the folder, so they are ended before it is
+        removed."""
         spare = {os.getpid()} if self.janitor is None else {os.getpid(), self.janitor.pid}
         done = clear(self.folder, CLEANUP, spare)
         if self.janitor is not None:
@@ -270,9 +285,11 @@ class Cluster:
 
 @contextlib.contextmanager
 def _unbroken_process_starts() -> Iterator[None]:
-    """Postpone Ctrl-C while a process is being started, but not all the time that Ray takes to start, which can be a minute.
+    """Postpone Ctrl-C while a process is being started, but not all the time that Ray takes to start, which can be a
+    minute.
 
-    Python discards a KeyboardInterrupt that is raised by the functions it calls after fork(), and a process has no mark until exec()."""
+    Python discards a KeyboardInterrupt that is raised by the functions it calls after fork(), and a process has no mark
+    until exec()."""
     original = subprocess.Popen.__init__
 
     def start(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
@@ -292,7 +309,8 @@ def _close_at_exit() -> None:
 
 
 def _exit() -> None:
-    """Close what is still open. A further Ctrl-C is ignored: it would skip the rest of the exit and print a traceback."""
+    """Close what is still open. A further Ctrl-C is ignored: it would skip the rest of the exit and print a
+    traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for cluster in list(_open):
         cluster.close()
@@ -316,12 +334,14 @@ def _marked(folder: Path) -> Iterator[None]:
 
 
 def _environment(worker: int) -> dict[str, str]:
-    """Of workers that share a GPU: NCCL refuses two ranks on one GPU of one host, so it must take them for different hosts."""
+    """Of workers that share a GPU: NCCL refuses two ranks on one GPU of one host, so it must take them for different
+    hosts."""
     return {"NCCL_HOSTID": f"piper-{worker}"}
 
 
 def _loopback() -> None:
-    """Ray takes 127.0.0.1 for `any address` unless told, by this variable, that clusters are not wanted; its children inherit that."""
+    """Ray takes 127.0.0.1 for `any address` unless told, by this variable, that clusters are not wanted; its children
+    inherit that."""
     from ray._private import ray_constants
 
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -329,7 +349,8 @@ def _loopback() -> None:
 
 
 def _hush() -> None:
-    """Ray prints to standard output that a worker died, which is the place of data; that it died is our own diagnostic's to say."""
+    """Ray prints to standard output that a worker died, which is the place of data; that it died is our own
+    diagnostic's to say."""
     from ray._private import worker
 
     worker.print_to_stdstream = lambda *_, **__: None

@@ -1,8 +1,8 @@
 """Communication between workers: gloo on CPU, NCCL on CUDA, behind the few operations that plans use.
 
-gloo pairs messages by (source, destination, tag), collectives by their order in a group, and notices next to nothing when partners disagree: the
-plan's check is what keeps them together. Sends are never waited for while a step runs, so that no order of large messages can lock up.
-"""
+gloo pairs messages by (source, destination, tag), collectives by their order in a group, and notices next to nothing
+when partners disagree: the plan's check is what keeps them together. Sends are never waited for while a step runs, so
+that no order of large messages can lock up."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ def agree(store: Store, rank: int, world: int, digest: str) -> None:
     for other in range(world):
         theirs = store.get(f"digest-{other}").decode()
         if theirs != (digest or "none"):
-            raise error("P0503", f"workers {rank} and {other} have different plans", notes=[f"{digest[:12]} and {theirs[:12]}"], help="start the job again: these workers are of two jobs")
+            raise error(
+                "P0503",
+                f"workers {rank} and {other} have different plans",
+                notes=[f"{digest[:12]} and {theirs[:12]}"],
+                help="start the job again: these workers are of two jobs",
+            )
 
 
 def _turned(ranks: Sequence[int]) -> list[int] | None:
-    """torch sorts the ranks of a group, whatever order they are given in: where each member of ours stands there, if that is elsewhere."""
+    """torch sorts the ranks of a group, whatever order they are given in: where each member of ours stands there, if
+    that is elsewhere."""
     places = sorted(ranks)
     found = [places.index(rank) for rank in ranks]
     return found if found != list(range(len(ranks))) else None
@@ -44,33 +50,52 @@ def opened(place: str, world: int) -> Store:
 
 class Comm:
     def __init__(
-        self, rank: int, world: int, meeting: Store, groups: Sequence[tuple[tuple[int, ...], str]], ranks: dict[int, int], timeout: float, digest: str = "",
-        pairs: Sequence[tuple[int, int]] = (), cuda: bool = False, loopback: bool = True,
-    ) -> None:  # fmt: skip
-        """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan; `pairs`: who sends to whom."""
+        self,
+        rank: int,
+        world: int,
+        meeting: Store,
+        groups: Sequence[tuple[tuple[int, ...], str]],
+        ranks: dict[int, int],
+        timeout: float,
+        digest: str = "",
+        pairs: Sequence[tuple[int, int]] = (),
+        cuda: bool = False,
+        loopback: bool = True,
+    ) -> None:
+        """`ranks`: device of the plan -> rank; `groups`: members as devices, in the order of the plan; `pairs`: who
+        sends to whom."""
         if loopback:  # all on one machine: nobody else need hear
             for name, value in (("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_IB_DISABLE", "1")):
                 os.environ.setdefault(name, value)
         self.limit = timedelta(seconds=timeout)
         self.rank, self.ranks, self.cuda = rank, ranks, cuda
         agree(meeting, rank, world, digest)
-        dist.init_process_group("nccl" if cuda else "gloo", store=meeting, rank=rank, world_size=world, timeout=self.limit)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=meeting, rank=rank, world_size=world, timeout=self.limit
+        )
         self.connect(groups, pairs)
 
     def connect(self, groups: Sequence[tuple[tuple[int, ...], str]], pairs: Sequence[tuple[int, int]]) -> None:
         """The groups of a plan. A copy of this object can have those of another one."""
         # Every process makes every group, in the same order: torch asks for it.
         ranks, cuda = self.ranks, self.cuda
-        self.groups = [dist.new_group([ranks[d] for d in members], timeout=self.limit) if len(members) > 1 else None for members, _ in groups]
+        self.groups = [
+            dist.new_group([ranks[d] for d in members], timeout=self.limit) if len(members) > 1 else None
+            for members, _ in groups
+        ]
         self.turned = [_turned([ranks[d] for d in members]) for members, _ in groups]
-        # On NCCL each direction of each pair has a communicator of its own: messages of one communicator wait for each other.
-        self.pairs = {pair: dist.new_group([ranks[d] for d in pair], timeout=self.limit) for pair in pairs} if cuda else {}
+        # On NCCL each direction of each pair has a communicator of its own: messages of one communicator wait for each
+        # other.
+        self.pairs = (
+            {pair: dist.new_group([ranks[d] for d in pair], timeout=self.limit) for pair in pairs} if cuda else {}
+        )
         self.pending: list[tuple[Any, torch.Tensor]] = []
         if cuda:
             self._meet(groups)
 
     def _meet(self, groups: Sequence[tuple[tuple[int, ...], str]]) -> None:
-        """NCCL connects at first use, and waits for all members: so the first use is here, in one order for everybody."""
+        """NCCL connects at first use, and waits for all members: so the first use is here, in one order for
+        everybody."""
         token = torch.zeros(1, device="cuda")
         for (members, _), group in zip(groups, self.groups, strict=True):
             if group is not None and self.rank in [self.ranks[d] for d in members]:
@@ -88,7 +113,9 @@ class Comm:
             work = dist.isend(tensor, self.ranks[device], group=self.pairs[self.device_of(self.rank), device])
         else:
             work = dist.isend(tensor, self.ranks[device], tag=tag)
-        if self.cuda:  # one thread issues everything there; gloo's threads only add to the list, and gloo never says that a send is done
+        # one thread issues everything there; gloo's threads only add to the list, and gloo never says that a send is
+        # done
+        if self.cuda:
             self.pending = [(sent, kept) for sent, kept in self.pending if not sent.is_completed()]
         self.pending.append((work, tensor))
 
@@ -111,7 +138,9 @@ class Comm:
         if self.groups[group] is not None:
             dist.all_reduce(tensor, group=self.groups[group])
 
-    def exchange(self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]) -> None:
+    def exchange(
+        self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]
+    ) -> None:
         turned = self.turned[group]
         if self.groups[group] is None:
             take.copy_(give)
@@ -121,7 +150,13 @@ class Comm:
             here = [turned.index(k) for k in range(len(turned))]
             parts = torch.split(give, give_sizes)
             arrived = torch.empty_like(take)
-            dist.all_to_all_single(arrived, torch.cat([parts[k] for k in here]), [take_sizes[k] for k in here], [give_sizes[k] for k in here], group=self.groups[group])
+            dist.all_to_all_single(
+                arrived,
+                torch.cat([parts[k] for k in here]),
+                [take_sizes[k] for k in here],
+                [give_sizes[k] for k in here],
+                group=self.groups[group],
+            )
             came = torch.split(arrived, [take_sizes[k] for k in here])
             torch.cat([came[k] for k in turned], out=take)
 

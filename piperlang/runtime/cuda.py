@@ -1,5 +1,5 @@
-"""Logical streams on CUDA: the host issues instructions in the order of the plan, each on its own CUDA stream. Inside a step it waits only for what bounds
-gathers, and for how many rows chose which experts.
+"""Logical streams on CUDA: the host issues instructions in the order of the plan, each on its own CUDA stream. Inside a
+step it waits only for what bounds gathers, and for how many rows chose which experts.
 
 Private API, kept in this file: `torch._C._cuda_clearCublasWorkspaces` (tried on torch 2.11).
 """
@@ -23,9 +23,14 @@ class CudaStreams:
 
     values: Device
 
-    def __init__(self, instructions: Sequence[Instruction], execute: Callable[[Instruction], None], name: str = "") -> None:
+    def __init__(
+        self, instructions: Sequence[Instruction], execute: Callable[[Instruction], None], name: str = ""
+    ) -> None:
         self.instructions, self.execute = instructions, execute
-        self.streams: dict[str, Any] = {stream: torch.cuda.Stream() for stream in dict.fromkeys(i.stream for i in instructions)}  # type: ignore[no-untyped-call]
+        self.streams: dict[str, Any] = {
+            stream: torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            for stream in dict.fromkeys(i.stream for i in instructions)
+        }
         waited = {i for instruction in instructions for i in instruction.waits}
         self.events: dict[int, Any] = {i: torch.cuda.Event() for i in waited}  # type: ignore[no-untyped-call]
         self.made = {key: instruction.stream for instruction in instructions for key in instruction.writes}
@@ -40,7 +45,8 @@ class CudaStreams:
             self.running = {instruction.stream: i}
             stream = self.streams[instruction.stream]
             if instruction.do == "gather":
-                # The host must not run ahead of what bounds gathers: memory is given out when it issues an instruction, not when that runs.
+                # The host must not run ahead of what bounds gathers: memory is given out when it issues an instruction,
+                # not when that runs.
                 for earlier in instruction.waits:
                     self.events[earlier].synchronize()
             with torch.cuda.stream(stream):
@@ -61,12 +67,15 @@ class CudaStreams:
     def _borrow(self, instruction: Instruction, stream: Any) -> None:
         """What another stream made must not be given to anybody else while this stream reads it."""
         for key in self.values.reads[id(instruction)]:
-            if self.made.get(key.removeprefix("sum:"), instruction.stream) != instruction.stream:  # a sum is named after the first of its parts
+            if (
+                self.made.get(key.removeprefix("sum:"), instruction.stream) != instruction.stream
+            ):  # a sum is named after the first of its parts
                 for tensor in _tensors(self.values.values.get(key)):
                     tensor.record_stream(stream)
 
     def close(self) -> None:
-        """What matrix products keep for each stream goes too: 32 MiB on a large GPU, and the next job has streams of its own."""
+        """What matrix products keep for each stream goes too: 32 MiB on a large GPU, and the next job has streams of
+        its own."""
         self.streams.clear()
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -84,7 +93,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def compiled(pieces: Sequence[Piece | None], kinds: Sequence[Mapping[str, Any]]) -> list[Piece | None]:
-    """Pieces compiled by Inductor, each distinct one once; not those with as many rows as choose their experts, which would be compiled for every number of them."""
+    """Pieces compiled by Inductor, each distinct one once; not those with as many rows as choose their experts, which
+    would be compiled for every number of them."""
     known: dict[int, Piece] = {}
     found: list[Piece | None] = []
     for piece, kind in zip(pieces, kinds, strict=True):

@@ -24,12 +24,23 @@ class Device:
     """Values, weights and optimizer of one device, and what each instruction does to them."""
 
     def __init__(
-        self, plan: DevicePlan, kinds: Sequence[Mapping[str, Any]], pieces: Sequence[Piece], weights: Mapping[str, torch.Tensor], comm: Comm | None,
-        where: torch.device, seed: int, kept: dict[Key, torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: DevicePlan,
+        kinds: Sequence[Mapping[str, Any]],
+        pieces: Sequence[Piece],
+        weights: Mapping[str, torch.Tensor],
+        comm: Comm | None,
+        where: torch.device,
+        seed: int,
+        kept: dict[Key, torch.Tensor] | None = None,
+    ) -> None:
         """`kept`: weights of another device's plan on the same process, to work on those."""
         self.plan, self.kinds, self.pieces, self.comm, self.where, self.seed = plan, kinds, pieces, comm, where, seed
-        self.kept: dict[Key, torch.Tensor] = kept if kept is not None else {key: self._part(weights[held["weight"]], held) for key, held in plan.weights.items()}
+        self.kept: dict[Key, torch.Tensor] = (
+            kept
+            if kept is not None
+            else {key: self._part(weights[held["weight"]], held) for key, held in plan.weights.items()}
+        )
         self.values: dict[Key, Any] = {}
         self.sums = sums(plan)
         self.reads = {id(instruction): reads(instruction, self.sums) for instruction in plan.instructions}
@@ -42,7 +53,9 @@ class Device:
         self.before = {new: old for old, new in plan.next.items()}
         self.left: dict[Key, int] = {}
         self.last_gradients: dict[str, Any] | None = None
-        self.run: dict[str, Callable[[Instruction], None]] = {name: getattr(self, f"_{name}") for name in _OPERATIONS} | dict.fromkeys("FBIWR", self._compute)
+        self.run: dict[str, Callable[[Instruction], None]] = {
+            name: getattr(self, f"_{name}") for name in _OPERATIONS
+        } | dict.fromkeys("FBIWR", self._compute)
 
     optimizers: Optimizers
     """Of the process; only a plan with updates needs any."""
@@ -50,9 +63,12 @@ class Device:
     def updates(self) -> list[Update]:
         """What each update instruction changes."""
         return [
-            Update(self.plan.device, instruction.writes[0], [self._updated(entry) for entry in instruction.args["weights"]])
-            for instruction in self.plan.instructions if instruction.do == "update"
-        ]  # fmt: skip
+            Update(
+                self.plan.device, instruction.writes[0], [self._updated(entry) for entry in instruction.args["weights"]]
+            )
+            for instruction in self.plan.instructions
+            if instruction.do == "update"
+        ]
 
     def _updated(self, entry: Mapping[str, Any]) -> Part:
         held, now = self.plan.weights[entry["old"]], self.kept[entry["old"]]
@@ -126,7 +142,9 @@ class Device:
         if kind["op"] == "R":
             written: list[Any] = [saved]
         else:
-            written = [gave[slot] for slot in kind["gives"] if slot[0] not in ("saved", "kept")] + ([saved] if kind["op"] == "F" else [kept] if kept else [])
+            written = [gave[slot] for slot in kind["gives"] if slot[0] not in ("saved", "kept")] + (
+                [saved] if kind["op"] == "F" else [kept] if kept else []
+            )
         for key, value in zip(instruction.writes, written, strict=False):
             self._put(key, value, around)
 
@@ -135,7 +153,8 @@ class Device:
         if key in self.sums:
             self._accumulate(self.sums[key], value, around)
         elif key in self.plan.losses:
-            self.values[key] = value.clone()  # kept to the end of the step; a scalar that torch has reduced may lie in a buffer as large as what it was reduced from
+            # Kept to the end of the step: torch may return a scalar as a view of a buffer as large as what was reduced.
+            self.values[key] = value.clone()
         elif key in self.uses or key in self.permanent:
             self.values[key] = value
 
@@ -143,7 +162,8 @@ class Device:
         """Gradients of microbatches are added up as they come, in float32 where they are in half precision."""
         known = self.values.get(total)
         if known is None:
-            # It must be ours alone to add to: two weights that are added up in the model have one gradient, and one tensor for it.
+            # It must be ours alone to add to: two weights that are added up in the model have one gradient, and one
+            # tensor for it.
             half = value.dtype in (torch.bfloat16, torch.float16)
             self.values[total] = value.to(torch.float32) if half else value.clone() if _shares(value, around) else value
         else:
@@ -153,7 +173,9 @@ class Device:
         """A gradient: what has been added up already, or its parts."""
         return self.values[self.sums[keys[0]]] if keys[0] in self.sums else added([self.values[key] for key in keys])
 
-    def _gradient(self, output: int, keys: Sequence[Key], args: Mapping[str, Any], kind: Mapping[str, Any]) -> torch.Tensor:
+    def _gradient(
+        self, output: int, keys: Sequence[Key], args: Mapping[str, Any], kind: Mapping[str, Any]
+    ) -> torch.Tensor:
         if output == kind["loss"]:
             return torch.tensor(args["share"] / self.count, device=self.where, dtype=self.loss_dtype)
         if not keys:
@@ -171,7 +193,9 @@ class Device:
     def _send(self, instruction: Instruction) -> None:
         args = instruction.args
         assert self.comm is not None
-        value = self.values[args["key"]] if args["key"] is not None else torch.ones(1, dtype=torch.uint8, device=self.where)
+        value = (
+            self.values[args["key"]] if args["key"] is not None else torch.ones(1, dtype=torch.uint8, device=self.where)
+        )
         for device, tag, box, _ in args["parts"]:
             self.comm.send(device, tag, (value if box is None else take(value, box)).contiguous())
 
@@ -211,8 +235,15 @@ class Device:
         assert self.comm is not None
         value = self.values[instruction.reads[0]]
         members = args["members"]
-        give = torch.cat([take(value, box).reshape(-1) for _, box, _ in args["give"]]) if args["give"] else value.new_empty(0)
-        sizes = [[sum(torch.Size(shape).numel() for peer, _, shape in args[side] if peer == member) for member in members] for side in ("give", "take")]
+        give = (
+            torch.cat([take(value, box).reshape(-1) for _, box, _ in args["give"]])
+            if args["give"]
+            else value.new_empty(0)
+        )
+        sizes = [
+            [sum(torch.Size(shape).numel() for peer, _, shape in args[side] if peer == member) for member in members]
+            for side in ("give", "take")
+        ]
         arrived = value.new_empty(sum(sizes[1]))
         self.comm.exchange(args["group"], give, sizes[0], arrived, sizes[1])
         out = value.new_empty(args["shape"])
@@ -226,7 +257,8 @@ class Device:
     # ------------------------------------------------------------------------------------------- rows and experts
 
     def _choose(self, instruction: Instruction) -> None:
-        """Find the way to the experts that rows chose: everybody tells everybody how many come; and let the choices go it. On CUDA the host waits here, once for all that follows."""
+        """Find the way to the experts that rows chose: everybody tells everybody how many come; and let the choices go
+        it. On CUDA the host waits here, once for all that follows."""
         args, chosen = instruction.args, self.values[instruction.reads[0]]
         members = args["members"]
         parts = leaving(chosen, args["experts"], len(members))
@@ -254,19 +286,26 @@ class Device:
         assert self.comm is not None
         size = torch.Size(rows.shape[1:]).numel()
         arrived = rows.new_empty(sum(take), *rows.shape[1:])
-        self.comm.exchange(group, rows.contiguous().view(-1), [size * n for n in give], arrived.view(-1), [size * n for n in take])
+        self.comm.exchange(
+            group, rows.contiguous().view(-1), [size * n for n in give], arrived.view(-1), [size * n for n in take]
+        )
         return arrived
 
     def _offload(self, instruction: Instruction) -> None:
-        self.values[instruction.writes[0]] = {slot: _to(value, torch.device("cpu")) for slot, value in self.values[instruction.reads[0]].items()}
+        self.values[instruction.writes[0]] = {
+            slot: _to(value, torch.device("cpu")) for slot, value in self.values[instruction.reads[0]].items()
+        }
 
     def _fetch(self, instruction: Instruction) -> None:
-        self.values[instruction.writes[0]] = {slot: _to(value, self.where) for slot, value in self.values[instruction.reads[0]].items()}
+        self.values[instruction.writes[0]] = {
+            slot: _to(value, self.where) for slot, value in self.values[instruction.reads[0]].items()
+        }
 
     # ------------------------------------------------------------------------------------------------ weights
 
     def _gather(self, instruction: Instruction) -> None:
-        """Parts of weights to whole ones. A large weight in equal parts arrives where it stays; the others go together in one message."""
+        """Parts of weights to whole ones. A large weight in equal parts arrives where it stays; the others go together
+        in one message."""
         args = instruction.args
         assert self.comm is not None
         alone, together = _apart(args["weights"])
@@ -279,21 +318,36 @@ class Device:
                 part = part.clone()  # it lies in the whole, and backends differ in what they allow there
             self.comm.gather_into(args["group"], whole.view(-1), part.view(-1))
             self.values[entry["to"]] = whole
-        types = dict.fromkeys(self.values[entry["from"][0]].dtype for entry in together)  # a message is of one type: torch.cat would convert
+        types = dict.fromkeys(
+            self.values[entry["from"][0]].dtype for entry in together
+        )  # a message is of one type: torch.cat would convert
         for dtype in types:
-            self._gather_together(args["group"], [entry for entry in together if self.values[entry["from"][0]].dtype == dtype])
+            self._gather_together(
+                args["group"], [entry for entry in together if self.values[entry["from"][0]].dtype == dtype]
+            )
 
     def _gather_together(self, group: int, together: Sequence[Mapping[str, Any]]) -> None:
         assert self.comm is not None
         sizes = [max(high - low for low, high in entry["cuts"]) for entry in together]
-        mine = torch.cat([_padded(self.values[entry["from"][0]].flatten(), size) for entry, size in zip(together, sizes, strict=True)])
+        mine = torch.cat(
+            [
+                _padded(self.values[entry["from"][0]].flatten(), size)
+                for entry, size in zip(together, sizes, strict=True)
+            ]
+        )
         everyone = mine.new_empty(len(together[0]["cuts"]), mine.numel())
         self.comm.gather_into(group, everyone.view(-1), mine)
         start = 0
         for entry, size in zip(together, sizes, strict=True):
-            pieces = [part[start : start + high - low] for part, (low, high) in zip(everyone, entry["cuts"], strict=True)]
+            pieces = [
+                part[start : start + high - low] for part, (low, high) in zip(everyone, entry["cuts"], strict=True)
+            ]
             whole = self._again(entry["to"])
-            self.values[entry["to"]] = torch.cat(pieces).view(entry["shape"]) if whole is None else torch.cat(pieces, out=whole.view(-1)).view(entry["shape"])
+            self.values[entry["to"]] = (
+                torch.cat(pieces).view(entry["shape"])
+                if whole is None
+                else torch.cat(pieces, out=whole.view(-1)).view(entry["shape"])
+            )
             start += size
 
     def _again(self, key: Key) -> torch.Tensor | None:
@@ -302,7 +356,8 @@ class Device:
         return None if old is None else self.values[old]
 
     def _scatter(self, instruction: Instruction) -> None:
-        """Sums of gradients, each device its part. A large one in equal parts is sent as it lies; the others go together in one message."""
+        """Sums of gradients, each device its part. A large one in equal parts is sent as it lies; the others go
+        together in one message."""
         args = instruction.args
         assert self.comm is not None
         me = args["members"].index(self.plan.device)
@@ -317,9 +372,13 @@ class Device:
             return
         totals = [self._total(entry["from"]).flatten() for entry in together]
         sizes = [max(high - low for low, high in entry["cuts"]) for entry in together]
-        parts = torch.cat([
-            _padded(total[slice(*entry["cuts"][r])], size) for r in range(len(together[0]["cuts"])) for entry, total, size in zip(together, totals, sizes, strict=True)
-        ])  # fmt: skip
+        parts = torch.cat(
+            [
+                _padded(total[slice(*entry["cuts"][r])], size)
+                for r in range(len(together[0]["cuts"]))
+                for entry, total, size in zip(together, totals, sizes, strict=True)
+            ]
+        )
         mine = parts.new_empty(sum(sizes))
         self.comm.scatter_into(args["group"], mine, parts)
         start = 0
@@ -346,9 +405,16 @@ class Device:
         """What to scale all gradients by, so that their norm is at most the limit; torch's own rule."""
         args = instruction.args
         assert self.comm is not None
-        parts = [self._taken(self._total(entry["grads"]), entry["take_grad"]) for entry in args["weights"] if entry["counts"]]
-        squares = [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).double().square() for part in parts]
-        total = torch.stack(squares).sum().view(1) if squares else torch.zeros(1, dtype=torch.float64, device=self.where)
+        parts = [
+            self._taken(self._total(entry["grads"]), entry["take_grad"]) for entry in args["weights"] if entry["counts"]
+        ]
+        squares = [
+            torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).double().square()
+            for part in parts
+        ]
+        total = (
+            torch.stack(squares).sum().view(1) if squares else torch.zeros(1, dtype=torch.float64, device=self.where)
+        )
         self.comm.all_reduce(args["group"], total)
         self.values[NORM] = (args["limit"] / (total.sqrt() + 1e-6)).clamp(max=1.0)
 
@@ -373,7 +439,23 @@ class Device:
             self.values[entry["new"]] = weight
 
 
-_OPERATIONS = ("send", "recv", "copy", "all_reduce", "exchange", "choose", "dispatch", "combine", "offload", "fetch", "gather", "scatter", "reduce", "norm", "update")
+_OPERATIONS = (
+    "send",
+    "recv",
+    "copy",
+    "all_reduce",
+    "exchange",
+    "choose",
+    "dispatch",
+    "combine",
+    "offload",
+    "fetch",
+    "gather",
+    "scatter",
+    "reduce",
+    "norm",
+    "update",
+)
 
 
 def _apart(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -385,7 +467,14 @@ def _apart(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]
 def _shares(value: torch.Tensor, around: Any) -> bool:
     """Whether others among the tensors around it lie in the same storage."""
     storage = value.untyped_storage().data_ptr()
-    return sum(one.untyped_storage().data_ptr() == storage for one in pytree.tree_leaves(around) if isinstance(one, torch.Tensor)) > 1
+    return (
+        sum(
+            one.untyped_storage().data_ptr() == storage
+            for one in pytree.tree_leaves(around)
+            if isinstance(one, torch.Tensor)
+        )
+        > 1
+    )
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:

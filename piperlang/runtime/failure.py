@@ -20,8 +20,13 @@ _ASSIGNED = re.compile(r"\s*(\w+)(:.*?)? = ")
 _GENERATED = "eval_with_key"
 """Part of the names that torch.fx gives to the code of a graph."""
 
-HELP = "repair this line, or what reaches it; with `--executor inline` the same step runs in one process, where a debugger can stop there"
-HELP_WITHOUT_LINE = "run the plain model on the same batch, or the same step with `--executor inline`, in one process, with a debugger"
+HELP = (
+    "repair this line, or what reaches it; with `--executor inline` the same step runs in one process, where a debugger"
+    " can stop there"
+)
+HELP_WITHOUT_LINE = (
+    "run the plain model on the same batch, or the same step with `--executor inline`, in one process, with a debugger"
+)
 
 
 class Failure(NamedTuple):

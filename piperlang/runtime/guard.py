@@ -1,9 +1,11 @@
 """Every job proves itself: before the first step the captured program is compared with the plain model, run eagerly.
 
-Two calls of the model, forward and backward, on slices of the first batch: in eager PyTorch on the whole slice, and by the graphs that the plan's devices run, a microbatch after
-the other. The loss, every gradient (one that is missing included) and every buffer must be the same. Two calls, because state that a model keeps from call to call shows only in the second; and
-a third with other numbers than those of the first batch (varied.py), which may leave out what later batches have. What the optimizer does is compared with the same gradients on both sides (guard_optimizer.py), so that an optimizer cannot make much of a rounding error.
-"""
+Two calls of the model, forward and backward, on slices of the first batch: in eager PyTorch on the whole slice, and by
+the graphs that the plan's devices run, a microbatch after the other. The loss, every gradient (one that is missing
+included) and every buffer must be the same. Two calls, because state that a model keeps from call to call shows only in
+the second; and a third with other numbers than those of the first batch (varied.py), which may leave out what later
+batches have. What the optimizer does is compared with the same gradients on both sides (guard_optimizer.py), so that an
+optimizer cannot make much of a rounding error."""
 
 from __future__ import annotations
 
@@ -36,9 +38,11 @@ from piperlang.runtime.varied import converts_to_indices, varied
 
 CALLS = 2
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The largest difference that rounding explains, by the coarsest type that the program computes in. Wrong gradients are wrong by far more."""
+"""The largest difference that rounding explains, by the coarsest type that the program computes in. Wrong gradients are
+wrong by far more."""
 FLOOR = 1e-2
-"""A gradient that is small beside the model's largest is rounding noise sooner: differences count relative to at least this part of the largest."""
+"""A gradient that is small beside the model's largest is rounding noise sooner: differences count relative to at least
+this part of the largest."""
 UPDATE_LIMIT = 1e-2
 """The same of an updated weight, relative to its change: both sides do the same operations on the same numbers."""
 SHARE = 0.5
@@ -60,7 +64,10 @@ class Verified:
     def __str__(self) -> str:
         if self.skipped:
             return f"not verified against eager PyTorch: {self.skipped}"
-        return f"verified against eager PyTorch: {self.difference:.0e}{', with the numbers of the first batch only' if self.first_batch_only else ''}"
+        return (
+            "verified against eager PyTorch:"
+            f" {self.difference:.0e}{', with the numbers of the first batch only' if self.first_batch_only else ''}"
+        )
 
 
 def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> Verified:
@@ -99,7 +106,8 @@ class Guard:
             restore(self.model, self.before)
 
     def _microbatch_size(self) -> int:
-        """As the plan has it, so that its graphs are there already. Where weights are divided, graphs of whole weights are there for the whole batch only: that is taken if it is small."""
+        """As the plan has it, so that its graphs are there already. Where weights are divided, graphs of whole weights
+        are there for the whole batch only: that is taken if it is small."""
         model = self.captured.model
         smallest = min((kind["samples"] for kind in self.plan.kinds), default=model.samples)
         there = {kind["chunk"] for kind in self.plan.kinds if kind["samples"] == smallest and not kind["arranged"][0]}
@@ -112,7 +120,10 @@ class Guard:
     def bytes_needed(self) -> int:
         """The model, its gradients three times, and the activations of a slice twice."""
         model = self.captured.model
-        weights, trained = sum(w.bytes for w in model.weights.values()), sum(w.bytes for w in model.weights.values() if w.trained)
+        weights, trained = (
+            sum(w.bytes for w in model.weights.values()),
+            sum(w.bytes for w in model.weights.values() if w.trained),
+        )
         activations = sum(chunk.saved_bytes for chunk in model.chunks) * self.slice // model.samples
         return weights + 3 * trained + 2 * activations
 
@@ -137,8 +148,8 @@ class Guard:
         return self._difference(plain, ours, before, call)
 
     def compare_varied(self) -> float | None:
-        """One more call, with other numbers; None where the model computes with none. Rounding may tip a choice of the model's (a rank, a
-        sign), so a difference counts if other numbers show one, too."""
+        """One more call, with other numbers; None where the model computes with none. Rounding may tip a choice of the
+        model's (a rank, a sign), so a difference counts if other numbers show one, too."""
         try:
             return self._compare_other(CALLS)
         except PiperError as first:
@@ -149,14 +160,20 @@ class Guard:
 
     def _compare_other(self, call: int) -> float | None:
         cpu = self.device.type == "cpu"  # an index out of range ends a process that uses CUDA
-        for batch in varied(self._slice(call), self.seed + call, cpu or not converts_to_indices(self.traced.graph), cpu):
+        for batch in varied(
+            self._slice(call), self.seed + call, cpu or not converts_to_indices(self.traced.graph), cpu
+        ):
             before = self._buffers()
             try:
                 plain = forward_and_backward(self.model, self.traced.loss, batch, self.seed, call, self.slice)
             except PiperError:  # these numbers are not for this model
                 continue
-            if math.isfinite(plain.loss) and all(bool(gradient.isfinite().all()) for gradient in plain.gradients.values()):
-                return self._difference(plain, self._captured(before, pytree.tree_leaves(batch), call, plain), before, call)
+            if math.isfinite(plain.loss) and all(
+                bool(gradient.isfinite().all()) for gradient in plain.gradients.values()
+            ):
+                return self._difference(
+                    plain, self._captured(before, pytree.tree_leaves(batch), call, plain), before, call
+                )
         return None
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -174,10 +191,18 @@ class Guard:
         for name, difference in errors.items():
             if not difference <= UPDATE_LIMIT:
                 raise error(
-                    "P0608", f"the optimizer treats weight {name} otherwise when it has only a part of the weights", line_of_function(self.training.optimizer),
-                    notes=[f"after two updates from the same gradients the weight differs by {difference:.0e} of the change"],
-                    help="an optimizer that declares `elementwise = True` or `per_parameter = True` must keep to it; `--no-verify` trains all the same",
-                )  # fmt: skip
+                    "P0608",
+                    f"the optimizer treats weight {name} otherwise when it has only a part of the weights",
+                    line_of_function(self.training.optimizer),
+                    notes=[
+                        f"after two updates from the same gradients the weight differs by {difference:.0e} of the"
+                        " change"
+                    ],
+                    help=(
+                        "an optimizer that declares `elementwise = True` or `per_parameter = True` must keep to it;"
+                        " `--no-verify` trains all the same"
+                    ),
+                )
         return max(errors.values(), default=0.0)
 
     def _slice(self, call: int) -> tuple[Any, Any]:
@@ -192,11 +217,16 @@ class Guard:
         found: tuple[Any, Any] = pytree.tree_map(cut, self.batch)
         return found
 
-    # ------------------------------------------------------------------------------------------------- the captured program
+    # ------------------------------------------------------------------------------------------------- the captured
+    # program
 
     def _captured(self, buffers: Mapping[str, torch.Tensor], flat: list[torch.Tensor], call: int, plain: Eager) -> _Ran:
         tensors = named_tensors(self.model) | dict(buffers) | self.traced.constants
-        weights = {place: tensors[weight.name].detach().to(self.device) for place, weight in self.traced.weights.items() if weight.name in tensors}
+        weights = {
+            place: tensors[weight.name].detach().to(self.device)
+            for place, weight in self.traced.weights.items()
+            if weight.name in tensors
+        }
         combine, count = self.captured.model.combine, 1.0
         if combine == "count":
             counting = self.traced.count
@@ -208,10 +238,21 @@ class Guard:
                 self._microbatch(number, weights, flat, call, share, ran)
         return ran
 
-    def _microbatch(self, number: int, weights: Mapping[str, torch.Tensor], flat: list[torch.Tensor], call: int, share: float, ran: _Ran) -> None:
+    def _microbatch(
+        self,
+        number: int,
+        weights: Mapping[str, torch.Tensor],
+        flat: list[torch.Tensor],
+        call: int,
+        share: float,
+        ran: _Ran,
+    ) -> None:
         first = number * self.samples
         values: dict[str, Any] = dict(weights)
-        parts = [tensor[first : first + self.samples] if tensor.dim() and tensor.shape[0] == self.slice else tensor for tensor in flat]
+        parts = [
+            tensor[first : first + self.samples] if tensor.dim() and tensor.shape[0] == self.slice else tensor
+            for tensor in flat
+        ]
         values |= dict(zip(self.traced.batch, parts, strict=True))
         values[PLACE] = torch.tensor([mix(self.seed, call), first], device=self.device)
         for chunk in self.captured.chunks:
@@ -223,11 +264,15 @@ class Guard:
             piece = self._pieces(chunk).B
             if piece is not None:
                 _run(chunk, piece, values, zeros=True)
-            for place in chunk.weights:  # added up as they come, so that no more than one microbatch's gradients of a chunk are there besides the sum
+            # added up as they come, so that no more than one microbatch's gradients of a chunk are there besides the
+            # sum
+            for place in chunk.weights:
                 if f"grad:{place}" in values:
                     ran.add(self.traced.weights[place].name, values.pop(f"grad:{place}"))
         if number == 0:
-            ran.buffers = {self.traced.weights[place].name: values[node.name] for place, node in self.traced.changes.items()}
+            ran.buffers = {
+                self.traced.weights[place].name: values[node.name] for place, node in self.traced.changes.items()
+            }
 
     def _pieces(self, chunk: Chunk) -> Any:
         return self.captured.pieces(chunk.number, self.samples)
@@ -236,7 +281,11 @@ class Guard:
 
     def _difference(self, plain: Eager, ours: _Ran, before: Mapping[str, torch.Tensor], call: int) -> float:
         limit = LIMITS[self._coarsest()]
-        loss = abs(ours.loss - plain.loss) / max(abs(plain.loss), 1e-12) if ours.loss == ours.loss or plain.loss == plain.loss else 0.0
+        loss = (
+            abs(ours.loss - plain.loss) / max(abs(plain.loss), 1e-12)
+            if ours.loss == ours.loss or plain.loss == plain.loss
+            else 0.0
+        )
         errors = dict(self._gradient_errors(plain.gradients, ours.gradients))
         worst = [name for name in self._from_the_loss() if not errors.get(name, 0.0) <= limit]
         if worst:
@@ -250,10 +299,19 @@ class Guard:
         return max([loss, *errors.values(), *buffers.values()])
 
     def _coarsest(self) -> torch.dtype:
-        found = {value.dtype for node in self.traced.graph.nodes for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)}
-        return max((dtype for dtype in LIMITS if dtype in found), key=lambda dtype: LIMITS[dtype], default=torch.float32)
+        found = {
+            value.dtype
+            for node in self.traced.graph.nodes
+            for value in pytree.tree_leaves(node.meta.get("val"))
+            if isinstance(value, torch.Tensor)
+        }
+        return max(
+            (dtype for dtype in LIMITS if dtype in found), key=lambda dtype: LIMITS[dtype], default=torch.float32
+        )
 
-    def _gradient_errors(self, plain: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
+    def _gradient_errors(
+        self, plain: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, float]]:
         """Relative to the largest element; a gradient that only one side has is infinitely far off."""
         largest = {name: float(gradient.abs().max()) if gradient.numel() else 0.0 for name, gradient in plain.items()}
         floor = FLOOR * max(largest.values(), default=0.0)
@@ -263,7 +321,9 @@ class Guard:
             elif plain[name].numel():
                 yield name, float((ours[name] - plain[name]).abs().max()) / max(largest[name], floor, 1e-30)
 
-    def _buffer_errors(self, before: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
+    def _buffer_errors(
+        self, before: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, float]]:
         for name, now in self.model.named_buffers(remove_duplicate=False):
             expected, got = now.detach().double(), ours.get(name, before.get(name))
             if got is None or got.shape != now.shape:
@@ -272,7 +332,8 @@ class Guard:
                 yield name, float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
     def _from_the_loss(self) -> Iterator[str]:
-        """Parameters by their last use, the last first: where gradients begin to differ is where the difference comes from."""
+        """Parameters by their last use, the last first: where gradients begin to differ is where the difference comes
+        from."""
         order = {node: i for i, node in enumerate(self.traced.graph.nodes)}
         last: dict[str, int] = {}
         for node in self.traced.graph.nodes:
@@ -286,17 +347,36 @@ class Guard:
         module = name.rpartition(".")[0] or "(the model itself)"
         if errors[name] == float("inf"):
             return self._refused(f"parameter {name} has a gradient in only one of the two", name, call)
-        return self._refused(f"the gradient of {name} differs by {errors[name]:.0e}", name, call, f"module {module} is the first, from the loss on, whose gradient differs")
+        return self._refused(
+            f"the gradient of {name} differs by {errors[name]:.0e}",
+            name,
+            call,
+            f"module {module} is the first, from the loss on, whose gradient differs",
+        )
 
     def _refused(self, what: str, name: str, call: int, *notes: str) -> PiperError:
         module = self.model.get_submodule(name.rpartition(".")[0]) if name else self.model
-        later = {1: ["the first call of the model was the same, this one is the second: the model keeps state from call to call"]}.get(call, [])
+        later = {
+            1: [
+                "the first call of the model was the same, this one is the second: the model keeps state from call to"
+                " call"
+            ]
+        }.get(call, [])
         if call >= CALLS:
-            later = ["with the numbers of the first batch both are the same, with others of the same shapes they are not: a later batch would train wrongly"]
+            later = [
+                "with the numbers of the first batch both are the same, with others of the same shapes they are not: a"
+                " later batch would train wrongly"
+            ]
         return error(
-            "P0608", f"the captured program is not the model: {what}", line_of_function(type(module).forward), notes=[*notes, *later],
-            help="look there for what a trace cannot see: state kept in Python, hooks, code that depends on values; `--no-verify` trains all the same",
-        )  # fmt: skip
+            "P0608",
+            f"the captured program is not the model: {what}",
+            line_of_function(type(module).forward),
+            notes=[*notes, *later],
+            help=(
+                "look there for what a trace cannot see: state kept in Python, hooks, code that depends on values;"
+                " `--no-verify` trains all the same"
+            ),
+        )
 
 
 @dataclass
@@ -315,7 +395,8 @@ class _Ran:
 
 
 def _run(chunk: Chunk, piece: Piece, values: dict[str, Any], zeros: bool = False) -> None:
-    """One pass of a chunk. Gradients of what several chunks read are added up; `zeros` stand for those that nobody gave."""
+    """One pass of a chunk. Gradients of what several chunks read are added up; `zeros` stand for those that nobody
+    gave."""
     given = {}
     for slot in piece.takes:
         name = value_name(chunk, slot)

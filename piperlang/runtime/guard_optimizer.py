@@ -1,8 +1,8 @@
-"""The optimizer's part of the guard: two updates of whole weights by the user's optimizer, and of their parts as the plan divides them, from the same gradients.
+"""The optimizer's part of the guard: two updates of whole weights by the user's optimizer, and of their parts as the
+plan divides them, from the same gradients.
 
-An optimizer that looks at more than its part, or groups that are not the same for parts, show as another weight. Of large models some weights are compared, as many
-as fit a budget.
-"""
+An optimizer that looks at more than its part, or groups that are not the same for parts, show as another weight. Of
+large models some weights are compared, as many as fit a budget."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ ELEMENTS = 1_000_000
 """Of weights, about so many are compared; where an optimizer looks at all weights, all that a device has."""
 
 
-def optimizer_errors(model: nn.Module, plan: Plan, training: Training, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
-    """How far each weight is from what the user's own optimizer makes of it, relative to the change. Changes `model`."""
+def optimizer_errors(
+    model: nn.Module, plan: Plan, training: Training, gradients: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, float]]:
+    """How far each weight is from what the user's own optimizer makes of it, relative to the change. Changes
+    `model`."""
     whole: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         whole.setdefault(name, parameter)
     plain = call_optimizer(training.optimizer, model)
-    updates = _of_one_device(plan, whole) if scope_of(plain, training.optimizer) is Scope.MODEL else _chosen(plan, whole)
+    updates = (
+        _of_one_device(plan, whole) if scope_of(plain, training.optimizer) is Scope.MODEL else _chosen(plan, whole)
+    )
     ours = Optimizers(model, training.optimizer, training.lr_schedule, updates, False, updated_weights(plan))
     chosen = {part.weight for update in updates for part in update.parts}
     before = {name: whole[name].detach().clone() for name in chosen}
@@ -71,9 +76,16 @@ def _on_parts(training: Training) -> Iterator[None]:
         raise
     except Exception as problem:
         raise error(
-            "P0601", "the optimizer cannot step what one device has of the weights", line_of(problem) or line_of_function(training.optimizer), "raised here", notes=[said(problem)],
-            help="keep what belongs to the elements of a weight in `self.state[p]`, which is divided with it; or leave `states=sharded` and `shard` out",
-        ) from problem  # fmt: skip
+            "P0601",
+            "the optimizer cannot step what one device has of the weights",
+            line_of(problem) or line_of_function(training.optimizer),
+            "raised here",
+            notes=[said(problem)],
+            help=(
+                "keep what belongs to the elements of a weight in `self.state[p]`, which is divided with it; or leave"
+                " `states=sharded` and `shard` out"
+            ),
+        ) from problem
 
 
 def _error(part: Part, now: torch.Tensor, before: torch.Tensor) -> float:
@@ -90,7 +102,8 @@ def _of_one_device(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update
 
 
 def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
-    """Updates of all devices, of some weights: the smallest, and the smallest of two dimensions or more, as groups are often chosen by that."""
+    """Updates of all devices, of some weights: the smallest, and the smallest of two dimensions or more, as groups are
+    often chosen by that."""
     updated = updated_weights(plan)
     ranked = sorted((name for name in whole if name in updated), key=lambda name: whole[name].numel())
     names = set(next(([name] for name in ranked if whole[name].ndim > 1), []))
@@ -103,7 +116,9 @@ def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
     found: dict[object, Update] = {}
     for device in plan.devices:
         for update in _updates(device, whole, names):
-            found.setdefault(tuple((part.weight, part.box, part.flat) for part in update.parts), update)  # replicas update the same
+            found.setdefault(
+                tuple((part.weight, part.box, part.flat) for part in update.parts), update
+            )  # replicas update the same
     return [update for update in found.values() if update.parts]
 
 

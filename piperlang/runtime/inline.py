@@ -1,8 +1,7 @@
 """The graph on one process, with simulated devices: the reference that everything else is compared with.
 
-Each node runs on every device of its part, one after the other; a value is a list of what each device has. Communication is
-done by what it must achieve (boxes.py), not by how a backend does it.
-"""
+Each node runs on every device of its part, one after the other; a value is a list of what each device has.
+Communication is done by what it must achieve (boxes.py), not by how a backend does it."""
 
 from __future__ import annotations
 
@@ -66,9 +65,15 @@ def _located(node: Node, piece: Piece | None = None) -> Iterator[None]:
 
 class Inline:
     def __init__(
-        self, graph: Graph, captured: Captured, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int = 0,
-        lr_schedule: Callable[[Any], Any] | None = None, max_norm: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        captured: Captured,
+        model: nn.Module,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        seed: int = 0,
+        lr_schedule: Callable[[Any], Any] | None = None,
+        max_norm: float | None = None,
+    ) -> None:
         """`model` gives the first weights; it is not changed."""
         self.graph, self.captured, self.seed, self.max_norm = graph, captured, seed, max_norm
         tensors = named_tensors(model) | dict(captured.constants)
@@ -111,8 +116,15 @@ class Inline:
                 late.append(node)
             else:
                 self._run(node)
-        whole = {name: gradient for node in late if node.op == "update" for name, gradient in self.shards.gradients(node, self.values).items()}
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in whole.values()]))
+        whole = {
+            name: gradient
+            for node in late
+            if node.op == "update"
+            for name, gradient in self.shards.gradients(node, self.values).items()
+        }
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(gradient) for gradient in whole.values()])
+        )
         self.scale = (limit / (norm + 1e-6)).clamp(max=1.0)
         for node in late:
             self._run(node)
@@ -137,7 +149,8 @@ class Inline:
             self.values[node.writes[0]] = move(sources, self.graph.values[node.writes[0]])
 
     def _route(self, node: Node) -> None:
-        """Rows to the devices that have their experts, and back; all of a group at once, so that nobody has to be told how many come."""
+        """Rows to the devices that have their experts, and back; all of a group at once, so that nobody has to be told
+        how many come."""
         given = self.values[node.reads[0][0]]
         after = self.graph.values[node.writes[0]].layout
         choice = choice_of(after.places)
@@ -201,7 +214,9 @@ class Inline:
             return torch.tensor(self._share(node), dtype=getattr(torch, model.tensors[name].dtype))
         if not keys:
             output = self.graph.values[f"{name}#{'.'.join(map(str, node.point))}"]
-            return torch.zeros([high - low for low, high in boxes(output)[device]], dtype=getattr(torch, output.tensor.dtype))
+            return torch.zeros(
+                [high - low for low, high in boxes(output)[device]], dtype=getattr(torch, output.tensor.dtype)
+            )
         total: torch.Tensor = self.values[keys[0]][device]
         for key in keys[1:]:
             total = total + self.values[key][device]
@@ -221,7 +236,9 @@ class Inline:
         axes = axes_of(layout.where)
         at = list(product(*(range(size) for _, size in axes)))[device]
         position = dict(zip((axis for axis, _ in axes), at, strict=True))
-        return torch.tensor([mix(self.seed, self.steps), first, *(position[divide.axis] for divide in node.family.arranged[0])])
+        return torch.tensor(
+            [mix(self.seed, self.steps), first, *(position[divide.axis] for divide in node.family.arranged[0])]
+        )
 
     def _span(self, node: Node) -> tuple[int, int, tuple[tuple[int, int], ...]]:
         """The samples of a node, from one of the values that it or its forward makes."""

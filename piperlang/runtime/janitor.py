@@ -1,8 +1,8 @@
 """Clean up after a job: end its processes, then remove its folder.
 
-The driver does that when a job ends. It also starts this file as a process of its own, the janitor, which does the same when the driver
-was killed, or could not finish. Only the standard library is imported, so that the janitor starts at once.
-"""
+The driver does that when a job ends. It also starts this file as a process of its own, the janitor, which does the same
+when the driver was killed, or could not finish. Only the standard library is imported, so that the janitor starts at
+once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PATIENCE = 600.0
 
 
 def clear(folder: Path, within: float, spare: Collection[int]) -> bool:
-    """End all processes of a job except `spare`, then remove its folder. False if that is not done in `within` seconds."""
+    """End all processes of a job except `spare`, then remove its folder. False if that is not done in `within`
+    seconds."""
     deadline = time.monotonic() + within
     pause = 0.01
     while True:
@@ -45,7 +46,8 @@ def clear(folder: Path, within: float, spare: Collection[int]) -> bool:
 
 
 def processes(folder: Path, spare: Collection[int]) -> list[int]:
-    """Processes of this user that carry the job's mark or name its folder in their command line. Processes that have ended do neither."""
+    """Processes of this user that carry the job's mark or name its folder in their command line. Processes that have
+    ended do neither."""
     name = os.fsencode(folder)
     mark = MARK.encode() + b"=" + name
     found = []
@@ -80,8 +82,10 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def start_janitor(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the janitor of a job, as a child of the driver. It begins when its standard input is closed, or the driver has ended."""
-    # A session of its own: Ctrl-C goes to all processes of the driver's group. No output: it must not keep a pipe of the driver's open.
+    """Start the janitor of a job, as a child of the driver. It begins when its standard input is closed, or the driver
+    has ended."""
+    # A session of its own: Ctrl-C goes to all processes of the driver's group. No output: it must not keep a pipe of
+    # the driver's open.
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
     environment = {"PATH": os.environ.get("PATH", "")}
     return subprocess.Popen(
@@ -107,7 +111,8 @@ def stop_janitor(janitor: subprocess.Popen[bytes], done: bool) -> None:
 def main() -> None:
     driver, folder = int(sys.argv[1]), Path(sys.argv[2])
     told = False
-    # The parent process changes when the driver ends. Processes that the driver has forked may keep our standard input open.
+    # The parent process changes when the driver ends. Processes that the driver has forked may keep our standard input
+    # open.
     while not told and os.getppid() == driver:
         if not folder.exists():
             return

@@ -1,4 +1,5 @@
-"""A plan on real workers: set up once, a call a step, one clear error when something goes wrong, nothing left behind."""
+"""A plan on real workers: set up once, a call a step, one clear error when something goes wrong, nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -77,7 +78,15 @@ class Routine:
 
     def pairs(self) -> list[tuple[int, int]]:
         """Who sends to whom."""
-        return sorted({(device.device, part[0]) for device in self.plan.devices for i in device.instructions if i.do == "send" for part in i.args["parts"]})
+        return sorted(
+            {
+                (device.device, part[0])
+                for device in self.plan.devices
+                for i in device.instructions
+                if i.do == "send"
+                for part in i.args["parts"]
+            }
+        )
 
     def pieces(self, device: DevicePlan) -> bytes:
         """The pieces that a device runs, at their places in the plan's list of kinds."""
@@ -92,7 +101,8 @@ class Routine:
         return self.packed[kinds]
 
     def piece(self, worker: int, position: int) -> Piece | None:
-        """What an instruction runs, as it is here: a piece that has travelled has forgotten the lines that its operators come from."""
+        """What an instruction runs, as it is here: a piece that has travelled has forgotten the lines that its
+        operators come from."""
         args = self.plan.devices[worker].instructions[position].args if position >= 0 else {}
         return self._piece(args["kind"]) if "kind" in args else None
 
@@ -107,15 +117,27 @@ class Routine:
         flat = self.captured.flatten(batch)
         named = dict(zip(self.captured.batch_names, flat, strict=True))
         # Copies: a view would travel with all of the batch that it is a view of.
-        return self.captured.count(flat), [{key: take(named[name], box).clone() for key, name, box in device.feeds} for device in self.plan.devices]
+        return self.captured.count(flat), [
+            {key: take(named[name], box).clone() for key, name, box in device.feeds} for device in self.plan.devices
+        ]
 
 
 class Job:
     def __init__(
-        self, plan: Plan, captured: Captured, training: Training, digest: str = "", address: str | None = None, timeout: float = 300.0, loss_dtype: str = "float32",
-        cluster: Cluster | None = None, cuda: bool | None = None, compiles: bool | None = None,
-    ) -> None:  # fmt: skip
-        """`cluster`: workers that are there already, and stay when the job ends. CUDA is used where it is, and chunks are compiled there."""
+        self,
+        plan: Plan,
+        captured: Captured,
+        training: Training,
+        digest: str = "",
+        address: str | None = None,
+        timeout: float = 300.0,
+        loss_dtype: str = "float32",
+        cluster: Cluster | None = None,
+        cuda: bool | None = None,
+        compiles: bool | None = None,
+    ) -> None:
+        """`cluster`: workers that are there already, and stay when the job ends. CUDA is used where it is, and chunks
+        are compiled there."""
         self.plan, self.captured = plan, captured
         self.training = self.active = Routine(plan, captured)
         self.evaluation: Routine | None = None
@@ -142,21 +164,47 @@ class Job:
         packed: list[bytes] = []
         for device in self.plan.devices:
             setup = Setup(
-                device, self.plan.kinds, self.training.pieces(device), self.plan.groups, ranks, meeting, progress, digest, training.seed, timeout,
-                loss_dtype, self.training.pairs(), self.cuda, self.compiles, training.masters, training.make_model, training.optimizer, training.lr_schedule,
-                updated, dict(self.captured.constants), known_to(self.plan, self.captured.aliases) if not packed else None,
-            )  # fmt: skip
+                device,
+                self.plan.kinds,
+                self.training.pieces(device),
+                self.plan.groups,
+                ranks,
+                meeting,
+                progress,
+                digest,
+                training.seed,
+                timeout,
+                loss_dtype,
+                self.training.pairs(),
+                self.cuda,
+                self.compiles,
+                training.masters,
+                training.make_model,
+                training.optimizer,
+                training.lr_schedule,
+                updated,
+                dict(self.captured.constants),
+                known_to(self.plan, self.captured.aliases) if not packed else None,
+            )
             packed.append(_packed(setup))
         try:
             models = self.cluster.each("setup", packed)
         except Lost as lost:
-            raise error("P0602", f"device {self.plan.devices[lost.worker].device} died while it was set up", help="is there enough memory for the model on every worker?") from None
+            raise error(
+                "P0602",
+                f"device {self.plan.devices[lost.worker].device} died while it was set up",
+                help="is there enough memory for the model on every worker?",
+            ) from None
         other = next((i for i, model in enumerate(models) if model != models[0]), None)
         if other is not None:
             raise error(
-                "P0607", f"devices {self.plan.devices[0].device} and {self.plan.devices[other].device} start from different weights", line_of_function(training.make_model),
-                "called in every worker, after seeding torch, `random` and NumPy", help="let `model()` draw from these generators only, or give its own a seed",
-            )  # fmt: skip
+                "P0607",
+                f"devices {self.plan.devices[0].device} and {self.plan.devices[other].device} start from different"
+                " weights",
+                line_of_function(training.make_model),
+                "called in every worker, after seeding torch, `random` and NumPy",
+                help="let `model()` draw from these generators only, or give its own a seed",
+            )
 
     def _open_progress(self) -> str:
         """A file in which every worker says which instruction it is at, read when it cannot say so any more."""
@@ -171,7 +219,9 @@ class Job:
             check(plan, buffered=False, forward=True)
         self.evaluation = Routine(plan, captured)
         pairs = self.evaluation.pairs()
-        packed = [pack((device, plan.kinds, self.evaluation.pieces(device), plan.groups, pairs)) for device in plan.devices]
+        packed = [
+            pack((device, plan.kinds, self.evaluation.pieces(device), plan.groups, pairs)) for device in plan.devices
+        ]
         self.cluster.each("prepare", packed)
 
     # --------------------------------------------------------------------------------------------------- steps
@@ -197,7 +247,12 @@ class Job:
         """A step, slowly, and what it took of memory on every device (runtime/measure.py)."""
         self.active = self.training
         count, feeds = self.training.feeds(batch)
-        return [measured for _, measured in self.cluster.wait([self.cluster.call(i, "measure", feed, count) for i, feed in enumerate(feeds)])]
+        return [
+            measured
+            for _, measured in self.cluster.wait(
+                [self.cluster.call(i, "measure", feed, count) for i, feed in enumerate(feeds)]
+            )
+        ]
 
     def finish(self, futures: list[Any]) -> Step:
         try:
@@ -217,7 +272,10 @@ class Job:
         """One error that says who, at what, asked for by which line, and what the others were waiting for."""
         notes = self._situation(worker, self._last(worker))
         self._end()
-        died, stuck = "look for a lack of memory (dmesg), or who killed it", "its process is stopped or stuck: look at it with a debugger"
+        died, stuck = (
+            "look for a lack of memory (dmesg), or who killed it",
+            "its process is stopped or stuck: look at it with a debugger",
+        )
         help = died if code == "P0602" else stuck
         return error(code, f"device {self.plan.devices[worker].device} {what}", notes=notes[:9], help=help)
 
@@ -225,14 +283,18 @@ class Job:
         """The same for an instruction that raised, with the user's line behind it."""
         notes = self._situation(worker, failure.position)
         self._end()
-        return failed(f"device {self.plan.devices[worker].device}", failure, self.active.piece(worker, failure.position), notes)
+        return failed(
+            f"device {self.plan.devices[worker].device}", failure, self.active.piece(worker, failure.position), notes
+        )
 
     def _situation(self, worker: int, at: int | None) -> list[str]:
         """What a worker was at, and what the others were waiting for."""
         notes = []
         if at is not None:
             notes.append(f"it was at {self._named(worker, at)}" if at >= 0 else "it was between two steps")
-        for other, streams in self.cluster.ask("running", [i for i in range(len(self.plan.devices)) if i != worker], 0.3).items():
+        for other, streams in self.cluster.ask(
+            "running", [i for i in range(len(self.plan.devices)) if i != worker], 0.3
+        ).items():
             waiting = [self._named(other, i) for i in streams.values()][:1]
             notes += [f"device {self.plan.devices[other].device} was at {name}" for name in waiting]
         return notes
@@ -259,7 +321,9 @@ class Job:
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, whole, as they are now."""
         (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
-        whole: dict[str, torch.Tensor] = rest.complete(assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)), self.captured.aliases))
+        whole: dict[str, torch.Tensor] = rest.complete(
+            assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)), self.captured.aliases)
+        )
         return whole
 
     def gradients(self) -> list[dict[str, torch.Tensor]]:
@@ -271,7 +335,10 @@ class Job:
             self.ending.join()
             return
         try:
-            self.cluster.wait([self.cluster.call(i, "close") for i in range(len(self.plan.devices))], timeout=30.0 if self.borrowed else 2.0)
+            self.cluster.wait(
+                [self.cluster.call(i, "close") for i in range(len(self.plan.devices))],
+                timeout=30.0 if self.borrowed else 2.0,
+            )
         except Exception:  # whatever they say now: they are ended next
             self.borrowed = False
         if self.progress is not None:
@@ -290,7 +357,11 @@ def _packed(setup: Setup) -> bytes:
     try:
         return pack(setup)
     except Exception as problem:
-        for name, function in (("model", setup.make_model), ("optimizer", setup.optimizer), ("lr_schedule", setup.lr_schedule)):
+        for name, function in (
+            ("model", setup.make_model),
+            ("optimizer", setup.optimizer),
+            ("lr_schedule", setup.lr_schedule),
+        ):
             _refuse_unpackable(name, function, problem)
         raise
 
@@ -300,6 +371,12 @@ def _refuse_unpackable(name: str, function: Any, problem: Exception) -> None:
         pack(function)
     except Exception:
         raise error(
-            "P0801", f"`{name}` cannot be sent to workers", line_of_function(function), notes=[said(problem)],
-            help="define it at the top of a module, and let it use no open file, lock, generator or other object of this process",
-        ) from problem  # fmt: skip
+            "P0801",
+            f"`{name}` cannot be sent to workers",
+            line_of_function(function),
+            notes=[said(problem)],
+            help=(
+                "define it at the top of a module, and let it use no open file, lock, generator or other object of this"
+                " process"
+            ),
+        ) from problem

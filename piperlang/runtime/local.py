@@ -46,7 +46,9 @@ class LocalComm(Comm):
     def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
         with self.board.arrived:
             mail = self.board.mail
-            came = self.board.arrived.wait_for(lambda: self.board.aborted or (device, self.device, tag) in mail, self.board.timeout)
+            came = self.board.arrived.wait_for(
+                lambda: self.board.aborted or (device, self.device, tag) in mail, self.board.timeout
+            )
             if not came or (device, self.device, tag) not in mail:
                 raise TimeoutError(f"nothing came from device {device}")
             tensor.copy_(self.board.mail.pop((device, self.device, tag)))
@@ -64,7 +66,9 @@ class LocalComm(Comm):
         parts = self._share(group, tensor.clone())
         tensor.copy_(torch.stack([part for part in parts if isinstance(part, torch.Tensor)]).sum(0))
 
-    def exchange(self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]) -> None:
+    def exchange(
+        self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]
+    ) -> None:
         me = self.board.groups[group][0].index(self.device)
         everyone = self._share(group, list(torch.split(give, give_sizes)))
         take.copy_(torch.cat([theirs[me] for theirs in everyone]))

@@ -1,7 +1,8 @@
-"""How much memory a step really takes on a device: every storage that torch makes, from when it is made to when it is gone.
+"""How much memory a step really takes on a device: every storage that torch makes, from when it is made to when it is
+gone.
 
-Slow, since all storages alive are looked at after every operator; for tests, and for whoever doubts what a plan foresees. Buffers inside kernels and backends are not seen.
-"""
+Slow, since all storages alive are looked at after every operator; for tests, and for whoever doubts what a plan
+foresees. Buffers inside kernels and backends are not seen."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = storages
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.storages.see(result)
         return result
@@ -85,8 +88,11 @@ class _Quiet:
         return unseen
 
 
-def measured(device: Device, settle: Callable[[], None], step: int, feeds: dict[str, torch.Tensor], count: float) -> tuple[float, Measured]:
-    """Run a step of a device in the order of its plan, as CUDA's host issues it, and see what it takes. Threads of their own, as streams on CPU are, may run ahead and take more."""
+def measured(
+    device: Device, settle: Callable[[], None], step: int, feeds: dict[str, torch.Tensor], count: float
+) -> tuple[float, Measured]:
+    """Run a step of a device in the order of its plan, as CUDA's host issues it, and see what it takes. Threads of
+    their own, as streams on CPU are, may run ahead and take more."""
     storages, found = _Storages(), Measured()
     device.begin(step, feeds, count)
     storages.see([list(device.values.values()), device.optimizers.states()])
@@ -95,12 +101,17 @@ def measured(device: Device, settle: Callable[[], None], step: int, feeds: dict[
     for i, instruction in enumerate(device.plan.instructions):
         storages.now = i
         if instruction.do == "send":
-            settle()  # gloo does not say when what was sent has been taken; in this order it has been, or is about to be
+            # gloo does not say when what was sent has been taken; in this order it has been, or is about to be
+            settle()
         with _Watch(storages), torch.no_grad():
             device.execute(instruction)
         found.held.append(_held(device))
         found.live.append(storages.bytes())
-        found.stale += [key for key in device.values if not device.left.get(key) and key not in device.kept and key not in device.permanent]
+        found.stale += [
+            key
+            for key in device.values
+            if not device.left.get(key) and key not in device.kept and key not in device.permanent
+        ]
     settle()
     device.comm = comm
     found.peak, found.at = storages.peak, storages.at
@@ -114,8 +125,16 @@ def _held(device: Device) -> dict[str, int]:
     given = weights | _sizes([values.get(key) for key, _, _ in device.plan.feeds])
     saved = _sizes([value for key, value in values.items() if key.startswith(("saved:", "kept:"))])
     gradients = _sizes([value for key, value in values.items() if key.startswith(("dw:", "g:", "sum:"))])
-    return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "activations": sum(size for storage, size in saved.items() if storage not in given)}
+    return {
+        "weights": sum(weights.values()),
+        "gradients": sum(gradients.values()),
+        "activations": sum(size for storage, size in saved.items() if storage not in given),
+    }
 
 
 def _sizes(values: Any) -> dict[int, int]:
-    return {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)}
+    return {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        for value in pytree.tree_leaves(values)
+        if isinstance(value, torch.Tensor)
+    }

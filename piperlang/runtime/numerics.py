@@ -1,10 +1,11 @@
 """Does a schedule change the mathematics? Two training steps both ways, compared.
 
-The plain model runs eagerly on the whole batch; the schedule runs inline on simulated devices. Both in float64, so that rounding can neither hide a mistake nor look like
-one. Dropout of the eager model draws the masks that the schedule must meet.
+The plain model runs eagerly on the whole batch; the schedule runs inline on simulated devices. Both in float64, so that
+rounding can neither hide a mistake nor look like one. Dropout of the eager model draws the masks that the schedule must
+meet.
 
-A gradient can be zero but for rounding (the bias of an attention's keys), and an optimizer like Adam makes a step of full size out of it. Such elements are judged by their gradients alone.
-"""
+A gradient can be zero but for rounding (the bias of an attention's keys), and an optimizer like Adam makes a step of
+full size out of it. Such elements are judged by their gradients alone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from piperlang.runtime.user_optimizer import call_optimizer, call_schedule
 STEPS = 2
 LIMIT = 1e-5
 NOISE = 1e-11
-"""Of the model's largest gradient: what a sum of float64 numbers of that size may be off by. Gradients and differences of gradients below it are rounding."""
+"""Of the model's largest gradient: what a sum of float64 numbers of that size may be off by. Gradients and differences
+of gradients below it are rounding."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def doubled(file: ModelFile, seed: int) -> tuple[Callable[[], nn.Module], list[t
 
 
 def _in_double(model: nn.Module) -> nn.Module:
-    """As `model.double()`, which cannot convert the fake tensors that a model is traced with. Tied weights stay tied."""
+    """As `model.double()`, which cannot convert the fake tensors that a model is traced with. Tied weights stay
+    tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
@@ -111,7 +114,9 @@ class Simulated:
         done = self.inline.step(batch)
         floor = noise_of(expected) / LIMIT
         extra = dict.fromkeys(done.gradients.keys() - expected.keys(), float("inf"))
-        return done.loss, extra | {name: _relative(done.gradients.get(name), value, floor) for name, value in expected.items()}
+        return done.loss, extra | {
+            name: _relative(done.gradients.get(name), value, floor) for name, value in expected.items()
+        }
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self.inline.weights()
@@ -125,7 +130,9 @@ class Planned:
 
     def step(self, batch: tuple[Any, Any], expected: Mapping[str, torch.Tensor]) -> tuple[float, Mapping[str, float]]:
         done = self.job.step(batch, gradients=True)
-        return done.loss, gradient_errors(self.graph, [device.device for device in self.job.plan.devices], self.job.gradients(), expected)
+        return done.loss, gradient_errors(
+            self.graph, [device.device for device in self.job.plan.devices], self.job.gradients(), expected
+        )
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         weights: Mapping[str, torch.Tensor] = self.job.weights()
@@ -142,7 +149,9 @@ class InDouble:
         return _in_double(self.make())
 
 
-def compare(file: ModelFile, program: Program, graph: Graph, captured: Captured, seed: int = 0, trainer: Trainer | None = None) -> Compared:
+def compare(
+    file: ModelFile, program: Program, graph: Graph, captured: Captured, seed: int = 0, trainer: Trainer | None = None
+) -> Compared:
     """`trainer`: who trains under the schedule, the simulated devices if nobody is given."""
     make, batches = doubled(file, seed)
     optimizer = file.optimizer or default_optimizer
@@ -162,20 +171,29 @@ def compare(file: ModelFile, program: Program, graph: Graph, captured: Captured,
             for name, error in errors.items():
                 grad, worst = _larger(grad, error), max(worst, (name, error), key=lambda item: item[1])
     trained = run.weights()
-    read = {name for chunk in graph.model.chunks for name in chunk.weights}  # what nobody reads, nobody changes, and workers do not keep it
+    read = {
+        name for chunk in graph.model.chunks for name in chunk.weights
+    }  # what nobody reads, nobody changes, and workers do not keep it
     for name, value in plain.weights().items():
-        error = _relative(trained.get(name), value, judged=~noisy[name] if name in noisy else None) if name in read else 0.0
+        error = (
+            _relative(trained.get(name), value, judged=~noisy[name] if name in noisy else None) if name in read else 0.0
+        )
         weight, worst = _larger(weight, error), max(worst, (name, error), key=lambda item: item[1])
     return Compared(expected_loss, loss, grad, weight, worst[0], tuple(noisy))
 
 
 def noise_of(gradients: Mapping[str, torch.Tensor]) -> float:
     """The size below which elements of gradients, and differences between them, are rounding."""
-    return NOISE * max((float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel()), default=0.0)
+    return NOISE * max(
+        (float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel()), default=0.0
+    )
 
 
-def _relative(got: torch.Tensor | None, expected: torch.Tensor, floor: float = 0.0, judged: torch.Tensor | None = None) -> float:
-    """The largest difference, among the elements that are judged, relative to the largest element, or to `floor` where that is larger."""
+def _relative(
+    got: torch.Tensor | None, expected: torch.Tensor, floor: float = 0.0, judged: torch.Tensor | None = None
+) -> float:
+    """The largest difference, among the elements that are judged, relative to the largest element, or to `floor` where
+    that is larger."""
     if got is None or got.shape != expected.shape:
         return float("inf")
     difference = (got - expected).abs().double()
@@ -183,11 +201,17 @@ def _relative(got: torch.Tensor | None, expected: torch.Tensor, floor: float = 0
     return float(difference.max()) / max(float(expected.abs().max()), floor, 1e-12) if difference.numel() else 0.0
 
 
-def gradient_errors(graph: Graph, devices: Sequence[int], found: Sequence[Mapping[Key, torch.Tensor]], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def gradient_errors(
+    graph: Graph,
+    devices: Sequence[int],
+    found: Sequence[Mapping[Key, torch.Tensor]],
+    expected: Mapping[str, torch.Tensor],
+) -> dict[str, float]:
     """How far what every device had of each gradient is from the plain one, relative to its largest number.
 
-    `found` has, for each of `devices`, gradients by the key of the weight they update, whole or in whatever parts the graph divides them.
-    A gradient of which no device had some part, or that should not be there, is infinitely far off."""
+    `found` has, for each of `devices`, gradients by the key of the weight they update, whole or in whatever parts the
+    graph divides them. A gradient of which no device had some part, or that should not be there, is infinitely far
+    off."""
     had = dict(zip(devices, found, strict=True))
     floor = noise_of(expected) / LIMIT
     errors = dict.fromkeys(expected, 0.0)
@@ -203,13 +227,23 @@ def gradient_errors(graph: Graph, devices: Sequence[int], found: Sequence[Mappin
             for device, at in zip(devices_of(held.where), coordinates(held.where), strict=True):
                 box, cut = local_box(held, whole.shape, at), slice(*interval(held, whole.shape, at))
                 got, wanted = had[device][old].flatten(), take(whole, box).flatten()[cut]
-                error = float("inf") if got.shape != wanted.shape else float((got - wanted).abs().max()) if got.numel() else 0.0
-                errors[held.weight] = _larger(errors[held.weight], error / max(float(whole.abs().max()) if whole.numel() else 0.0, floor, 1e-12))
+                error = (
+                    float("inf")
+                    if got.shape != wanted.shape
+                    else float((got - wanted).abs().max())
+                    if got.numel()
+                    else 0.0
+                )
+                errors[held.weight] = _larger(
+                    errors[held.weight], error / max(float(whole.abs().max()) if whole.numel() else 0.0, floor, 1e-12)
+                )
                 mine = take(seen[held.weight], box)
                 mark = mine.flatten()
                 mark[cut] = True
                 mine.copy_(mark.view(mine.shape))
-    return {name: error if name not in seen or bool(seen[name].all()) else float("inf") for name, error in errors.items()}
+    return {
+        name: error if name not in seen or bool(seen[name].all()) else float("inf") for name, error in errors.items()
+    }
 
 
 def _larger(a: float, b: float) -> float:
@@ -220,7 +254,14 @@ def _larger(a: float, b: float) -> float:
 class _Eager:
     """The model as anyone would train it on one device."""
 
-    def __init__(self, file: ModelFile, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], seed: int, samples: int) -> None:
+    def __init__(
+        self,
+        file: ModelFile,
+        model: nn.Module,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        seed: int,
+        samples: int,
+    ) -> None:
         self.file, self.model, self.seed, self.samples = file, model, seed, samples
         self.optimizer = call_optimizer(optimizer, model)
         self.schedule = call_schedule(file.lr_schedule, self.optimizer) if file.lr_schedule else None

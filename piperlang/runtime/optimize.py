@@ -1,9 +1,8 @@
 """Updates of the weights: the user's optimizer, copied for what each update instruction changes.
 
-The user's own optimizer is made once in a process, on whole weights, so that groups can be chosen by name, shape or position.
-It is never stepped: it has the options, which the learning rate schedule changes. What steps are copies of it, whose groups hold
-the local parts of the same weights.
-"""
+The user's own optimizer is made once in a process, on whole weights, so that groups can be chosen by name, shape or
+position. It is never stepped: it has the options, which the learning rate schedule changes. What steps are copies of
+it, whose groups hold the local parts of the same weights."""
 
 from __future__ import annotations
 
@@ -21,9 +20,26 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Written
 from piperlang.ir.graph import Key
 from piperlang.plan.instruction import Plan
-from piperlang.runtime.optimizer_copy import LocalOptimizer, Part, copied, copied_group, copied_state, options, same_option, set_option
+from piperlang.runtime.optimizer_copy import (
+    LocalOptimizer,
+    Part,
+    copied,
+    copied_group,
+    copied_state,
+    options,
+    same_option,
+    set_option,
+)
 from piperlang.runtime.options_only import SharedState, check_groups, check_options, options_only, refuse_use
-from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, never_stepped, refused, scope_of, step_schedule
+from piperlang.runtime.user_optimizer import (
+    Scope,
+    call_optimizer,
+    call_schedule,
+    never_stepped,
+    refused,
+    scope_of,
+    step_schedule,
+)
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -47,17 +63,28 @@ class Optimizers:
     """All optimizers of one process, which may have several devices."""
 
     def __init__(
-        self, model: nn.Module, make: Callable[[Any], Any], make_schedule: Callable[[Any], Any] | None, updates: Sequence[Update],
-        masters: bool = False, updated: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        """`masters`: weights in half precision have a master in float32, which is what is updated. `updated`: every weight that some
-        device updates, and the line of the script that divides its update; without it, `updates` are those of all devices."""
+        self,
+        model: nn.Module,
+        make: Callable[[Any], Any],
+        make_schedule: Callable[[Any], Any] | None,
+        updates: Sequence[Update],
+        masters: bool = False,
+        updated: Mapping[str, str] | None = None,
+    ) -> None:
+        """`masters`: weights in half precision have a master in float32, which is what is updated. `updated`: every
+        weight that some device updates, and the line of the script that divides its update; without it, `updates` are
+        those of all devices."""
         self.make, self.masters = make, masters
-        self.updated = updated if updated is not None else {part.weight: "" for update in updates for part in update.parts}
+        self.updated = (
+            updated if updated is not None else {part.weight: "" for update in updates for part in update.parts}
+        )
         self.local: dict[tuple[int, Key], tuple[LocalOptimizer, list[nn.Parameter | None]]] = {}
-        """For every update its optimizer, and the parameter of each of its weights: None where no group has the weight."""
+        """For every update its optimizer, and the parameter of each of its weights: None where no group has the
+        weight."""
         self.schedule: Any = None
-        self.flags = [(name, weakref.ref(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
+        self.flags = [
+            (name, weakref.ref(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
+        ]
         """Of the model that the user's code may still hold; nobody else does."""
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.user = call_optimizer(make, model)
@@ -69,7 +96,8 @@ class Optimizers:
                 self._pass_on()
 
     def update(self, device: int, key: Key, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update weights in place: now, or with the last update of the device where the optimizer looks at all weights."""
+        """Update weights in place: now, or with the last update of the device where the optimizer looks at all
+        weights."""
         if (device, key) in self.local:
             optimizer, parameters = self.local[device, key]
             optimizer.update(parameters, weights, gradients)
@@ -77,7 +105,8 @@ class Optimizers:
                 raise _frozen("of a weight", self.make)
 
     def advance(self) -> None:
-        """The end of a training step on all devices of the process: the schedule steps, and options that it changed go to the copies."""
+        """The end of a training step on all devices of the process: the schedule steps, and options that it changed go
+        to the copies."""
         if not self.local:
             return
         self.shared.check()
@@ -124,11 +153,13 @@ class Optimizers:
             self._copy(whole, together)
         self.options = [copy.deepcopy(options(group)) for group in self.user.param_groups]
         never_stepped(self.user)
-        # The model is whole and may be large: from here on only the options are needed. The schedule comes after this, and never sees a weight.
+        # The model is whole and may be large: from here on only the options are needed. The schedule comes after this,
+        # and never sees a weight.
         self.stand_ins = options_only(self.user)
 
     def _together(self, whole: Mapping[str, nn.Parameter], updates: Sequence[Update]) -> list[list[Update]]:
-        """Which updates share a copy: each has its own, but those of a device share one where the optimizer looks at all weights."""
+        """Which updates share a copy: each has its own, but those of a device share one where the optimizer looks at
+        all weights."""
         if self.scope is not Scope.ELEMENT:
             for update in updates:
                 divided = next((part.weight for part in update.parts if part.partial and part.weight in whole), None)
@@ -148,42 +179,63 @@ class Optimizers:
 
     def _copy(self, whole: Mapping[str, nn.Parameter], updates: Sequence[Update]) -> None:
         """One copy of the optimizer for all weights of some updates."""
-        parameters = [[self._parameter(part) if part.weight in whole else None for part in update.parts] for update in updates]
+        parameters = [
+            [self._parameter(part) if part.weight in whole else None for part in update.parts] for update in updates
+        ]
         parts = [part for update in updates for part in update.parts]
         pairs = [(part, p) for part, p in zip(parts, chain(*parameters), strict=True) if p is not None]
         if not pairs:
             return
         if self.scope is Scope.MODEL:
-            # Parameters that no device updates have no gradient, ever; an optimizer that looks at all weights sees them all the same.
+            # Parameters that no device updates have no gradient, ever; an optimizer that looks at all weights sees them
+            # all the same.
             others = whole.keys() - {part.weight for part, _ in pairs}
-            pairs += [_unread(name, parameter, pairs[0][1].device) for name, parameter in whole.items() if name in others]
+            pairs += [
+                _unread(name, parameter, pairs[0][1].device) for name, parameter in whole.items() if name in others
+            ]
         local = {id(whole[part.weight]): parameter for part, parameter in pairs}
         made = copied(self.user, local)
         for part, parameter in pairs:
             original = whole[part.weight]
             if original in self.user.state:
-                made.state[parameter] = copied_state(self.user.state[original], part, original, parameter, self._refused)
+                made.state[parameter] = copied_state(
+                    self.user.state[original], part, original, parameter, self._refused
+                )
         for group, copies in zip(self.user.param_groups, self.groups, strict=True):
             one = copied_group(group, local)
             if one["params"]:
-                self._refuse_tensors(group, [part for part, parameter in pairs if any(parameter is its for its in one["params"])])
+                self._refuse_tensors(
+                    group, [part for part, parameter in pairs if any(parameter is its for its in one["params"])]
+                )
                 made.param_groups.append(one)
                 copies.append(one)
         optimizer = LocalOptimizer(made, len(updates))
-        self.local |= {(update.device, update.key): (optimizer, its) for update, its in zip(updates, parameters, strict=True)}
+        self.local |= {
+            (update.device, update.key): (optimizer, its) for update, its in zip(updates, parameters, strict=True)
+        }
 
     def _refuse_tensors(self, group: Mapping[str, Any], parts: Sequence[Part]) -> None:
         """Options that may belong to the elements of a weight, of which there is only a part here."""
         divided = next((part.weight for part in parts if part.partial), None)
-        name = next((name for name, value in options(group).items() if isinstance(value, torch.Tensor) and value.numel() > 1), None)
+        name = next(
+            (name for name, value in options(group).items() if isinstance(value, torch.Tensor) and value.numel() > 1),
+            None,
+        )
         if divided is not None and name is not None:
             raise error(
-                "P0601", f"option `{name}` of a group is a tensor of shape {list(group[name].shape)}, and weight {divided} of the group is divided", line_of_function(self.make),
-                help="keep what belongs to the elements of a weight in the optimizer's state: `self.state[p]`, which is divided with it",
-            )  # fmt: skip
+                "P0601",
+                f"option `{name}` of a group is a tensor of shape {list(group[name].shape)}, and weight {divided} of"
+                " the group is divided",
+                line_of_function(self.make),
+                help=(
+                    "keep what belongs to the elements of a weight in the optimizer's state: `self.state[p]`, which is"
+                    " divided with it"
+                ),
+            )
 
     def _parameter(self, part: Part) -> nn.Parameter | None:
-        """With data of its own only for a float32 master: `update` puts the weight itself there. None for a part without elements."""
+        """With data of its own only for a float32 master: `update` puts the weight itself there. None for a part
+        without elements."""
         if not part.now.numel():
             return None
         half = self.masters and part.now.dtype in HALF
@@ -195,9 +247,12 @@ class Optimizers:
 
 def _frozen(whose: str, by: Callable[..., Any]) -> PiperError:
     return error(
-        "P0808", f"requires_grad {whose} has changed since the model was traced", line_of_function(by), notes=["the traced program trains what required gradients then"],
+        "P0808",
+        f"requires_grad {whose} has changed since the model was traced",
+        line_of_function(by),
+        notes=["the traced program trains what required gradients then"],
         help="freeze by a learning rate of 0 for the group until it is to be trained, or train in two jobs",
-    )  # fmt: skip
+    )
 
 
 def _unread(name: str, parameter: nn.Parameter, where: torch.device) -> tuple[Part, nn.Parameter]:
@@ -212,7 +267,9 @@ def updated_weights(plan: Plan) -> dict[str, str]:
     for device in plan.devices:
         for instruction in device.instructions:
             for entry in instruction.args["weights"] if instruction.do == "update" else ():
-                found[entry["weight"]] = plan.lines[instruction.node] if entry["partial"] else found.get(entry["weight"], "")
+                found[entry["weight"]] = (
+                    plan.lines[instruction.node] if entry["partial"] else found.get(entry["weight"], "")
+                )
     return found
 
 

@@ -35,7 +35,8 @@ class Part(NamedTuple):
 
 
 class LocalOptimizer:
-    """A copy, and the weights that it is about to step: it does so when all its updates of a training step have come."""
+    """A copy, and the weights that it is about to step: it does so when all its updates of a training step have
+    come."""
 
     def __init__(self, optimizer: optim.Optimizer, updates: int) -> None:
         self.optimizer, self.updates = optimizer, updates
@@ -43,7 +44,12 @@ class LocalOptimizer:
         self.pending: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.lock = threading.Lock()
 
-    def update(self, parameters: Sequence[nn.Parameter | None], weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    def update(
+        self,
+        parameters: Sequence[nn.Parameter | None],
+        weights: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
         """Streams may be threads, so two updates may come at once."""
         for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
             if parameter is None:
@@ -90,9 +96,19 @@ def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter]) -> optim.Op
             try:
                 vars(made)[name] = copy.deepcopy(value, known)
             except Exception as problem:
-                raise _no_copy(user, f"its attribute `{name}`: {problem}", "use attributes that copy.deepcopy can copy") from problem
-    if any(id(parameter) in known and id(parameter) not in local for group in user.param_groups for parameter in group["params"]):
-        raise _no_copy(user, "an attribute besides its groups holds parameters", "keep parameters in `param_groups` and `state` only")
+                raise _no_copy(
+                    user, f"its attribute `{name}`: {problem}", "use attributes that copy.deepcopy can copy"
+                ) from problem
+    if any(
+        id(parameter) in known and id(parameter) not in local
+        for group in user.param_groups
+        for parameter in group["params"]
+    ):
+        raise _no_copy(
+            user,
+            "an attribute besides its groups holds parameters",
+            "keep parameters in `param_groups` and `state` only",
+        )
     made.state, made.param_groups = defaultdict(dict), []
     for key, value in user.state.items():
         if not isinstance(key, torch.Tensor):

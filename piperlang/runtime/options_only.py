@@ -1,7 +1,8 @@
-"""The user's optimizer once copies of it train: options, which a schedule may read and change, and neither weights nor state.
+"""The user's optimizer once copies of it train: options, which a schedule may read and change, and neither weights nor
+state.
 
-A schedule that reads or changes weights, state or groups would act on something that is not trained. All of that is refused where it happens.
-"""
+A schedule that reads or changes weights, state or groups would act on something that is not trained. All of that is
+refused where it happens."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.runtime.optimizer_copy import options, same_option
 from piperlang.runtime.user_optimizer import step_hooks
 
-_REPAIR = "let the schedule change options of the groups only (lr, weight_decay, momentum); what depends on weights or their state belongs into an Optimizer's `step`"
+_REPAIR = (
+    "let the schedule change options of the groups only (lr, weight_decay, momentum); what depends on weights or their"
+    " state belongs into an Optimizer's `step`"
+)
 
 
 class _StandIn(nn.Parameter):
@@ -64,44 +68,69 @@ def refuse_use(optimizer: optim.Optimizer) -> None:
 
 def _not_trained() -> PiperError:
     return error(
-        "P0601", "this code uses an optimizer that trains nothing", here(), notes=["devices train with copies of what `optimizer` returns"],
+        "P0601",
+        "this code uses an optimizer that trains nothing",
+        here(),
+        notes=["devices train with copies of what `optimizer` returns"],
         help="let `lr_schedule` change the options of its groups (lr, weight_decay, momentum) from step to step",
-    )  # fmt: skip
+    )
 
 
 def check_options(optimizer: optim.Optimizer, last: list[dict[str, Any]], make: Callable[..., Any]) -> None:
-    """Between steps only the schedule may change options: what others change would not reach the copies, or not on workers."""
+    """Between steps only the schedule may change options: what others change would not reach the copies, or not on
+    workers."""
     for group, was in zip(optimizer.param_groups, last, strict=False):
-        name = next((name for name, value in options(group).items() if name not in was or not same_option(was[name], value)), None)
+        name = next(
+            (name for name, value in options(group).items() if name not in was or not same_option(was[name], value)),
+            None,
+        )
         if name is not None:
             raise error(
-                "P0601", f"option `{name}` of the optimizer has changed between steps", line_of_function(make), notes=["only the schedule of `lr_schedule` may do that: copies of the optimizer train"],
+                "P0601",
+                f"option `{name}` of the optimizer has changed between steps",
+                line_of_function(make),
+                notes=["only the schedule of `lr_schedule` may do that: copies of the optimizer train"],
                 help="return an object with a method `step` from `lr_schedule(optimizer)` that changes it",
-            )  # fmt: skip
+            )
 
 
-def check_groups(optimizer: optim.Optimizer, stand_ins: list[list[nn.Parameter]], make_schedule: Callable[..., Any]) -> None:
+def check_groups(
+    optimizer: optim.Optimizer, stand_ins: list[list[nn.Parameter]], make_schedule: Callable[..., Any]
+) -> None:
     """The schedule must leave the groups as they are."""
     now = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     if now != [[id(parameter) for parameter in group] for group in stand_ins]:
         raise error(
-            "P0601", "the schedule of `lr_schedule` changes which parameters the groups of the optimizer have", line_of_function(make_schedule),
-            notes=["groups are divided over devices before the first step"], help="make all groups in `optimizer`, and let the schedule change their options",
-        )  # fmt: skip
+            "P0601",
+            "the schedule of `lr_schedule` changes which parameters the groups of the optimizer have",
+            line_of_function(make_schedule),
+            notes=["groups are divided over devices before the first step"],
+            help="make all groups in `optimizer`, and let the schedule change their options",
+        )
 
 
 def _touched(what: str) -> PiperError:
-    return error("P0601", f"`lr_schedule` uses {what}", here(), notes=["weights and state are divided over devices, and copies of the optimizer train them"], help=_REPAIR)
+    return error(
+        "P0601",
+        f"`lr_schedule` uses {what}",
+        here(),
+        notes=["weights and state are divided over devices, and copies of the optimizer train them"],
+        help=_REPAIR,
+    )
 
 
 class SharedState:
-    """Python state that the steps of an optimizer change outside of it: in globals, class attributes, closures of hooks.
+    """Python state that the steps of an optimizer change outside of it: in globals, class attributes, closures of
+    hooks.
 
-    On workers every process steps once in a training step, as plain training does. Devices that share one process would all change the same state."""
+    On workers every process steps once in a training step, as plain training does. Devices that share one process would
+    all change the same state."""
 
     def __init__(self, optimizer: optim.Optimizer, make: Callable[..., Any], devices: int) -> None:
         self.line = line_of_function(make)
-        self.hooks = {f"step hook `{getattr(hook, '__name__', type(hook).__name__)}`": hook for hook in step_hooks(optimizer)}
+        self.hooks = {
+            f"step hook `{getattr(hook, '__name__', type(hook).__name__)}`": hook for hook in step_hooks(optimizer)
+        }
         functions = [*(item for kind in type(optimizer).__mro__ for item in vars(kind).values()), *self.hooks.values()]
         self.names = dict(globals_of(functions)) if devices > 1 else {}
         self.kind = type(optimizer)
@@ -120,6 +149,12 @@ class SharedState:
         for name, now in self._prints().items():
             if now != self.before[name]:
                 raise error(
-                    "P0601", f"{name} changes in every step of the optimizer", self.line, notes=["devices of one process share it, so it changes several times in a training step"],
-                    help="use `--executor ray`, where every device has a process of its own, or keep it in `optimizer.state`",
-                )  # fmt: skip
+                    "P0601",
+                    f"{name} changes in every step of the optimizer",
+                    self.line,
+                    notes=["devices of one process share it, so it changes several times in a training step"],
+                    help=(
+                        "use `--executor ray`, where every device has a process of its own, or keep it in"
+                        " `optimizer.state`"
+                    ),
+                )

@@ -14,7 +14,8 @@ LITTLE = 10e9
 
 @contextmanager
 def threads_for(flops: float) -> Iterator[None]:
-    """Little work is for one thread: on a busy machine several wait for each other at every operator, 40 times as long as the work takes (seen on two cores)."""
+    """Little work is for one thread: on a busy machine several wait for each other at every operator, 40 times as long
+    as the work takes (seen on two cores)."""
     before = torch.get_num_threads()
     if flops < LITTLE:
         torch.set_num_threads(1)

@@ -87,7 +87,11 @@ class Shards:
         every = coordinates(held.where)
         found = []
         for at in every:
-            group = [parts[k] for k, other in enumerate(every) if all(other[axis] == at[axis] for axis in at if axis not in axes)]
+            group = [
+                parts[k]
+                for k, other in enumerate(every)
+                if all(other[axis] == at[axis] for axis in at if axis not in axes)
+            ]
             found.append(torch.stack(group).sum(0))
         return found
 
@@ -111,7 +115,10 @@ class Shards:
             local = [(self.graph.held[keys[0]], _added([values[key] for key in keys])) for keys in sources]
             for target in node.writes[first : first + homes]:
                 want = self.graph.held[target]
-                values[target] = [torch.stack([_counterpart(want, at, held, parts) for held, parts in local]).sum(0) for at in coordinates(want.where)]
+                values[target] = [
+                    torch.stack([_counterpart(want, at, held, parts) for held, parts in local]).sum(0)
+                    for at in coordinates(want.where)
+                ]
 
     # ------------------------------------------------------------------------------------------------- update
 
@@ -128,7 +135,9 @@ class Shards:
         found: list[Update] = []
         for node in self.graph.nodes:
             if node.op == "update":
-                parts = [self._updated(old, target) for (old,), target in zip(node.reads[::2], node.writes, strict=True)]
+                parts = [
+                    self._updated(old, target) for (old,), target in zip(node.reads[::2], node.writes, strict=True)
+                ]
                 for device, its in zip(devices_of(node.family.where), zip(*parts, strict=True), strict=True):
                     found.append(Update(device, node.writes[0], its, node.family.by))
         return found
@@ -138,17 +147,24 @@ class Shards:
         have, want = self.graph.held[old], self.graph.held[target]
         shape, partial = self.shapes[want.weight], bool(dividing(want))
         return [
-            Part(want.weight, now, local_box(want, shape, at), interval(want, shape, at) if want.flat else None, partial)
+            Part(
+                want.weight, now, local_box(want, shape, at), interval(want, shape, at) if want.flat else None, partial
+            )
             for now, at in zip(self._part(have, want, self.current[old]), coordinates(want.where), strict=True)
         ]
 
-    def update(self, node: Node, values: dict[Key, list[Any]], scale: torch.Tensor | float = 1.0) -> dict[str, torch.Tensor]:
-        """One step of the optimizer on each device's part; gives the whole gradients before they are scaled, for whoever compares them."""
+    def update(
+        self, node: Node, values: dict[Key, list[Any]], scale: torch.Tensor | float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """One step of the optimizer on each device's part; gives the whole gradients before they are scaled, for
+        whoever compares them."""
         gradients: list[list[torch.Tensor]] = []
         for i, target in enumerate(node.writes):
             (old,), parts = node.reads[2 * i : 2 * i + 2]
             have, want, grad = self.graph.held[old], self.graph.held[target], self.graph.held[parts[0]]
-            values[target] = [part.clone() for part in self._part(have, want, values[old])]  # others may still read the old ones
+            values[target] = [
+                part.clone() for part in self._part(have, want, values[old])
+            ]  # others may still read the old ones
             gradients.append([part * scale for part in self._part(grad, want, _added([values[key] for key in parts]))])
         for k, device in enumerate(devices_of(node.family.where)):
             weights = [values[target][k] for target in node.writes]
@@ -161,6 +177,11 @@ def _added(values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _counterpart(want: Held, at: Mapping[str, int], other: Held, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The device of another part that has what the one at `at` has: the same positions along all axes that divide the weight."""
+    """The device of another part that has what the one at `at` has: the same positions along all axes that divide the
+    weight."""
     mine = [at[axis] for axis in dividing(want)]
-    return next(parts[k] for k, there in enumerate(coordinates(other.where)) if [there[axis] for axis in dividing(other)] == mine)
+    return next(
+        parts[k]
+        for k, there in enumerate(coordinates(other.where))
+        if [there[axis] for axis in dividing(other)] == mine
+    )

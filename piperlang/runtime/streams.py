@@ -1,4 +1,5 @@
-"""Logical streams on CPU: a thread each, so that communication and compute, or two streams of compute, truly run side by side."""
+"""Logical streams on CPU: a thread each, so that communication and compute, or two streams of compute, truly run side
+by side."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ class Failed(Exception):
 
 
 class Streams:
-    """Runs the instructions of one device, each stream in its order, waiting across streams only where the plan says so."""
+    """Runs the instructions of one device, each stream in its order, waiting across streams only where the plan says
+    so."""
 
-    def __init__(self, instructions: Sequence[Instruction], execute: Callable[[Instruction], None], name: str = "") -> None:
+    def __init__(
+        self, instructions: Sequence[Instruction], execute: Callable[[Instruction], None], name: str = ""
+    ) -> None:
         self.instructions, self.execute = instructions, execute
         self.lists: dict[str, list[int]] = {}
         for i, instruction in enumerate(instructions):
@@ -28,14 +32,19 @@ class Streams:
         waited = {i for instruction in instructions for i in instruction.waits}
         self.done = {i: threading.Event() for i in waited}
         # The caller's own thread takes the longest list, mostly compute: the others cost a switch each.
-        self.main = max(self.lists, key=lambda stream: (stream == "compute", len(self.lists[stream]))) if self.lists else ""
+        self.main = (
+            max(self.lists, key=lambda stream: (stream == "compute", len(self.lists[stream]))) if self.lists else ""
+        )
         self.running: dict[str, int] = {}
         self.failure: Failed | None = None
         self.failing = threading.Lock()
         self.stopping = False
         self.starts = {stream: threading.Semaphore(0) for stream in self.lists if stream != self.main}
         self.finished = threading.Semaphore(0)
-        self.threads = [threading.Thread(target=self._serve, args=(stream,), name=f"{name}{stream}", daemon=True) for stream in self.starts]
+        self.threads = [
+            threading.Thread(target=self._serve, args=(stream,), name=f"{name}{stream}", daemon=True)
+            for stream in self.starts
+        ]
         for thread in self.threads:
             thread.start()
 

@@ -1,4 +1,5 @@
-"""A plan on one process: a thread for every device and stream, messages through memory. For `--executor inline`, and where no Ray is wanted."""
+"""A plan on one process: a thread for every device and stream, messages through memory. For `--executor inline`, and
+where no Ray is wanted."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from piperlang.runtime.worker import _resident
 class ThreadJob:
     """The same interface as a Job."""
 
-    def __init__(self, plan: Plan, captured: Captured, training: Training, timeout: float = 60.0, loss_dtype: str = "float32") -> None:
+    def __init__(
+        self, plan: Plan, captured: Captured, training: Training, timeout: float = 60.0, loss_dtype: str = "float32"
+    ) -> None:
         self.plan, self.captured, self.timeout = plan, captured, timeout
         with seeded(training.seed):  # data may draw from the same generators, and goes on where it was
             model = training.make_model()
@@ -37,10 +40,13 @@ class ThreadJob:
         self.rest = rest_of(model, known_to(plan, captured.aliases))
         pieces, board = _pieces(plan, captured), Switchboard(plan.groups, timeout)
         devices = [
-            Device(device, plan.kinds, pieces, weights, board.join(device.device), torch.device("cpu"), training.seed) for device in plan.devices
+            Device(device, plan.kinds, pieces, weights, board.join(device.device), torch.device("cpu"), training.seed)
+            for device in plan.devices
         ]
         updates = [update for device in devices for update in device.updates()]
-        self.optimizers = Optimizers(model, training.optimizer, training.lr_schedule, updates, training.masters, updated_weights(plan))
+        self.optimizers = Optimizers(
+            model, training.optimizer, training.lr_schedule, updates, training.masters, updated_weights(plan)
+        )
         for device in devices:
             device.optimizers = self.optimizers
             device.loss_dtype = getattr(torch, loss_dtype)
@@ -79,7 +85,9 @@ class ThreadJob:
         return self.finish(self.begin(batch, gradients))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self.rest.complete(assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases))
+        return self.rest.complete(
+            assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases)
+        )
 
     def gradients(self) -> list[dict[str, torch.Tensor]]:
         return [dict(device.last_gradients or {}) for device in self.training.devices]
@@ -109,7 +117,9 @@ class _Routine:
 
     def __init__(self, plan: Plan, captured: Captured, board: Switchboard, devices: Sequence[Device]) -> None:
         self.plan, self.captured, self.board, self.devices = plan, captured, board, devices
-        self.streams = [Streams(device.plan.instructions, device.execute, f"{device.plan.device}:") for device in devices]
+        self.streams = [
+            Streams(device.plan.instructions, device.execute, f"{device.plan.device}:") for device in devices
+        ]
 
     def checked(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
         return self.captured.flatten(batch)

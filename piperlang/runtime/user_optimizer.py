@@ -1,4 +1,5 @@
-"""The user's `optimizer` and `lr_schedule`: how they are called, and how much of the model a step of the optimizer looks at."""
+"""The user's `optimizer` and `lr_schedule`: how they are called, and how much of the model a step of the optimizer
+looks at."""
 
 from __future__ import annotations
 
@@ -30,17 +31,29 @@ class Scope(Enum):
     MODEL = "all weights"
 
 
-ELEMENTWISE: frozenset[type] = frozenset((
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.RMSprop,
-    optim.Rprop, optim.ASGD,
-))  # fmt: skip
+ELEMENTWISE: frozenset[type] = frozenset(
+    (
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.ASGD,
+    )
+)
 PER_PARAMETER: frozenset[type] = frozenset((optim.Adafactor, optim.Muon))
 
 
 def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimizer:
     """The user's optimizer on the parameters of `model` that require gradients.
 
-    The name of its first argument says what it is given: the model, pairs of names and parameters, or a list of parameters."""
+    The name of its first argument says what it is given: the model, pairs of names and parameters, or a list of
+    parameters."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     first = next((argument.name for argument in _arguments(make)), "")
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -48,9 +61,15 @@ def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimi
     if not isinstance(made, optim.Optimizer):
         raise _mistake(make, f"`optimizer` returns {type(made).__name__}", "return a torch.optim.Optimizer")
     refuse_hooks(model)
-    changed = next((name for name, parameter in model.named_parameters() if parameter.requires_grad != flags.get(name)), None)
+    changed = next(
+        (name for name, parameter in model.named_parameters() if parameter.requires_grad != flags.get(name)), None
+    )
     if changed is not None:
-        raise _mistake(make, f"`optimizer` changes requires_grad of {changed}", "set requires_grad in `model`: the program is traced with the model as it is made")
+        raise _mistake(
+            make,
+            f"`optimizer` changes requires_grad of {changed}",
+            "set requires_grad in `model`: the program is traced with the model as it is made",
+        )
     own = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(made.param_groups):
         other = next((parameter for parameter in group["params"] if id(parameter) not in own), None)
@@ -83,18 +102,33 @@ def step_schedule(schedule: Any, optimizer: optim.Optimizer, make: Callable[...,
         raise
     except (Exception, SystemExit) as problem:
         help = "repair this line, or make the schedule last for all training steps"
-        raise error("P0801", "the schedule of `lr_schedule` cannot be stepped", line_of(problem) or _line(make), notes=[said(problem)], help=help) from problem
+        raise error(
+            "P0801",
+            "the schedule of `lr_schedule` cannot be stepped",
+            line_of(problem) or _line(make),
+            notes=[said(problem)],
+            help=help,
+        ) from problem
     if _replaced(optimizer) != methods:
-        raise _unsupported(make, f"the schedule replaces a method of {type(optimizer).__name__}, and copies of the optimizer train", "let it change options of the groups: a learning rate of 0 stops training")
+        raise _unsupported(
+            make,
+            f"the schedule replaces a method of {type(optimizer).__name__}, and copies of the optimizer train",
+            "let it change options of the groups: a learning rate of 0 stops training",
+        )
 
 
 def _replaced(optimizer: optim.Optimizer) -> dict[str, Any]:
     """Methods that the instance has instead of those of its class, as LRScheduler wraps `step`."""
-    return {name: value for name, value in vars(optimizer).items() if callable(value) and callable(getattr(type(optimizer), name, None))}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if callable(value) and callable(getattr(type(optimizer), name, None))
+    }
 
 
 def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
-    """By exact class or by declaration; a class that says nothing may look at all weights. Raises P0601 where no schedule can run it."""
+    """By exact class or by declaration; a class that says nothing may look at all weights. Raises P0601 where no
+    schedule can run it."""
     name = type(optimizer).__name__
     if type(optimizer) is optim.SparseAdam:
         raise _unsupported(make, f"{name} needs sparse gradients, and gradients here are dense", "use Adam")
@@ -104,9 +138,15 @@ def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
     if not getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", "step" not in vars(optimizer)):
         raise _unsupported(make, f"`step` of this {name} is replaced on the instance", "override `step` in a subclass")
     if type(optimizer).zero_grad is not optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        raise _unsupported(make, f"{name} has a `zero_grad` of its own, and gradients are new in every step here", "keep what is to last from step to step in the optimizer's state, in `step`")
+        raise _unsupported(
+            make,
+            f"{name} has a `zero_grad` of its own, and gradients are new in every step here",
+            "keep what is to last from step to step in the optimizer's state, in `step`",
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise _unsupported(make, f"{name} has differentiable=True, and updates are not differentiated", "leave `differentiable` out")
+        raise _unsupported(
+            make, f"{name} has differentiable=True, and updates are not differentiated", "leave `differentiable` out"
+        )
     if _has_step_hooks(optimizer):
         return Scope.MODEL
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True:
@@ -118,7 +158,7 @@ def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
 
 def refused(
     optimizer: optim.Optimizer, make: Callable[..., Any], scope: Scope, why: str, by: Written | None, line: str
-) -> PiperError:  # fmt: skip
+) -> PiperError:
     """An optimizer that needs more than a device has.
 
     `by`: the directive that divides the weight; `line`: where it stands, if only that is known."""
@@ -127,29 +167,34 @@ def refused(
         message = f"{name} needs whole weights"
         helps: tuple[str, ...] = (
             "use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",
-        )  # fmt: skip
+        )
     elif _has_step_hooks(optimizer):
         message = f"step hooks of {name} may look at all weights at once"
         helps = ("do without hooks, or let every device have all weights whole",)
     else:
         message = f"{name} may look at all weights at once"
         helps = (
-            f"set `elementwise = True` on {name} if every element's update depends on that element's gradient and state alone",
+            (
+                f"set `elementwise = True` on {name} if every element's update depends on that element's gradient and"
+                " state alone"
+            ),
             f"set `per_parameter = True` on {name} if it needs whole weights, but each by itself",
             "otherwise let every device have all weights whole",
-        )  # fmt: skip
+        )
     notes = (why, f"divided by {line}") if line and by is None else (why,)
     span, label = (by.span, "divided here") if by else (_line(make), "")
     return PiperError(Diagnostic("P0601", message, span, label, notes=notes, helps=helps, trail=by.trail if by else ()))
 
 
 def never_stepped(optimizer: optim.Optimizer) -> None:
-    """Keep LRScheduler from warning that this optimizer has not been stepped: copies of it are. A private name, in torch 2.11 and 2.13."""
+    """Keep LRScheduler from warning that this optimizer has not been stepped: copies of it are. A private name, in
+    torch 2.11 and 2.13."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _has_step_hooks(optimizer: optim.Optimizer) -> bool:
-    """Whether code of the user's runs before or after each step of this optimizer, or of any. torch's profiler has a hook of its own.
+    """Whether code of the user's runs before or after each step of this optimizer, or of any. torch's profiler has a
+    hook of its own.
 
     Private names of torch.optim, in torch 2.11 and 2.13."""
     return bool(step_hooks(optimizer))
@@ -157,7 +202,9 @@ def _has_step_hooks(optimizer: optim.Optimizer) -> bool:
 
 def step_hooks(optimizer: optim.Optimizer) -> list[Callable[..., Any]]:
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    hooks = [hook for some in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks) for hook in some.values()]
+    hooks = [
+        hook for some in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks) for hook in some.values()
+    ]
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
 
 
@@ -171,7 +218,9 @@ def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def _required(function: Callable[..., Any], skip: int = 0) -> list[str]:
     """Names of the arguments without a default, but for the first `skip`."""
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in _arguments(function)[skip:] if one.kind in named and one.default is inspect.Parameter.empty]
+    return [
+        one.name for one in _arguments(function)[skip:] if one.kind in named and one.default is inspect.Parameter.empty
+    ]
 
 
 def _mistake(make: Callable[..., Any], message: str, help: str, *notes: str) -> PiperError:

@@ -1,8 +1,7 @@
 """Batches like a given one, with other numbers: what a model does only with some values is not seen in its first batch.
 
-A flag that is 0 for every sample at first, weights of samples that come later, indices that are all different: the first batch
-may leave out what a later one has.
-"""
+A flag that is 0 for every sample at first, weights of samples that come later, indices that are all different: the
+first batch may leave out what a later one has."""
 
 from __future__ import annotations
 
@@ -29,10 +28,11 @@ class Whole(Enum):
 
 
 def varied(batch: tuple[Any, Any], seed: int, noise: bool = True, more: bool = True) -> Iterator[tuple[Any, Any]]:
-    """Batches in which fewer and fewer numbers are other ones: a model need not work with any, so whoever asks takes the first that does.
+    """Batches in which fewer and fewer numbers are other ones: a model need not work with any, so whoever asks takes
+    the first that does.
 
-    An element becomes that of another sample at the same place, so that columns keep their kind; to real numbers `noise` is added.
-    `more`: whole numbers that the batch does not have, too."""
+    An element becomes that of another sample at the same place, so that columns keep their kind; to real numbers
+    `noise` is added. `more`: whole numbers that the batch does not have, too."""
     ways = [(noise, Whole.MORE)] if more else []
     for noisy, whole in (*ways, (noise, Whole.MIXED), (noise, Whole.KEPT), (False, Whole.MIXED), (False, Whole.KEPT)):
         generator = torch.Generator().manual_seed(seed)
@@ -56,14 +56,24 @@ def _other(tensor: torch.Tensor, noise: bool, whole: Whole, generator: torch.Gen
 
 def _noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     spread = float(torch.nan_to_num(tensor.detach().abs().double(), posinf=0.0).std(correction=0)) or 1.0
-    return (torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread).to(tensor.device, tensor.dtype)
+    return (torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread).to(
+        tensor.device, tensor.dtype
+    )
 
 
 def converts_to_indices(graph: fx.Graph) -> bool:
     """Whether real numbers become whole ones, which may be indices."""
-    return any(name_of(node.target) in CONVERTS and _is_whole(node) and not any(map(_is_whole, node.all_input_nodes[:1])) for node in graph.nodes)
+    return any(
+        name_of(node.target) in CONVERTS and _is_whole(node) and not any(map(_is_whole, node.all_input_nodes[:1]))
+        for node in graph.nodes
+    )
 
 
 def _is_whole(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
+    return (
+        isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and not value.is_complex()
+        and value.dtype is not torch.bool
+    )

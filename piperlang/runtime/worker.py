@@ -89,7 +89,9 @@ class Routine:
             begun(positions[id(instruction)])
             device.execute(instruction)
 
-        self.streams: Streams | CudaStreams = (CudaStreams if cuda else Streams)(instructions, execute, f"{device.plan.device}:")
+        self.streams: Streams | CudaStreams = (CudaStreams if cuda else Streams)(
+            instructions, execute, f"{device.plan.device}:"
+        )
         if isinstance(self.streams, CudaStreams):
             self.streams.values = device
 
@@ -135,8 +137,23 @@ class Worker:
         where = torch.device("cuda", rank % torch.cuda.device_count()) if setup.cuda else torch.device("cpu")
         if setup.cuda:
             torch.cuda.set_device(where)
-        meeting = self.meeting if self.meeting is not None and setup.store.startswith("tcp:") else opened(setup.store, len(setup.ranks))
-        self.comm = Comm(rank, len(setup.ranks), meeting, setup.groups, setup.ranks, setup.timeout, setup.digest, setup.pairs, setup.cuda, loopback=not setup.store.startswith("tcp:"))
+        meeting = (
+            self.meeting
+            if self.meeting is not None and setup.store.startswith("tcp:")
+            else opened(setup.store, len(setup.ranks))
+        )
+        self.comm = Comm(
+            rank,
+            len(setup.ranks),
+            meeting,
+            setup.groups,
+            setup.ranks,
+            setup.timeout,
+            setup.digest,
+            setup.pairs,
+            setup.cuda,
+            loopback=not setup.store.startswith("tcp:"),
+        )
         try:
             return self._keep(setup, rank, where)
         except BaseException:
@@ -145,7 +162,9 @@ class Worker:
 
     def _keep(self, setup: Setup, rank: int, where: torch.device) -> str:
         """Of the whole model, what this device needs."""
-        _ = getattr(setup.make_model, "__wrapped__", None)  # the model file runs before the seed is set, as it does in the driver
+        _ = getattr(
+            setup.make_model, "__wrapped__", None
+        )  # the model file runs before the seed is set, as it does in the driver
         seed_all(setup.seed)
         model = setup.make_model()
         started_from = fingerprint(model)
@@ -156,7 +175,9 @@ class Worker:
         if setup.compiles:
             pieces = compiled(pieces, setup.kinds)
         device = Device(setup.plan, setup.kinds, pieces, weights, self.comm, where, setup.seed)
-        device.optimizers = Optimizers(model, setup.optimizer, setup.lr_schedule, device.updates(), setup.masters, setup.updated)
+        device.optimizers = Optimizers(
+            model, setup.optimizer, setup.lr_schedule, device.updates(), setup.masters, setup.updated
+        )
         device.loss_dtype = getattr(torch, setup.loss_dtype)
         self._open_progress(setup.progress, rank)
         self.setting, self.steps = setup, 0
@@ -176,7 +197,8 @@ class Worker:
         self.routines["evaluate"] = Routine(device, comm, setup.cuda, self._begun)
 
     def _open_progress(self, path: str, rank: int) -> None:
-        """One number that the driver can read even when this process is dead, if it shares our files: the instruction last begun."""
+        """One number that the driver can read even when this process is dead, if it shares our files: the instruction
+        last begun."""
         if path:
             with Path(path).open("r+b") as file:
                 self.progress = mmap.mmap(file.fileno(), 0)
@@ -239,7 +261,8 @@ class Worker:
         return found
 
     def reset_peak(self) -> dict[str, int]:
-        """The most memory on CUDA since the last call, as torch's allocator counts it; the next peak counts from here, without what earlier jobs have left."""
+        """The most memory on CUDA since the last call, as torch's allocator counts it; the next peak counts from here,
+        without what earlier jobs have left."""
         if not self.comm.cuda:
             return {}
         torch.cuda.synchronize()
@@ -263,9 +286,12 @@ def _loaded(packed: bytes) -> Setup:
         setup: Setup = pickle.loads(packed)
     except Exception as problem:
         raise error(
-            "P0604", "a worker cannot load the functions that it is given", line_of(problem), notes=[said(problem)],
+            "P0604",
+            "a worker cannot load the functions that it is given",
+            line_of(problem),
+            notes=[said(problem)],
             help="let every worker find the module that defines them: install it, or set PYTHONPATH",
-        ) from problem  # fmt: skip
+        ) from problem
     return setup
 
 

@@ -1,9 +1,8 @@
 """A unit-cost simulation of the order of work: F, I and W take one unit, B two; communication is free.
 
-Without a model the stages are taken as a chain in the order of their numbers: F(s) needs F(s-1) of its microbatch, B and I
-of s need F of s and B or I of s+1, W needs its I. Each lane (devices that do the same) runs its steps in order; the items of
-one step run one after the other, whichever is ready first.
-"""
+Without a model the stages are taken as a chain in the order of their numbers: F(s) needs F(s-1) of its microbatch, B
+and I of s need F of s and B or I of s+1, W needs its I. Each lane (devices that do the same) runs its steps in order;
+the items of one step run one after the other, whichever is ready first."""
 
 from __future__ import annotations
 
@@ -43,7 +42,9 @@ class UnitCosts:
         for name in ("F", "I", "W", "B"):
             by_cost.setdefault(self.passes[name], []).append(name)
         words = [f"{'='.join(names)}={cost}" for cost, names in by_cost.items()]
-        return ", ".join([*words, *(f"{key}={value} takes {factor} times that" for (key, value), factor in self.factors.items())])
+        return ", ".join(
+            [*words, *(f"{key}={value} takes {factor} times that" for (key, value), factor in self.factors.items())]
+        )
 
 
 UNIT = UnitCosts()
@@ -82,7 +83,13 @@ class _Simulation:
         self.left = [self._open(lane, 0) for lane in range(len(lanes))]
         wide = next((work for lane in lanes for work in lane.steps if len(work.items) > MAX_WIDE), None)
         if wide is not None:
-            raise error("P0208", f"{len(wide.items):,} pieces of work in one step", wide.step.span, f"at most {MAX_WIDE:,}", help="order them, or name fewer in a step")
+            raise error(
+                "P0208",
+                f"{len(wide.items):,} pieces of work in one step",
+                wide.step.span,
+                f"at most {MAX_WIDE:,}",
+                help="order them, or name fewer in a step",
+            )
         self.ordered = {_gives(item) for lane in lanes for work in lane.steps for item in work.items if computes(item)}
         self.done: set[Event] = set()
         self.waiting: defaultdict[Event, set[int]] = defaultdict(set)
@@ -140,7 +147,13 @@ class _Simulation:
 
     def _stuck(self) -> Diagnostic:
         """Follow who waits for whom until a lane comes twice."""
-        giver = {_gives(item): lane for lane, order in enumerate(self.lanes) for work in order.steps for item in work.items if computes(item)}
+        giver = {
+            _gives(item): lane
+            for lane, order in enumerate(self.lanes)
+            for work in order.steps
+            for item in work.items
+            if computes(item)
+        }
         lane = next(i for i, left in enumerate(self.left) if left)
         path: list[int] = []
         while lane not in path:
@@ -152,17 +165,25 @@ class _Simulation:
         labels = [Label(self.lanes[i].steps[self.at[i]].step.span, self._waits(i)) for i in circle]
         first = self.lanes[circle[0]].steps[self.at[circle[0]]].step
         return Diagnostic(
-            "P0501", "these devices wait for each other", first.span, labels[0].text, tuple(labels[1:]),
+            "P0501",
+            "these devices wait for each other",
+            first.span,
+            labels[0].text,
+            tuple(labels[1:]),
             notes=("without a model, stages are taken as a chain in the order of their numbers",),
-            helps=("move what is waited for before the step that waits",), trail=first.trail,
-        )  # fmt: skip
+            helps=("move what is waited for before the step that waits",),
+            trail=first.trail,
+        )
 
     def _waits(self, lane: int) -> str:
         item = self.left[lane][0]
         needed = self._missing(item)
         assert needed is not None
         what, stage, mb = needed
-        return f"device {min(self.lanes[lane].devices)} cannot run {describe(item)}: it waits for the {what} of stage {stage}, microbatch {mb}"
+        return (
+            f"device {min(self.lanes[lane].devices)} cannot run {describe(item)}: it waits for the {what} of stage"
+            f" {stage}, microbatch {mb}"
+        )
 
 
 def computes(item: Item) -> bool:

@@ -295,7 +295,12 @@ class Builder(threading.local):
         def plain(match: re.Match[str]) -> str:
             if match[0] not in ESCAPES:
                 start = tokens.start(token) + quotes + match.start()
-                raise error("P0106", f"`{match[0]}` is not an escape", Span(self.source, start, start + 2), help="write `\\\\` for a backslash")
+                raise error(
+                    "P0106",
+                    f"`{match[0]}` is not an escape",
+                    Span(self.source, start, start + 2),
+                    help="write `\\\\` for a backslash",
+                )
             return ESCAPES[match[0]]
 
         return re.sub(r"\\(.|\n)", plain, str(token)[quotes:-quotes])

@@ -14,15 +14,77 @@ from piperlang.syntax import tokens as tokens_at
 from piperlang.syntax.words import KEYWORDS, PYTHON_HABITS, SIZE_UNITS, STATEMENT_STARTS
 
 LOOK_ALIKES = {
-    "“": '"', "”": '"', "„": '"', "‘": "'", "’": "'", "´": "'", "–": "-", "—": "-", "−": "-", "‐": "-", "×": "*", "÷": "/",
-    "→": "->", "≠": "!=", "≤": "<=", "≥": ">=", "：": ":", "，": ",", "＝": "=", "（": "(", "）": ")", "［": "[", "］": "]",
-    "а": "a", "в": "b", "е": "e", "і": "i", "ј": "j", "о": "o", "р": "p", "с": "c", "ѕ": "s", "у": "y", "х": "x",
-    "А": "A", "В": "B", "Е": "E", "К": "K", "М": "M", "Н": "H", "О": "O", "Р": "P", "С": "C", "Т": "T", "Х": "X",
-    "α": "a", "ο": "o", "ν": "v", "Α": "A", "Β": "B", "Ε": "E", "Ζ": "Z", "Η": "H", "Ι": "I", "Κ": "K", "Μ": "M",
-    "Ν": "N", "Ο": "O", "Ρ": "P", "Τ": "T", "Υ": "Y", "Χ": "X",
-    "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u3000": " ", "\u200b": "", "\ufeff": "",
-}  # fmt: skip
+    "“": '"',
+    "”": '"',
+    "„": '"',
+    "‘": "'",
+    "’": "'",
+    "´": "'",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "‐": "-",
+    "×": "*",
+    "÷": "/",
+    "→": "->",
+    "≠": "!=",
+    "≤": "<=",
+    "≥": ">=",
+    "：": ":",
+    "，": ",",
+    "＝": "=",
+    "（": "(",
+    "）": ")",
+    "［": "[",
+    "］": "]",
+    "а": "a",
+    "в": "b",
+    "е": "e",
+    "і": "i",
+    "ј": "j",
+    "о": "o",
+    "р": "p",
+    "с": "c",
+    "ѕ": "s",
+    "у": "y",
+    "х": "x",
+    "А": "A",
+    "В": "B",
+    "Е": "E",
+    "К": "K",
+    "М": "M",
+    "Н": "H",
+    "О": "O",
+    "Р": "P",
+    "С": "C",
+    "Т": "T",
+    "Х": "X",
+    "α": "a",
+    "ο": "o",
+    "ν": "v",
+    "Α": "A",
+    "Β": "B",
+    "Ε": "E",
+    "Ζ": "Z",
+    "Η": "H",
+    "Ι": "I",
+    "Κ": "K",
+    "Μ": "M",
+    "Ν": "N",
+    "Ο": "O",
+    "Ρ": "P",
+    "Τ": "T",
+    "Υ": "Y",
+    "Χ": "X",
+    "\u00a0": " ",
+    "\u2009": " ",
+    "\u202f": " ",
+    "\u3000": " ",
+    "\u200b": "",
+    "\ufeff": "",
+}
 """Characters people paste without seeing that they are not the ASCII ones."""
+
 
 def unexpected(source: Source, tokens: list[Token], at: int, accepted: Collection[str]) -> Diagnostic:
     """The diagnostic for `tokens[at]`, which the parser refused; `accepted` are the terminal types it would take."""
@@ -45,9 +107,15 @@ def _raw(token: Token, span: Span) -> Diagnostic | None:
     """What the lexer could not read at all."""
     text = str(token)
     if token.type == "BAD_STRING":
-        return Diagnostic("P0106", "string is not closed", span, "no closing quote on this line", helps=(f"add `{text[0]}`; a text of several lines goes in \"\"\"",))
+        return Diagnostic(
+            "P0106",
+            "string is not closed",
+            span,
+            "no closing quote on this line",
+            helps=(f'add `{text[0]}`; a text of several lines goes in """',),
+        )
     if token.type == "BAD_TEXT":
-        return Diagnostic("P0106", 'text is not closed', span, 'no closing """ follows', helps=('add `"""`',))
+        return Diagnostic("P0106", "text is not closed", span, 'no closing """ follows', helps=('add `"""`',))
     if token.type == "BAD_NUMBER":
         return _bad_number(text, span)
     if token.type == "BAD_CHARACTER":
@@ -60,8 +128,20 @@ def _bad_number(text: str, span: Span) -> Diagnostic:
     if tail in ("b", "kb", "mb", "gb", "tb", "kib", "mib", "gib", "tib"):
         unit = tail.upper().replace("IB", "iB")
         fix = text[: len(text) - len(tail)] + unit
-        return Diagnostic("P0110", f"`{text}` is not a size", span, "units are B, KB, MB, GB, TB, KiB, MiB, GiB, TiB", helps=(f"did you mean `{fix}`?",))
-    return Diagnostic("P0110", f"`{text}` is not a number", span, "numbers are like 8, 1_000, 0.5 or 1e-3, sizes like 25MB", helps=("put a space or an operator between number and name",))
+        return Diagnostic(
+            "P0110",
+            f"`{text}` is not a size",
+            span,
+            "units are B, KB, MB, GB, TB, KiB, MiB, GiB, TiB",
+            helps=(f"did you mean `{fix}`?",),
+        )
+    return Diagnostic(
+        "P0110",
+        f"`{text}` is not a number",
+        span,
+        "numbers are like 8, 1_000, 0.5 or 1e-3, sizes like 25MB",
+        helps=("put a space or an operator between number and name",),
+    )
 
 
 def _bad_character(text: str, span: Span) -> Diagnostic:
@@ -70,12 +150,23 @@ def _bad_character(text: str, span: Span) -> Diagnostic:
     name = unicodedata.name(char, f"U+{ord(char):04X}")
     if char in LOOK_ALIKES:
         plain = LOOK_ALIKES[char]
-        fix = f"replace it by `{plain}`" if plain.strip() else "delete it" if not plain else "replace it by a plain space"
-        return Diagnostic("P0109", f"`{char}` is {name}, not what it looks like", one, "only ASCII has a meaning here", helps=(fix,))
-    hints = {"\\": "a line goes on inside brackets; no backslash is needed", ";": "one statement a line", "!": "`not` negates; `!tag` stands in selectors only", "$": "names are plain words"}
+        fix = (
+            f"replace it by `{plain}`" if plain.strip() else "delete it" if not plain else "replace it by a plain space"
+        )
+        return Diagnostic(
+            "P0109", f"`{char}` is {name}, not what it looks like", one, "only ASCII has a meaning here", helps=(fix,)
+        )
+    hints = {
+        "\\": "a line goes on inside brackets; no backslash is needed",
+        ";": "one statement a line",
+        "!": "`not` negates; `!tag` stands in selectors only",
+        "$": "names are plain words",
+    }
     shown = char if char.isprintable() else f"U+{ord(char):04X}"
     helps = (hints[char],) if char in hints else ("names are ASCII letters, digits and `_`; other text goes in quotes",)
-    return Diagnostic("P0109", f"`{shown}` does not belong here", one, name.lower() if name.isascii() else "", helps=helps)
+    return Diagnostic(
+        "P0109", f"`{shown}` does not belong here", one, name.lower() if name.isascii() else "", helps=helps
+    )
 
 
 def _wrong_start(source: Source, tokens: list[Token], at: int) -> Diagnostic | None:
@@ -149,7 +240,27 @@ def _expected(accepted: Collection[str]) -> str:
     plain = [t for t in accepted if t not in ("SUM_OP", "STAR", "PRODUCT_OP")]
     if "SUM_OP" in accepted:
         # After a complete expression: name what ends or follows it, not every operator.
-        plain = [t for t in plain if t in ("NEWLINE", "COMMA", "COLON", "ON", "OVER", "INTO", "AS", "WITH", "RPAR", "RSQB", "RBRACE", "ELSE", "EQUAL", "AT")]
+        plain = [
+            t
+            for t in plain
+            if t
+            in (
+                "NEWLINE",
+                "COMMA",
+                "COLON",
+                "ON",
+                "OVER",
+                "INTO",
+                "AS",
+                "WITH",
+                "RPAR",
+                "RSQB",
+                "RBRACE",
+                "ELSE",
+                "EQUAL",
+                "AT",
+            )
+        ]
     words = sorted({spelling.get(t, t) for t in plain})
     if not words:
         return "an operator"

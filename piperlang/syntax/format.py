@@ -1,8 +1,8 @@
 """The canonical layout of a script. Works on tokens, so no comment is lost and no word is changed.
 
-Four spaces a block, at most one blank line, a blank line around functions with a block, comments beside neighbouring lines in one
-column, lines of at most 100 characters broken at brackets. The result is parsed again and must be the same tree.
-"""
+Four spaces a block, at most one blank line, a blank line around functions with a block, comments beside neighbouring
+lines in one column, lines of at most 100 characters broken at brackets. The result is parsed again and must be the same
+tree."""
 
 from __future__ import annotations
 
@@ -138,7 +138,12 @@ def _blank_lines(source: Source, entries: list[_Entry]) -> None:
             entry.blank_before = True
         if entry.opens_function:
             first = i
-            while first > 0 and entries[first - 1].comment and entries[first - 1].depth == entry.depth and not entries[first].blank_before:
+            while (
+                first > 0
+                and entries[first - 1].comment
+                and entries[first - 1].depth == entry.depth
+                and not entries[first].blank_before
+            ):
                 first -= 1
             entries[first].blank_before = True
             in_function = True

@@ -98,10 +98,20 @@ def accepted(parser: InteractiveParser) -> set[str]:
 def spelling() -> dict[str, str]:
     """How each terminal is written, for messages: fixed ones as they are, the others described."""
     described = {
-        "NAME": "a name", "KEY": "a key", "INT": "a number", "FLOAT": "a number", "SIZE": "a size", "STRING": "a string",
-        "TEXT": "a string", "NEWLINE": "the end of the line", "INDENT": "an indented block", "DEDENT": "the end of the block",
-        "$END": "the end of the statement", "SUM_OP": "`+`", "PRODUCT_OP": "`/`",
-    }  # fmt: skip
+        "NAME": "a name",
+        "KEY": "a key",
+        "INT": "a number",
+        "FLOAT": "a number",
+        "SIZE": "a size",
+        "STRING": "a string",
+        "TEXT": "a string",
+        "NEWLINE": "the end of the line",
+        "INDENT": "an indented block",
+        "DEDENT": "the end of the block",
+        "$END": "the end of the statement",
+        "SUM_OP": "`+`",
+        "PRODUCT_OP": "`/`",
+    }
     for terminal in parser().terminals:
         if terminal.name not in described and terminal.name not in RAW:
             described[terminal.name] = f"`{terminal.pattern.value}`"
@@ -111,4 +121,8 @@ def spelling() -> dict[str, str]:
 @cache
 def keyword_types() -> dict[str, str]:
     """Token type of each keyword, as the grammar has them."""
-    return {t.name: t.pattern.value for t in parser().terminals if t.pattern.value.isidentifier() and t.pattern.type == "str"}
+    return {
+        t.name: t.pattern.value
+        for t in parser().terminals
+        if t.pattern.value.isidentifier() and t.pattern.type == "str"
+    }

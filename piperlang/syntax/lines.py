@@ -4,9 +4,9 @@ Lark's own Indenter gives no position with a bad dedent, fails without a final n
 parser that is handed a whole file can report one error. This layer cuts the file into top-level statements first, so
 that each is parsed alone and reports its own error at its own line.
 
-It makes NEWLINE, INDENT, DEDENT, and KEY (a word before `=` or `!=` directly inside `[`), and it complains about what no
-grammar can see well: tabs, uneven indentation, brackets that do not match, nesting that is too deep, and too much text.
-"""
+It makes NEWLINE, INDENT, DEDENT, and KEY (a word before `=` or `!=` directly inside `[`), and it complains about what
+no grammar can see well: tabs, uneven indentation, brackets that do not match, nesting that is too deep, and too much
+text."""
 
 from __future__ import annotations
 
@@ -90,7 +90,13 @@ class _Layer:
         self.full = True
         self.chunk.tokens.append(token)
         self.chunk.problem = None
-        self._complain("P0108", "the script is too long", token, f"at most {MAX_STATEMENTS:,} statements, and {MAX_TOKENS:,} words, signs, comments and line ends", help="split it in files and `import` them")
+        self._complain(
+            "P0108",
+            "the script is too long",
+            token,
+            f"at most {MAX_STATEMENTS:,} statements, and {MAX_TOKENS:,} words, signs, comments and line ends",
+            help="split it in files and `import` them",
+        )
 
     def _add(self, token: Token) -> None:
         text = str(token)
@@ -114,18 +120,33 @@ class _Layer:
     def _open(self, token: Token) -> None:
         self.brackets.append(token)
         if len(self.brackets) == MAX_DEPTH:
-            self._complain("P0107", "brackets are nested too deeply", token, f"{MAX_DEPTH} brackets are open here", help="name the inner parts with `let`")
+            self._complain(
+                "P0107",
+                "brackets are nested too deeply",
+                token,
+                f"{MAX_DEPTH} brackets are open here",
+                help="name the inner parts with `let`",
+            )
 
     def _close(self, token: Token) -> None:
         if not self.brackets:
-            self._complain("P0105", f"`{token}` closes nothing", token, "no bracket is open here", help=f"delete `{token}`, or open its bracket before")
+            self._complain(
+                "P0105",
+                f"`{token}` closes nothing",
+                token,
+                "no bracket is open here",
+                help=f"delete `{token}`, or open its bracket before",
+            )
             return
         opened = self.brackets.pop()
         if OPEN[str(opened)] != token:
             self._complain(
-                "P0105", f"`{token}` does not close `{opened}`", token, f"expected `{OPEN[str(opened)]}`",
+                "P0105",
+                f"`{token}` does not close `{opened}`",
+                token,
+                f"expected `{OPEN[str(opened)]}`",
                 also=(Label(span(self.source, opened), "opened here"),),
-            )  # fmt: skip
+            )
 
     def _unclosed(self) -> None:
         opened = self.brackets[-1]
@@ -134,8 +155,16 @@ class _Layer:
             return
         string = next((t for t in self.chunk.tokens if t.type == "BAD_STRING" and start(t) > start(opened)), None)
         if string is not None:  # the quote that is open swallowed the bracket that would close
-            self._complain("P0106", "string is not closed", string, "no closing quote on this line", help=f"add `{string[0]}`")
-        self._complain("P0105", f"`{opened}` is never closed", opened, f"no `{OPEN[str(opened)]}` follows", help=f"add `{OPEN[str(opened)]}`")
+            self._complain(
+                "P0106", "string is not closed", string, "no closing quote on this line", help=f"add `{string[0]}`"
+            )
+        self._complain(
+            "P0105",
+            f"`{opened}` is never closed",
+            opened,
+            f"no `{OPEN[str(opened)]}` follows",
+            help=f"add `{OPEN[str(opened)]}`",
+        )
         self.brackets.clear()
         self._reread_after(opened)
 
@@ -170,7 +199,13 @@ class _Layer:
         at = start(token) - len(blank)
         if "\t" in blank:
             tab = at + blank.index("\t")
-            self._complain("P0103", "tab in indentation", Span(self.source, tab, tab + 1), "a tab has no agreed width", help="indent with four spaces")
+            self._complain(
+                "P0103",
+                "tab in indentation",
+                Span(self.source, tab, tab + 1),
+                "a tab has no agreed width",
+                help="indent with four spaces",
+            )
         width = len(blank.replace("\t", "    "))
         if width == 0:
             self._begin_statement(token)
@@ -197,7 +232,13 @@ class _Layer:
             self.indents.append(width)
             self.chunk.tokens.append(Token.new_borrow_pos("INDENT", "", token))
             if len(self.indents) > MAX_DEPTH:
-                self._complain("P0107", "blocks are nested too deeply", token, f"{MAX_DEPTH} blocks are open here", help="move the inner part to a function")
+                self._complain(
+                    "P0107",
+                    "blocks are nested too deeply",
+                    token,
+                    f"{MAX_DEPTH} blocks are open here",
+                    help="move the inner part to a function",
+                )
         else:
             self._dedent_to(width, token)
 
@@ -208,9 +249,12 @@ class _Layer:
         if width != self.indents[-1]:
             levels = ", ".join(str(level) for level in self.indents)
             self._complain(
-                "P0104", "this line's indentation fits no block", token,
-                f"{width} spaces; the open blocks are at {levels}", help="align the line with the block it belongs to",
-            )  # fmt: skip
+                "P0104",
+                "this line's indentation fits no block",
+                token,
+                f"{width} spaces; the open blocks are at {levels}",
+                help="align the line with the block it belongs to",
+            )
             self.indents.append(width)
 
     def _newline(self) -> None:
@@ -236,7 +280,9 @@ class _Layer:
             self._dedent_to(0, made("END", len(self.source.text)))
         self._flush()
 
-    def _complain(self, code: str, message: str, where: Token | Span, label: str, *, help: str = "", also: tuple[Label, ...] = ()) -> None:
+    def _complain(
+        self, code: str, message: str, where: Token | Span, label: str, *, help: str = "", also: tuple[Label, ...] = ()
+    ) -> None:
         if self.chunk.problem is None:
             at = where if isinstance(where, Span) else span(self.source, where)
             self.chunk.problem = Diagnostic(code, message, at, label, also, helps=(help,) if help else ())

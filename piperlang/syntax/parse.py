@@ -26,7 +26,12 @@ def read(path: Path, name: str | None = None, *, library: bool = False) -> Sourc
     shown = name or str(path)
     if os.path.exists(path) and not is_file(path):
         what = "a folder" if path.is_dir() else "not a plain file"
-        raise error("P0901", f"cannot read {shown}", notes=[f"it is {what}"], help="give a .piper file, or pipe the script in: `piperc check -`")
+        raise error(
+            "P0901",
+            f"cannot read {shown}",
+            notes=[f"it is {what}"],
+            help="give a .piper file, or pipe the script in: `piperc check -`",
+        )
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -45,16 +50,25 @@ def is_file(path: Path, *, folder: bool = False) -> bool:
 
 def decode(data: bytes, name: str, *, library: bool = False) -> Source:
     if len(data) > MAX_BYTES:
-        raise error("P0108", "the file is too long", Source(name, "", library).span(0, 0), f"more than {MAX_BYTES:,} bytes", help="split it in files and `import` them")
+        raise error(
+            "P0108",
+            "the file is too long",
+            Source(name, "", library).span(0, 0),
+            f"more than {MAX_BYTES:,} bytes",
+            help="split it in files and `import` them",
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         good = data[: problem.start].decode("utf-8-sig", errors="replace")
         source = Source(name, newlines(good) + "\ufffd", library)
         raise error(
-            "P0101", "the file is not UTF-8 text", source.span(len(source.text) - 1, len(source.text)),
-            f"byte 0x{data[problem.start]:02x}", help="save the script as UTF-8",
-        ) from None  # fmt: skip
+            "P0101",
+            "the file is not UTF-8 text",
+            source.span(len(source.text) - 1, len(source.text)),
+            f"byte 0x{data[problem.start]:02x}",
+            help="save the script as UTF-8",
+        ) from None
     return Source(name, newlines(text), library)
 
 
@@ -92,7 +106,13 @@ def _refuse_long_lines(source: Source) -> None:
         last = text.find("\n", first, first + MAX_LINE + 1)
         if last < 0:
             if len(text) - first > MAX_LINE:
-                raise error("P0108", "this line is too long", source.span(first, first), f"more than {MAX_LINE:,} characters", help="break it inside brackets")
+                raise error(
+                    "P0108",
+                    "this line is too long",
+                    source.span(first, first),
+                    f"more than {MAX_LINE:,} characters",
+                    help="break it inside brackets",
+                )
             return
         first = last + 1
 
@@ -115,7 +135,13 @@ def _statement(source: Source, chunk: Chunk) -> tree.Statement:
         end = made("$END", start(tokens[-1]))
         raise PiperError(complaints.unexpected(source, [*tokens, end], position, grammar.accepted(parser))) from None
     if len(tokens) > MAX_HEIGHT and _height(result) > MAX_HEIGHT + MAX_DEPTH:
-        raise error("P0107", "this statement is nested too deeply", span(source, tokens[0]), "it starts here", help="name the inner parts with `let`")
+        raise error(
+            "P0107",
+            "this statement is nested too deeply",
+            span(source, tokens[0]),
+            "it starts here",
+            help="name the inner parts with `let`",
+        )
     return result
 
 

@@ -68,7 +68,10 @@ def _unary(tokens: Sequence[Token], i: int) -> bool:
     if i == 0:
         return True
     before = tokens[i - 1]
-    return before.type not in ("NAME", "INT", "FLOAT", "SIZE", "STRING", "TEXT", "RPAR", "RSQB") and before not in ("True", "False")
+    return before.type not in ("NAME", "INT", "FLOAT", "SIZE", "STRING", "TEXT", "RPAR", "RSQB") and before not in (
+        "True",
+        "False",
+    )
 
 
 def _in_brackets(tokens: Sequence[Token], i: int) -> bool:

@@ -22,7 +22,14 @@ class Size:
     bytes: int
 
     def __str__(self) -> str:
-        for unit, factor in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6), ("KiB", 2**10), ("KB", 10**3)):
+        for unit, factor in (
+            ("GiB", 2**30),
+            ("GB", 10**9),
+            ("MiB", 2**20),
+            ("MB", 10**6),
+            ("KiB", 2**10),
+            ("KB", 10**3),
+        ):
             if self.bytes and self.bytes % factor == 0:
                 return f"{self.bytes // factor}{unit}"
         return f"{self.bytes}B"
@@ -173,9 +180,23 @@ class Overlap(Node):
 
 
 Expr: TypeAlias = (
-    Literal | Name | ListOf | Comprehension | CallOf | Attribute | IndexOf | SelectorOf | Pick | Unary | Power
-    | Chain | Compare | Logic | Join | Choice
-)  # fmt: skip
+    Literal
+    | Name
+    | ListOf
+    | Comprehension
+    | CallOf
+    | Attribute
+    | IndexOf
+    | SelectorOf
+    | Pick
+    | Unary
+    | Power
+    | Chain
+    | Compare
+    | Logic
+    | Join
+    | Choice
+)
 Step: TypeAlias = Expr | Overlap
 
 # ----------------------------------------------------------------------------------------------------- statements
@@ -346,9 +367,28 @@ class Print(Node):
 
 
 Statement: TypeAlias = (
-    FromImport | ImportModule | Param | Let | MeshOf | Define | TagAt | PlaceOn | Across | SplitInto | StreamOn
-    | Trade | OrderBlock | OrderChain | Steps | For | Repeat | If | Return | Require | Print
-)  # fmt: skip
+    FromImport
+    | ImportModule
+    | Param
+    | Let
+    | MeshOf
+    | Define
+    | TagAt
+    | PlaceOn
+    | Across
+    | SplitInto
+    | StreamOn
+    | Trade
+    | OrderBlock
+    | OrderChain
+    | Steps
+    | For
+    | Repeat
+    | If
+    | Return
+    | Require
+    | Print
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,10 @@ STATEMENT_STARTS = DIRECTIVES + DECLARATIONS + ("for", "repeat", "if", "return",
 NEVER_IN_BRACKETS = frozenset(STATEMENT_STARTS) - {"for", "if"} | {"elif"}
 """A line that starts with one of these begins a statement, even when a bracket above was left open."""
 
-BUILTINS = (
-    "abs", "count", "enumerate", "len", "max", "min", "range", "reversed", "sorted", "sum", "tags", "zip",
-)  # fmt: skip
+BUILTINS = ("abs", "count", "enumerate", "len", "max", "min", "range", "reversed", "sorted", "sum", "tags", "zip")
 
 PASSES = ("F", "B", "I", "W")
-COMMUNICATIONS = (
-    "p2p", "send", "recv", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast",
-)  # fmt: skip
+COMMUNICATIONS = ("p2p", "send", "recv", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 SELECTOR_WORDS = {"pass": PASSES, "comm": COMMUNICATIONS}
 """Keys whose values are words of the language, not names of the script."""
 RESERVED_KEYS = ("pass", "comm", "update")
@@ -39,8 +35,8 @@ PYTHON_HABITS = {
     "while": "loops are bounded: use `for x in ...:` or `repeat n:`",
     "lambda": "use `def name(x): expression`",
     "class": "there are no classes; use functions",
-    "try": "there are no exceptions; use `require condition, \"message\"`",
-    "assert": "use `require condition, \"message\"`",
+    "try": 'there are no exceptions; use `require condition, "message"`',
+    "assert": 'use `require condition, "message"`',
     "with": "`with` only follows a directive: `replicate ... with grads=sharded`",
     "elif": "`elif` follows an `if` block at the same indentation",
     "else": "`else` follows an `if` block at the same indentation",
@@ -76,6 +72,12 @@ OPTIONS = {
 
 SIZE_UNITS = {
     "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-}  # fmt: skip
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}

@@ -36,7 +36,8 @@ def wrap(source: Source, tokens: Sequence[Token], comments: Sequence[Token], dep
     missing = _missing(comments, lines)
     if not missing:
         return lines
-    # A comment that no item of a broken bracket took (two brackets in a row, empty brackets) goes above the line, which then may not need to be broken.
+    # A comment that no item of a broken bracket took (two brackets in a row, empty brackets) goes above the line, which
+    # then may not need to be broken.
     left = Counter(missing)
     others = []
     for comment in comments:
@@ -63,7 +64,9 @@ def without_last_comma(tokens: Sequence[Token]) -> list[Token]:
     return kept
 
 
-def _break(source: Source, tokens: Sequence[Token], line: Sequence[Token], comments: Sequence[Token], depth: int) -> list[str]:
+def _break(
+    source: Source, tokens: Sequence[Token], line: Sequence[Token], comments: Sequence[Token], depth: int
+) -> list[str]:
     opening, closing = _widest(tokens, comments)
     if opening < 0:
         return [INDENT * depth + join(tokens, line)]
@@ -147,7 +150,12 @@ def _attach(source: Source, comment: Token, items: list[_Item], ends: list[int])
     for i, item in enumerate(items):
         over = max(end(item.tokens[-1]), ends[i] if i < len(ends) and ends[i] <= at else 0)
         follows = start(items[i + 1].tokens[0]) if i + 1 < len(items) else None
-        if line_start <= over <= at and (follows is None or at < follows) and not item.beside and source.text[line_start:at].strip():
+        if (
+            line_start <= over <= at
+            and (follows is None or at < follows)
+            and not item.beside
+            and source.text[line_start:at].strip()
+        ):
             item.beside = comment_text(comment)
             return
     following = next((item for item in items if end(item.tokens[-1]) > at), None)
@@ -155,7 +163,9 @@ def _attach(source: Source, comment: Token, items: list[_Item], ends: list[int])
         following.above.append(comment_text(comment))
 
 
-def _after_last(source: Source, closing: Token, items: list[_Item], comments: Sequence[Token], loose: list[Token]) -> list[str]:
+def _after_last(
+    source: Source, closing: Token, items: list[_Item], comments: Sequence[Token], loose: list[Token]
+) -> list[str]:
     """Comments on lines of their own behind the last item."""
     last = items[-1]
     after = [c for c in loose if end(last.tokens[-1]) <= start(c) < start(closing)]

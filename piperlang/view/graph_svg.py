@@ -1,4 +1,5 @@
-"""A drawing of the graph: a row for every part of the mesh and stream, time from left to right, an arrow for every value that crosses."""
+"""A drawing of the graph: a row for every part of the mesh and stream, time from left to right, an arrow for every
+value that crosses."""
 
 from __future__ import annotations
 
@@ -17,21 +18,34 @@ COMMUNICATION = "#dddddd"
 
 def draw(graph: Graph) -> str:
     if len(graph.nodes) > MAX_NODES:
-        raise error("P0904", f"{len(graph.nodes):,} nodes are too many to draw", help=f"up to {MAX_NODES:,}: split into fewer microbatches with `-p`, or draw `--after` fewer directives")
+        raise error(
+            "P0904",
+            f"{len(graph.nodes):,} nodes are too many to draw",
+            help=f"up to {MAX_NODES:,}: split into fewer microbatches with `-p`, or draw `--after` fewer directives",
+        )
     order = topological(graph)
     rows = _rows(graph, order)
     at = _positions(graph, order, rows)
     width = LEFT + (1 + max((x for x, _ in at.values()), default=0)) * (WIDTH + GAP_X)
     height = TOP + len(rows) * (HEIGHT + GAP_Y) + GAP_Y
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="11">',
-        '<defs><marker id="tip" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" fill="#777"/></marker></defs>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+            ' font-family="system-ui, sans-serif" font-size="11">'
+        ),
+        (
+            '<defs><marker id="tip" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6"'
+            ' orient="auto"><path d="M0 0L6 3L0 6z" fill="#777"/></marker></defs>'
+        ),
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for y, row in enumerate(rows):
         top = TOP + y * (HEIGHT + GAP_Y)
         parts.append(f'<text x="8" y="{top + HEIGHT / 2 + 4}" fill="#333">{escape(row[0])} · {escape(row[1])}</text>')
-        parts.append(f'<line x1="{LEFT - 8}" x2="{width}" y1="{top + HEIGHT + GAP_Y / 2}" y2="{top + HEIGHT + GAP_Y / 2}" stroke="#eee"/>')
+        parts.append(
+            f'<line x1="{LEFT - 8}" x2="{width}" y1="{top + HEIGHT + GAP_Y / 2}" y2="{top + HEIGHT + GAP_Y / 2}"'
+            ' stroke="#eee"/>'
+        )
     parts += _arrows(graph, at)
     parts += [_box(graph.nodes[i], at[i]) for i in order]
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -68,12 +82,16 @@ def _box(node: Node, at: tuple[int, int]) -> str:
     x, y = LEFT + at[0] * (WIDTH + GAP_X), TOP + at[1] * (HEIGHT + GAP_Y)
     family = node.family
     short = "_".join(map(str, node.point))
-    tags = "".join(f" {value}" if key == "stage" else f" {key}" for key, value in sorted(family.tags.items(), key=lambda t: t[0] != "stage"))
+    tags = "".join(
+        f" {value}" if key == "stage" else f" {key}"
+        for key, value in sorted(family.tags.items(), key=lambda t: t[0] != "stage")
+    )
     label = f"{family.op}{tags}{'·' + short if short else ''}"
     colour = COLOURS.get(family.op, COMMUNICATION)
     return (
-        f'<g><title>{escape(str(node))}</title><rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="3" fill="{colour}" stroke="#999"/>'
-        f'<text x="{x + WIDTH / 2}" y="{y + HEIGHT / 2 + 4}" text-anchor="middle">{escape(label if len(label) <= 15 else label[:14] + "…")}</text></g>'
+        f'<g><title>{escape(str(node))}</title><rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="3"'
+        f' fill="{colour}" stroke="#999"/><text x="{x + WIDTH / 2}" y="{y + HEIGHT / 2 + 4}"'
+        f' text-anchor="middle">{escape(label if len(label) <= 15 else label[:14] + "…")}</text></g>'
     )
 
 
@@ -85,5 +103,8 @@ def _arrows(graph: Graph, at: dict[int, tuple[int, int]]) -> list[str]:
             if y1 != y2:
                 a, b = LEFT + x1 * (WIDTH + GAP_X) + WIDTH, TOP + y1 * (HEIGHT + GAP_Y) + HEIGHT / 2
                 c, d = LEFT + x2 * (WIDTH + GAP_X), TOP + y2 * (HEIGHT + GAP_Y) + HEIGHT / 2
-                found.append(f'<path d="M{a} {b}C{a + GAP_X} {b} {c - GAP_X} {d} {c} {d}" fill="none" stroke="#777" stroke-opacity="0.5" marker-end="url(#tip)"/>')
+                found.append(
+                    f'<path d="M{a} {b}C{a + GAP_X} {b} {c - GAP_X} {d} {c} {d}" fill="none" stroke="#777"'
+                    ' stroke-opacity="0.5" marker-end="url(#tip)"/>'
+                )
     return found

@@ -29,7 +29,10 @@ def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint, ma
     for start in panels:
         end = min(start + per_panel, timeline.length)
         lines.append(f"{'':{margin}}|{_ruler(start, end, cell)}")
-        lines += [f"{name:>{margin - 1}} |{_cells(row, start, end, cell, paint)}" for name, row in zip(names, rows, strict=True)]
+        lines += [
+            f"{name:>{margin - 1}} |{_cells(row, start, end, cell, paint)}"
+            for name, row in zip(names, rows, strict=True)
+        ]
         lines.append("")
     if len(lanes) > MOST_ROWS:
         lines[-1] = f"... and {len(lanes) - MOST_ROWS:,} more rows; --json and --csv have them all\n"
@@ -63,13 +66,23 @@ def summary(lanes: Sequence[Lane], timeline: Timeline, cost: UnitCosts = UNIT, u
 
 def changed(before: tuple[Sequence[Lane], Timeline], after: tuple[Sequence[Lane], Timeline]) -> set[Ran]:
     """What runs at another time, or on other devices, than it did."""
-    known = {(lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end) for lanes, timeline in (before,) for run in timeline.ran}
+    known = {
+        (lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end)
+        for lanes, timeline in (before,)
+        for run in timeline.ran
+    }
     lanes, timeline = after
-    return {run for run in timeline.ran if (lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end) not in known}
+    return {
+        run
+        for run in timeline.ran
+        if (lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end) not in known
+    }
 
 
 def _several_stages(lanes: Sequence[Lane]) -> bool:
-    return any(len({item.get("stage") for work in lane.steps for item in work.items if computes(item)}) > 1 for lane in lanes)
+    return any(
+        len({item.get("stage") for work in lane.steps for item in work.items if computes(item)}) > 1 for lane in lanes
+    )
 
 
 def _label(item: Item, several: bool) -> str:
@@ -109,7 +122,11 @@ def _cells(row: list[tuple[Ran | None, str]], start: int, end: int, cell: int, p
         if run is None:
             parts.append(f"{gap}{text:<{cell}}")
         else:
-            parts.append(gap + paint(body, COLOURS[str(run.item["pass"])]) if text else paint(gap + body, COLOURS[str(run.item["pass"])]))
+            parts.append(
+                gap + paint(body, COLOURS[str(run.item["pass"])])
+                if text
+                else paint(gap + body, COLOURS[str(run.item["pass"])])
+            )
     return "".join(parts).rstrip()
 
 
@@ -119,7 +136,10 @@ def _same_step(before: Ran | None, run: Ran) -> bool:
 
 def _ruler(start: int, end: int, cell: int) -> str:
     every = 5
-    return "".join(f" {at:<{cell}}" if at % every == 0 and len(str(at)) <= cell + 1 else " " * (cell + 1) for at in range(start, end)).rstrip()
+    return "".join(
+        f" {at:<{cell}}" if at % every == 0 and len(str(at)) <= cell + 1 else " " * (cell + 1)
+        for at in range(start, end)
+    ).rstrip()
 
 
 def plain(lanes: Sequence[Lane]) -> Iterator[tuple[int, list[list[Item]]]]:

@@ -24,8 +24,21 @@ from tests.habits.optimizers import OPTIMIZERS
 from tests.habits.state import STATE
 from tests.habits.weights import WEIGHTS
 
-CATEGORIES: list[Category] = [AUTOGRAD, HOOKS, WEIGHTS, BUFFERS, STATE, OPTIMIZERS, LOSSES, MODES, INPLACE, INPUTS,
-    LATE, HIDDEN, OPERATORS, CROSSING,
-]  # fmt: skip
+CATEGORIES: list[Category] = [
+    AUTOGRAD,
+    HOOKS,
+    WEIGHTS,
+    BUFFERS,
+    STATE,
+    OPTIMIZERS,
+    LOSSES,
+    MODES,
+    INPLACE,
+    INPUTS,
+    LATE,
+    HIDDEN,
+    OPERATORS,
+    CROSSING,
+]
 HABITS: dict[str, Habit] = {habit.name: habit for category in CATEGORIES for habit in category.habits}
 assert len(HABITS) == sum(len(category.habits) for category in CATEGORIES), "two habits have one name"

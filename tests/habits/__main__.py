@@ -26,7 +26,9 @@ def main() -> int:
     )
     parser.add_argument("--executor", default="threads", choices=["threads", "ray"])
     parser.add_argument("--write", action="store_true", help="write docs/habits.md")
-    parser.add_argument("--beside", metavar="FILE", help="say in docs/habits.md how another run came out, by its --json")
+    parser.add_argument(
+        "--beside", metavar="FILE", help="say in docs/habits.md how another run came out, by its --json"
+    )
     parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each habit and schedule")
     options = parser.parse_args()
     if options.write and (options.only or options.schedule):

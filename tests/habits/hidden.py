@@ -1,4 +1,5 @@
-"""What the first batch does not show: a flag of each sample is 0 in the first step and 1 later, ids are all different at first, and so on.
+"""What the first batch does not show: a flag of each sample is 0 in the first step and 1 later, ids are all different
+at first, and so on.
 
 Whoever compares with the first batch alone sees nothing.
 """
@@ -54,12 +55,26 @@ extra("late: the size of the batch by a dot product", lambda self, x: x * ones(x
 extra("late: the size of the batch by einsum", lambda self, x: x * torch.einsum("ij,ik->jk", ones(x, 1), ones(x, 1)))
 extra("late: the size of the batch by a square matrix", lambda self, x: x * (ones(x, len(x)) @ ones(x, len(x)))[:, :1])
 extra("late: the size of the batch by sums of a square", lambda self, x: x * ones(x, len(x)).sum(1, keepdim=True))
-extra("late: the size of the batch by index_add", lambda self, x: x * torch.zeros(1).index_add(0, torch.zeros(len(x), dtype=torch.long), ones(x)))
-extra("late: the size of the batch by scatter_add", lambda self, x: x * torch.zeros(1).scatter_add(0, torch.zeros(len(x), dtype=torch.long), ones(x)))
+extra(
+    "late: the size of the batch by index_add",
+    lambda self, x: x * torch.zeros(1).index_add(0, torch.zeros(len(x), dtype=torch.long), ones(x)),
+)
+extra(
+    "late: the size of the batch by scatter_add",
+    lambda self, x: x * torch.zeros(1).scatter_add(0, torch.zeros(len(x), dtype=torch.long), ones(x)),
+)
 extra("late: the size of the batch by histc", lambda self, x: x * torch.histc(ones(x), 1, 0, 2))
-extra("late: the size of the batch by a distance", lambda self, x: x * torch.cdist(ones(x)[None], torch.zeros(1, len(x))))
-extra("late: the size of the batch by a convolution", lambda self, x: x * f.conv1d(ones(x)[None, None], ones(x)[None, None])[0])
-extra("late: weights expanded over the batch, and multiplied", lambda self, x: x * (ones(x)[None] @ self.layers[0].bias.expand(len(x), WIDTH)))
+extra(
+    "late: the size of the batch by a distance", lambda self, x: x * torch.cdist(ones(x)[None], torch.zeros(1, len(x)))
+)
+extra(
+    "late: the size of the batch by a convolution",
+    lambda self, x: x * f.conv1d(ones(x)[None, None], ones(x)[None, None])[0],
+)
+extra(
+    "late: weights expanded over the batch, and multiplied",
+    lambda self, x: x * (ones(x)[None] @ self.layers[0].bias.expand(len(x), WIDTH)),
+)
 extra("late: positions, as a constant of another shape", lambda self, x: x * torch.linspace(0, 1, len(x))[:, None])
 
 
@@ -96,7 +111,11 @@ class Kept(Binary):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
-        return torch.where(weight.abs() > 0.2, 0.0, gradient) + gradient.masked_fill(weight > 0, 0) + gradient * (weight < 0)
+        return (
+            torch.where(weight.abs() > 0.2, 0.0, gradient)
+            + gradient.masked_fill(weight > 0, 0)
+            + gradient * (weight < 0)
+        )
 
 
 extra("late: signs of a weight, gradients written", lambda self, x: x * Binary.apply(self.layers[0].bias), SAME)
@@ -218,7 +237,12 @@ class Crossed(nn.Module):
         return x
 
 
-HIDDEN.add("cross without a dimension, three samples in a part", Crossed, SAME, batch=lambda step: (torch.randn(6, 3), torch.randn(6, 3)))
+HIDDEN.add(
+    "cross without a dimension, three samples in a part",
+    Crossed,
+    SAME,
+    batch=lambda step: (torch.randn(6, 3), torch.randn(6, 3)),
+)
 
 
 class Squeezed(Layers):
@@ -227,7 +251,9 @@ class Squeezed(Layers):
         return x.squeeze().squeeze(0) if i == 1 else x
 
 
-HIDDEN.add("squeeze, one sample in a part", Squeezed, SAME, batch=lambda step: (torch.randn(2, WIDTH), torch.randn(2, WIDTH)))
+HIDDEN.add(
+    "squeeze, one sample in a part", Squeezed, SAME, batch=lambda step: (torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- optimizers

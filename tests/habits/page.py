@@ -79,13 +79,21 @@ def with_other_run(rows: Sequence[Mapping[str, Any]]) -> str:
     text = _OTHER.sub("", PAGE.read_text(encoding="utf-8"))
     recorded, first = listed(text), rows[0]
     kinds = [row["kind"] for row in rows]
-    counts = ", ".join(f"{kinds.count(kind)} are {_plain(kind)}" for kind in (SAME, REFUSED, CAUGHT, WRONG, CRASH) if kind in kinds)
+    counts = ", ".join(
+        f"{kinds.count(kind)} are {_plain(kind)}" for kind in (SAME, REFUSED, CAUGHT, WRONG, CRASH) if kind in kinds
+    )
     where = f"{_WORKERS[first['executor']]}, torch {first['torch']} and Python {first['python']}"
     other = [row for row in rows if (row["kind"] == SAME) != (recorded[row["habit"]][row["schedule"]] == SAME)]
     line = f"\nThe same runs on {where}: of {len(rows)}, {counts}."
     if other:
         line += " The same in one of the two runs only: "
-        line += "; ".join(f"{name} ({', '.join(r['schedule'] for r in other if r['habit'] == name)})" for name in dict.fromkeys(r["habit"] for r in other)) + "."
+        line += (
+            "; ".join(
+                f"{name} ({', '.join(r['schedule'] for r in other if r['habit'] == name)})"
+                for name in dict.fromkeys(r["habit"] for r in other)
+            )
+            + "."
+        )
     head, section, rest = text.partition("\n\n## ")
     return head + "\n" + line + section + rest
 
