@@ -98,8 +98,8 @@ def resident() -> int:
 
 def measure(size: str, device: str) -> dict[str, Any]:
     from piperlang.capture.program import Captured, capture
-    from piperlang.plan.check import check
     from piperlang.plan.lower import lower
+    from piperlang.plan.verify import check
     from piperlang.runtime.guard import verify
     from piperlang.runtime.job import Training
     from piperlang.session import schedule
@@ -118,8 +118,8 @@ def measure(size: str, device: str) -> dict[str, Any]:
     assert isinstance(captured, Captured)
     plan = lower(found.graph())
     check(plan)
-    for kind in plan.kinds:
-        captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
+    for program in plan.programs:
+        captured.pieces(program.chunk, program.samples, program.sharding)
     compiled = time.perf_counter() - started
     parameters = sum(torch.Size(w.shape).numel() for w in captured.model.weights.values())
     before = resident()

@@ -11,6 +11,7 @@ count.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,21 +20,13 @@ from torch import fx, nn
 from benchmarks.sleeping import optimizer, options, show
 from piperlang.capture.cost import Cost
 from piperlang.capture.differentiate import Piece, Pieces
-from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.plan.instructions import Copy, Forward, Instruction
+from piperlang.plan.plan import DevicePlan, Feed, Plan, StageProgram
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
 
 SIZES = (100, 1_000)
-IDENTITY = {
-    "op": "F",
-    "chunk": 0,
-    "samples": 1,
-    "arranged": ((), ()),
-    "slots": (("input", 0),),
-    "gives": (("output", 0),),
-    "loss": None,
-    "routed": False,
-}
+IDENTITY = StageProgram("F", 0, 1, ((), ()), (("input", 0),), (("output", 0),), None, False)
 
 
 class Identity:
@@ -61,21 +54,21 @@ class Identity:
 
 
 def identity(i: int) -> Instruction:
-    return Instruction(
-        "F", "compute", 0, (f"v{i}",), (f"v{i + 1}",), (), {"kind": 0, "reads": ((f"v{i}",),), "first": 0, "at": []}
+    return Forward(
+        "compute", 0, (), program=0, inputs=((f"v{i}",),), outputs=(f"v{i + 1}",), first_sample=0, coordinates=()
     )
 
 
 def copy(i: int) -> Instruction:
-    return Instruction("copy", "compute", 0, (), (f"v{i + 1}",), (), {"own": [], "shape": (0,), "dtype": "float32"})
+    return Copy("compute", 0, (), sources=(), target=f"v{i + 1}", copies=(), shape=(0,), dtype="float32")
 
 
 def switch(i: int) -> Instruction:
-    return copy(i)._replace(stream=("compute", "other")[i % 2], waits=(i - 1,) if i else ())
+    return replace(copy(i), stream=("compute", "other")[i % 2], waits=(i - 1,) if i else ())
 
 
 def plan(make: Callable[[int], Instruction], count: int) -> Plan:
-    device = DevicePlan(0, [make(i) for i in range(count)], feeds=[("v0", "x", ((0, 1),))])
+    device = DevicePlan(0, [make(i) for i in range(count)], feeds=[Feed("v0", "x", ((0, 1),))])
     return Plan([device], [IDENTITY], ["nothing"], [""], 1, "mean", [])
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from piperlang.capture.program import capture
-from piperlang.plan.clip import clipped
-from piperlang.plan.forward import forward
 from piperlang.plan.lower import lower
+from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.rewrite.forward import forward
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
 from piperlang.runtime.numerics import gradient_errors

@@ -31,7 +31,7 @@ from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Captured, capture
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import COMPUTE, Graph, Node
-from piperlang.plan.cost import Costs
+from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.linearize import linearize
 from piperlang.plan.lower import lower
 from piperlang.runtime.cluster import Cluster
@@ -226,7 +226,7 @@ class Asleep(Costs):
 
 def _record(folder: Path) -> None:
     """In a worker: keep the start and end of every instruction, and write them down whenever a step ends."""
-    from piperlang.runtime.execute import Device
+    from piperlang.runtime.device import Device
 
     execute, end = Device.execute, Device.end
     if execute.__name__ == "recorded":
@@ -236,14 +236,14 @@ def _record(folder: Path) -> None:
     def recorded(self: Device, instruction: Any) -> None:
         start = time.time()
         execute(self, instruction)
-        rows.append((instruction.do, instruction.stream, instruction.node, start, time.time()))
+        rows.append((instruction.op, instruction.stream, instruction.node, start, time.time()))
 
     def written(self: Device) -> float:
         (folder / f"{self.plan.device}.json").write_text(json.dumps(rows))
         rows.clear()
         return end(self)
 
-    Device.execute, Device.end = recorded, written  # type: ignore[method-assign]
+    Device.execute, Device.end = recorded, written  # type: ignore[method-assign, assignment]
 
 
 # ------------------------------------------------------------------------------------------------------------ output

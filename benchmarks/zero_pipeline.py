@@ -301,8 +301,8 @@ class Ours:
     def _run(self, size: Size, gradients: bool) -> dict[str, Any]:
         from piperlang.capture.program import capture
         from piperlang.diagnostics import PiperError
+        from piperlang.plan.estimate.memory import peaks
         from piperlang.plan.lower import lower
-        from piperlang.plan.memory import peaks
         from piperlang.runtime.job import Job, Training
         from piperlang.session import schedule
         from piperlang.source import Source

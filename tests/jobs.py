@@ -8,8 +8,8 @@ import torch
 
 from piperlang.capture.program import Program
 from piperlang.passes.scheduler import Scheduler
-from piperlang.plan.check import check
 from piperlang.plan.lower import lower
+from piperlang.plan.verify import check
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.inline import Inline
 from piperlang.runtime.job import Job, Training

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction, Plan
+from piperlang.plan.instructions import (
+    AllReduce,
+    AllToAll,
+    Combine,
+    Compute,
+    Copy,
+    Dispatch,
+    GatherParameters,
+    ParameterUpdate,
+    Receive,
+    Routing,
+    ScatterGradients,
+    Send,
+    ShardCollective,
+    Update,
+)
+from piperlang.plan.plan import DevicePlan, Plan
 
-COLLECTIVE = ("exchange", *ROUTES, "all_reduce", "gather", "scatter", "reduce")
-COMPUTE = ("F", "B", "I", "W", "R")
+MOVES = (Send, Receive, Copy, AllToAll, Routing, AllReduce, ShardCollective)
+"""Instructions with a dtype and shapes."""
 
 
 class Nothing(Exception):
@@ -36,26 +51,26 @@ class Mutant:
         ]
         self.plan = replace(plan, devices=devices)
 
-    def any(self, *names: str) -> tuple[DevicePlan, int, Instruction]:
+    def any(self, *kinds: type[Any]) -> tuple[DevicePlan, int, Any]:
         found = [
             (device, i, x)
             for device in self.plan.devices
             for i, x in enumerate(device.instructions)
-            if not names or x.do in names
+            if not kinds or isinstance(x, kinds)
         ]
         if not found:
             raise Nothing
         return self.draw.choice(found)
 
     def change(self, device: DevicePlan, i: int, **fields: Any) -> None:
-        device.instructions[i] = device.instructions[i]._replace(**fields)
+        device.instructions[i] = replace(device.instructions[i], **fields)
 
-    def args(self, *names: str) -> dict[str, Any]:
-        """The arguments of an instruction, free to be changed."""
-        device, i, x = self.any(*names)
-        args: dict[str, Any] = copy.deepcopy(x.args)
-        self.change(device, i, args=args)
-        return args
+    def item(self, device: DevicePlan, i: int, name: str, make: Callable[[Any], Any]) -> None:
+        """Change one record of a tuple of records."""
+        records = list(getattr(device.instructions[i], name))
+        k = self.pick(range(len(records)))
+        records[k] = make(records[k])
+        self.change(device, i, **{name: tuple(records)})
 
     def pick(self, among: Any) -> Any:
         found = list(among)
@@ -67,7 +82,7 @@ class Mutant:
 def _moved(device: DevicePlan, at: Callable[[int], int | None]) -> None:
     """Waits follow the instructions they are for."""
     for i, x in enumerate(device.instructions):
-        device.instructions[i] = x._replace(waits=tuple(sorted(k for k in map(at, x.waits) if k is not None)))
+        device.instructions[i] = replace(x, waits=tuple(sorted(k for k in map(at, x.waits) if k is not None)))
 
 
 def swap(m: Mutant) -> None:
@@ -109,24 +124,20 @@ def duplicate(m: Mutant) -> None:
 
 
 def tag(m: Mutant) -> None:
-    parts = m.args("send", "recv")["parts"]
-    k = m.pick(range(len(parts)))
-    peer, number, box, shape = parts[k]
-    parts[k] = peer, max(0, number + m.pick((-1, 1, 7))), box, shape
+    device, i, _ = m.any(Send, Receive)
+    m.item(device, i, "messages", lambda one: one._replace(tag=max(0, one.tag + m.pick((-1, 1, 7)))))
 
 
 def peer(m: Mutant) -> None:
-    parts = m.args("send", "recv")["parts"] if m.draw.random() < 0.5 else m.args("exchange")[m.pick(("give", "take"))]
-    k = m.pick(range(len(parts)))
-    parts[k] = m.pick(d.device for d in m.plan.devices if d.device != parts[k][0]), *parts[k][1:]
+    device, i, x = m.any(Send, Receive) if m.draw.random() < 0.5 else m.any(AllToAll)
+    name = m.pick(("give", "take")) if isinstance(x, AllToAll) else "messages"
+    numbers = [d.device for d in m.plan.devices]
+    m.item(device, i, name, lambda one: one._replace(peer=m.pick(n for n in numbers if n != one.peer)))
 
 
 def group(m: Mutant) -> None:
-    args = m.args(*COLLECTIVE)
-    if m.draw.random() < 0.5 and "members" in args:
-        m.draw.shuffle(args["members"])
-    else:
-        args["group"] = m.pick(g for g in range(len(m.plan.groups) + 1) if g != args["group"])
+    device, i, x = m.any(AllToAll, Routing, AllReduce, ShardCollective)
+    m.change(device, i, group=m.pick(g for g in range(len(m.plan.groups) + 1) if g != x.group))
 
 
 def _other_shape(m: Mutant, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -137,37 +148,31 @@ def _other_shape(m: Mutant, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shape(m: Mutant) -> None:
-    args = m.args("send", "recv", "copy", *COLLECTIVE)
-    if "weights" in args:
-        entry = m.pick(args["weights"])
-        entry["shape"] = _other_shape(m, entry["shape"])
-        return
-    parts = args.get("parts") or args.get(m.pick(("give", "take")))
-    if parts and (m.draw.random() < 0.6 or "shape" not in args):
-        k = m.pick(range(len(parts)))
-        parts[k] = *parts[k][:-1], _other_shape(m, parts[k][-1])
+    device, i, x = m.any(*MOVES)
+    records = [name for name in ("shards", "messages", "give", "take") if getattr(x, name, ())]
+    if records and (m.draw.random() < 0.6 or not hasattr(x, "shape")):
+        m.item(device, i, m.pick(records), lambda one: one._replace(shape=_other_shape(m, one.shape)))
+    elif hasattr(x, "shape"):
+        m.change(device, i, shape=_other_shape(m, x.shape))
     else:
-        args["shape"] = _other_shape(m, args["shape"])
+        raise Nothing
 
 
 def dtype(m: Mutant) -> None:
-    args = m.args("send", "recv", "copy", *COLLECTIVE)
-    args["dtype"] = m.pick(name for name in ("float64", "float16", "int64", "bool") if name != args["dtype"])
+    device, i, x = m.any(*MOVES)
+    m.change(device, i, dtype=m.pick(name for name in ("float64", "float16", "int64", "bool") if name != x.dtype))
 
 
 def experts(m: Mutant) -> None:
-    args = m.args(*ROUTES)
-    args["experts"] = m.pick(n for n in (0, 1, 2, 3, 8) if n != args["experts"])
+    device, i, x = m.any(Routing)
+    m.change(device, i, experts=m.pick(n for n in (0, 1, 2, 3, 8) if n != x.experts))
 
 
 def way(m: Mutant) -> None:
-    """There instead of back, or back instead of there."""
-    device, i, x = m.any("dispatch", "combine")
-    m.change(device, i, do="combine" if x.do == "dispatch" else "dispatch")
-
-
-def reduction(m: Mutant) -> None:
-    m.args("all_reduce", "gather", "scatter", "reduce")["reduce"] = m.pick(("max", "mean", "avg"))
+    """Combine instead of dispatch, or the other way round."""
+    device, i, x = m.any(Dispatch, Combine)
+    every = {one.name: getattr(x, one.name) for one in fields(x) if one.init}
+    device.instructions[i] = (Combine if isinstance(x, Dispatch) else Dispatch)(**every)
 
 
 def _shifted(m: Mutant, interval: tuple[int, int]) -> tuple[int, int]:
@@ -177,43 +182,51 @@ def _shifted(m: Mutant, interval: tuple[int, int]) -> tuple[int, int]:
 
 def cuts(m: Mutant) -> None:
     if m.draw.random() < 0.4:
-        entry = m.pick(m.args("update")["weights"])
-        which = m.pick(("take", "take_grad"))
-        entry[which] = _shifted(m, entry[which] or (0, 4))
+        device, i, _ = m.any(Update)
+        which = m.pick(("part", "gradient_part"))
+
+        def shifted(one: ParameterUpdate) -> ParameterUpdate:
+            return one._replace(**{which: _shifted(m, getattr(one, which) or (0, 4))})
+
+        m.item(device, i, "parameters", shifted)
     else:
-        entry = m.pick(m.args("gather", "scatter")["weights"])
-        k = m.pick(range(len(entry["cuts"])))
-        entry["cuts"][k] = _shifted(m, entry["cuts"][k])
+        device, i, _ = m.any(GatherParameters, ScatterGradients)
+        m.item(device, i, "shards", lambda one: one._replace(cuts=_one_of(m, one.cuts, lambda cut: _shifted(m, cut))))
+
+
+def _one_of(m: Mutant, items: tuple[Any, ...], make: Callable[[Any], Any]) -> tuple[Any, ...]:
+    k = m.pick(range(len(items)))
+    return (*items[:k], make(items[k]), *items[k + 1 :])
 
 
 def box(m: Mutant) -> None:
     """Shift a box, or exchange two."""
-    args = m.args("send", "recv", "exchange", "copy", "all_reduce")
-    lists = [args[name] for name in ("parts", "own", "give", "take") if args.get(name)]
-    if args.get("keep") is not None and m.draw.random() < 0.5:
-        dim = m.pick(range(len(args["keep"])))
-        args["keep"] = (*args["keep"][:dim], _shifted(m, args["keep"][dim]), *args["keep"][dim + 1 :])
+    device, i, x = m.any(Send, Receive, AllToAll, Copy, AllReduce)
+    if getattr(x, "keep", None) is not None and m.draw.random() < 0.5:
+        m.change(device, i, keep=_one_of(m, x.keep, lambda interval: _shifted(m, interval)))
         return
-    parts = m.pick(lists)
-    places = [(k, place) for k, part in enumerate(parts) for place in range(len(part)) if _is_box(part[place])]
-    k, place = m.pick(places)
+    name = m.pick(name for name in ("messages", "local", "copies", "give", "take") if getattr(x, name, ()))
+    records = list(getattr(x, name))
+    places = [(k, field) for k, one in enumerate(records) for field in one._fields if _is_box(getattr(one, field))]
+    k, field = m.pick(places)
+    whole = getattr(records[k], field)
     if m.draw.random() < 0.4:
-        other = m.pick(j for j, at in places if j != k and at == place)
-        one, two = parts[k][place], parts[other][place]
-        parts[k] = (*parts[k][:place], two, *parts[k][place + 1 :])
-        parts[other] = (*parts[other][:place], one, *parts[other][place + 1 :])
-        if one == two:
+        other = m.pick(j for j, at in places if j != k and at == field)
+        theirs = getattr(records[other], field)
+        if whole == theirs:
             raise Nothing
-        return
-    whole = parts[k][place]
-    dim = m.pick(range(len(whole)))
-    low, high = whole[dim]
-    shifted = (
-        _shifted(m, (low, high))
-        if m.draw.random() < 0.5
-        else m.pick(((high, 2 * high - low), (low - (high - low), low)))
-    )
-    parts[k] = (*parts[k][:place], (*whole[:dim], shifted, *whole[dim + 1 :]), *parts[k][place + 1 :])
+        records[k] = records[k]._replace(**{field: theirs})
+        records[other] = records[other]._replace(**{field: whole})
+    else:
+        records[k] = records[k]._replace(**{field: _one_of(m, whole, lambda one: _moved_interval(m, one))})
+    m.change(device, i, **{name: tuple(records)})
+
+
+def _moved_interval(m: Mutant, interval: tuple[int, int]) -> tuple[int, int]:
+    low, high = interval
+    if m.draw.random() < 0.5:
+        return _shifted(m, interval)
+    return m.pick(((high, 2 * high - low), (low - (high - low), low)))
 
 
 def _is_box(value: Any) -> bool:
@@ -234,16 +247,21 @@ def stream(m: Mutant) -> None:
     m.change(device, i, stream=m.pick(sorted({y.stream for y in device.instructions} - {x.stream})))
 
 
-def _rename(value: Any, old: str, new: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _rename(item, old, new) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_rename(item, old, new) for item in value)
+def _renamed(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, tuple):
+        items = [_renamed(item, old, new) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return new if value == old else value
 
 
+def _rename(m: Mutant, device: DevicePlan, i: int, old: str, new: str) -> None:
+    x = device.instructions[i]
+    names = [one.name for one in fields(x) if one.init and one.name not in ("stream", "node", "waits")]
+    m.change(device, i, **{name: _renamed(getattr(x, name), old, new) for name in names})
+
+
 def key(m: Mutant) -> None:
-    """Another key, of this device or of none, in the reads or the writes; in the arguments too, or only there."""
+    """Another key, of this device or of none, wherever the instruction says it."""
     device, i, x = m.any()
     old = m.pick((*x.reads, *x.writes))
     known = sorted({k for y in device.instructions for k in (*y.reads, *y.writes)} | set(device.weights) - {old})
@@ -253,12 +271,7 @@ def key(m: Mutant) -> None:
         if m.draw.random() < 0.2
         else m.pick(alike if alike and m.draw.random() < 0.7 else [k for k in known if k != old])
     )
-    how = m.draw.random()
-    if how < 0.8:
-        m.change(device, i, args=_rename(x.args, old, new))
-    if how > 0.2:
-        side = "reads" if old in x.reads else "writes"
-        m.change(device, i, **{side: _rename(getattr(x, side), old, new)})
+    _rename(m, device, i, old, new)
 
 
 def microbatch(m: Mutant) -> None:
@@ -266,24 +279,20 @@ def microbatch(m: Mutant) -> None:
     device, i, x = m.any()
     old = m.pick(k for k in x.reads if "#" in k)
     base = old.partition("#")[0]
-    new = m.pick(
-        sorted(
-            {k for y in device.instructions for k in (*y.reads, *y.writes) if k.partition("#")[0] == base and k != old}
-        )
-    )
-    m.change(device, i, reads=_rename(x.reads, old, new), args=_rename(x.args, old, new))
+    known = {k for y in device.instructions for k in (*y.reads, *y.writes)}
+    _rename(m, device, i, old, m.pick(sorted(k for k in known if k.partition("#")[0] == base and k != old)))
 
 
 def piece(m: Mutant) -> None:
-    """Another piece of the model, other samples, another share."""
-    args = m.args(*COMPUTE)
-    which = m.pick([name for name in ("kind", "first", "share") if name in args])
-    if which == "kind":
-        args["kind"] = m.pick(k for k in range(len(m.plan.kinds) + 1) if k != args["kind"])
-    elif which == "first":
-        args["first"] += m.pick((-2, -1, 1, 2))
+    """Another stage program, other samples, another share."""
+    device, i, x = m.any(Compute)
+    which = m.pick(("program", "first_sample", *(("loss_share",) if x.loss_share is not None else ())))
+    if which == "program":
+        m.change(device, i, program=m.pick(k for k in range(len(m.plan.programs) + 1) if k != x.program))
+    elif which == "first_sample":
+        m.change(device, i, first_sample=x.first_sample + m.pick((-2, -1, 1, 2)))
     else:
-        args["share"] = m.pick((0.0, 0.3, 2.0))
+        m.change(device, i, loss_share=m.pick((0.0, 0.3, 2.0)))
 
 
 def share(m: Mutant) -> None:
@@ -298,27 +307,19 @@ def share(m: Mutant) -> None:
 def feed(m: Mutant) -> None:
     device = m.pick(d for d in m.plan.devices if d.feeds)
     k = m.pick(range(len(device.feeds)))
-    name, tensor, where = device.feeds[k]
+    fed = device.feeds[k]
     if m.draw.random() < 0.3:
         del device.feeds[k]
         return
-    low, high = where[0]
-    device.feeds[k] = (
-        name,
-        tensor,
-        (
-            m.pick(
-                (
-                    (low + 1, high + 1),
-                    (high, 2 * high - low),
-                    (low, high + 1),
-                    (low - 1, high - 1),
-                    (low - (high - low), low),
-                )
-            ),
-            *where[1:],
-        ),
+    low, high = fed.box[0]
+    moved = (
+        (low + 1, high + 1),
+        (high, 2 * high - low),
+        (low, high + 1),
+        (low - 1, high - 1),
+        (low - (high - low), low),
     )
+    device.feeds[k] = fed._replace(box=(m.pick(moved), *fed.box[1:]))
 
 
 def kept(m: Mutant) -> None:
@@ -348,7 +349,6 @@ MUTATIONS = (
     dtype,
     experts,
     way,
-    reduction,
     cuts,
     box,
     wait,

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.plan.instructions import (
+    Backward,
+    Forward,
+    Instruction,
+    Message,
+    ParameterUpdate,
+    Receive,
+    ReduceGradients,
+    Send,
+    Shards,
+    Update,
+)
+from piperlang.plan.plan import DevicePlan, Feed, Group, ParameterShard, Plan, StageProgram
 
 WIDTH = 64
 WEIGHTS = 4
@@ -20,16 +33,14 @@ class _Pipeline:
         self.stages, self.replicas, self.micro = stages, replicas, microbatches
         self.samples = replicas * microbatches
         self.nodes: dict[str, int] = {}
-        self.kinds: list[dict[str, Any]] = []
-        for s in range(stages):
-            self._kinds(s)
+        self.programs = [program for s in range(stages) for program in self._programs(s)]
 
     def plan(self) -> Plan:
         devices = [self._device(s, r) for s in range(self.stages) for r in range(self.replicas)]
-        groups = [(tuple(s * self.replicas + r for r in range(self.replicas)), "comm") for s in range(self.stages)]
+        groups = [Group(tuple(s * self.replicas + r for r in range(self.replicas)), "comm") for s in range(self.stages)]
         return Plan(
             devices,
-            self.kinds,
+            self.programs,
             list(self.nodes),
             [f"large.piper:{3 + number % 7}" for number in self.nodes.values()],
             self.samples,
@@ -37,23 +48,16 @@ class _Pipeline:
             groups,
         )
 
-    def _kinds(self, s: int) -> None:
+    def _programs(self, s: int) -> tuple[StageProgram, StageProgram]:
         weights = tuple(("weight", i) for i in range(WEIGHTS))
         given = (("batch", 0),) if s in (0, self.stages - 1) else ()
         inputs = (("input", 0),) if s else ()
-        same = {
-            "chunk": s,
-            "samples": 1,
-            "arranged": ((), ()),
-            "loss": 0 if s == self.stages - 1 else None,
-            "routed": False,
-        }
-        self.kinds.append(
-            {"op": "F", "slots": weights + given + inputs, "gives": (("output", 0), ("saved", 0)), **same}
-        )
-        gives = tuple(("grad_weight", i) for i in range(WEIGHTS)) + ((("grad_input", 0),) if s else ())
-        self.kinds.append(
-            {"op": "B", "slots": (*weights[:2], ("grad_output", 0), ("saved", 0)), "gives": gives, **same}
+        loss = 0 if s == self.stages - 1 else None
+        gradients = tuple(("grad_weight", i) for i in range(WEIGHTS)) + ((("grad_input", 0),) if s else ())
+        backward = (*weights[:2], ("grad_output", 0), ("saved", 0))
+        return (
+            StageProgram("F", s, 1, ((), ()), weights + given + inputs, (("output", 0), ("saved", 0)), loss, False),
+            StageProgram("B", s, 1, ((), ()), backward, gradients, loss, False),
         )
 
     def _node(self, name: str) -> int:
@@ -63,12 +67,8 @@ class _Pipeline:
         device = DevicePlan(s * self.replicas + r)
         self.at: dict[str, int] = {}
         for w in range(WEIGHTS):
-            device.weights[_weight(s, w)] = {
-                "weight": f"layers.{s}.{w}",
-                "box": ((0, WIDTH), (0, WIDTH)),
-                "flat": None,
-                "first": r == 0,
-            }
+            box = ((0, WIDTH), (0, WIDTH))
+            device.weights[_weight(s, w)] = ParameterShard(f"layers.{s}.{w}", box, None, r == 0)
             device.next[_weight(s, w)] = f"{_weight(s, w)}'"
         warm = min(self.stages - s - 1, self.micro)
         for m in range(warm):
@@ -81,36 +81,31 @@ class _Pipeline:
         self._update(device, s)
         return device
 
-    def _emit(
-        self,
-        device: DevicePlan,
-        do: str,
-        stream: str,
-        name: str,
-        reads: tuple[str, ...],
-        writes: tuple[str, ...],
-        args: dict[str, Any],
-    ) -> None:
-        done = [self.at[key] for key in reads if key in self.at]
+    def _emit(self, device: DevicePlan, make: type[Instruction], stream: str, name: str, **fields: Any) -> None:
+        x = make(stream, self._node(name), (), **fields)
+        done = [self.at[key] for key in x.reads if key in self.at]
         waits = tuple(sorted({i for i in done if device.instructions[i].stream != stream}))
-        for key in writes:
+        for key in x.writes:
             self.at[key] = len(device.instructions)
-        device.instructions.append(Instruction(do, stream, self._node(name), reads, writes, waits, args))
+        device.instructions.append(replace(x, waits=waits))
 
     def _send(self, device: DevicePlan, s: int, m: int, key: str, target: int, tag: int) -> None:
-        self._emit(
-            device,
-            "send",
-            "comm>",
-            f"send[stage={s}, mb={m}] of {key[:1]}",
-            (key,),
-            (),
-            {"parts": [(target, tag, None, (1, WIDTH))], "key": key, "dtype": "float32"},
-        )
+        messages = (Message(target, tag, None, (1, WIDTH)),)
+        name = f"send[stage={s}, mb={m}] of {key[:1]}"
+        self._emit(device, Send, "comm>", name, value=key, messages=messages, dtype="float32")
 
     def _recv(self, device: DevicePlan, s: int, m: int, key: str, source: int, tag: int) -> None:
-        args = {"parts": [(source, tag, None, (1, WIDTH))], "own": [], "shape": (1, WIDTH), "dtype": "float32"}
-        self._emit(device, "recv", f"comm<{source}", f"recv[stage={s}, mb={m}] of {key[:1]}", (), (key,), args)
+        self._emit(
+            device,
+            Receive,
+            f"comm<{source}",
+            f"recv[stage={s}, mb={m}] of {key[:1]}",
+            target=key,
+            messages=(Message(source, tag, None, (1, WIDTH)),),
+            local=(),
+            shape=(1, WIDTH),
+            dtype="float32",
+        )
 
     def _forward(self, device: DevicePlan, s: int, r: int, m: int) -> None:
         me, sample = device.device, m * self.replicas + r
@@ -118,12 +113,21 @@ class _Pipeline:
         if s in (0, self.stages - 1):
             name = "flat_0" if s == 0 else "flat_1"
             keys.append(f"{name}@{s}#{m}")
-            device.feeds.append((keys[-1], name, ((sample, sample + 1), (0, WIDTH))))
+            device.feeds.append(Feed(keys[-1], name, ((sample, sample + 1), (0, WIDTH))))
         if s:
             keys.append(f"x{s - 1}#{m}@{s}")
             self._recv(device, s, m, keys[-1], me - self.replicas, m)
-        args = {"kind": 2 * s, "reads": tuple((key,) for key in keys), "first": sample, "at": []}
-        self._emit(device, "F", "compute", f"F[stage={s}, mb={m}]", tuple(keys), (f"x{s}#{m}", f"saved:{s}#{m}"), args)
+        self._emit(
+            device,
+            Forward,
+            "compute",
+            f"F[stage={s}, mb={m}]",
+            program=2 * s,
+            inputs=tuple((key,) for key in keys),
+            outputs=(f"x{s}#{m}", f"saved:{s}#{m}"),
+            first_sample=sample,
+            coordinates=(),
+        )
         if s == self.stages - 1:
             device.losses[f"x{s}#{m}"] = 1 / self.samples
         else:
@@ -131,22 +135,22 @@ class _Pipeline:
 
     def _backward(self, device: DevicePlan, s: int, r: int, m: int) -> None:
         me, last = device.device, s == self.stages - 1
-        gradient = "seed" if last else f"d:x{s}:{s + 1}.0#{m}@{s}"
-        if not last:
-            self._recv(device, s, m, gradient, me + self.replicas, m)
-        keys = (_weight(s, 0), _weight(s, 1), gradient, f"saved:{s}#{m}")
-        writes = tuple(f"dw:layers.{s}.{w}@{s}.{w}#{m}" for w in range(WEIGHTS)) + (
-            (f"d:x{s - 1}:{s}.0#{m}",) if s else ()
-        )
-        args = {
-            "kind": 2 * s + 1,
-            "reads": tuple((key,) for key in keys),
-            "first": m * self.replicas + r,
-            "at": [],
-            "share": 1 / self.samples,
-        }
+        gradient = () if last else (f"d:x{s}:{s + 1}.0#{m}@{s}",)
+        if gradient:
+            self._recv(device, s, m, gradient[0], me + self.replicas, m)
+        writes = tuple(f"dw:layers.{s}.{w}@{s}.{w}#{m}" for w in range(WEIGHTS))
+        writes += (f"d:x{s - 1}:{s}.0#{m}",) if s else ()
         self._emit(
-            device, "B", "compute", f"B[stage={s}, mb={m}]", tuple(key for key in keys if key != "seed"), writes, args
+            device,
+            Backward,
+            "compute",
+            f"B[stage={s}, mb={m}]",
+            program=2 * s + 1,
+            inputs=((_weight(s, 0),), (_weight(s, 1),), gradient, (f"saved:{s}#{m}",)),
+            outputs=writes,
+            first_sample=m * self.replicas + r,
+            coordinates=(),
+            loss_share=1 / self.samples,
         )
         if s:
             self._send(device, s, m, writes[-1], me - self.replicas, m)
@@ -154,35 +158,12 @@ class _Pipeline:
     def _update(self, device: DevicePlan, s: int) -> None:
         for w in range(WEIGHTS):
             parts = tuple(f"dw:layers.{s}.{w}@{s}.{w}#{m}" for m in range(self.micro))
-            grad, old = f"g:layers.{s}.{w}@{s}.{w}:a", _weight(s, w)
-            entry = {"from": parts, "to": grad, "cuts": [], "shape": (WIDTH, WIDTH)}
-            self._emit(
-                device,
-                "reduce",
-                "comm",
-                f"all_reduce[stage={s}, w={w}]",
-                parts,
-                (grad,),
-                {"group": s, "weights": [entry], "dtype": "float32", "reduce": "sum"},
-            )
-            change = {
-                "weight": f"layers.{s}.{w}",
-                "old": old,
-                "grads": (grad,),
-                "new": f"{old}'",
-                "take": None,
-                "take_grad": None,
-                "partial": False,
-            }
-            self._emit(
-                device,
-                "update",
-                "compute",
-                f"update[stage={s}, w={w}]",
-                (old, grad),
-                (f"{old}'",),
-                {"weights": [change]},
-            )
+            gradient, old = f"g:layers.{s}.{w}@{s}.{w}:a", _weight(s, w)
+            shards = (Shards(parts, gradient, (), (WIDTH, WIDTH)),)
+            name = f"all_reduce[stage={s}, w={w}]"
+            self._emit(device, ReduceGradients, "comm", name, group=s, shards=shards, dtype="float32")
+            change = ParameterUpdate(f"layers.{s}.{w}", old, (gradient,), f"{old}'", None, None, False)
+            self._emit(device, Update, "compute", f"update[stage={s}, w={w}]", parameters=(change,))
 
 
 def _weight(s: int, w: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,14 +17,15 @@ from piperlang.capture.program import Program, capture
 from piperlang.capture.routed import routed_linear
 from piperlang.diagnostics import PiperError
 from piperlang.ir.model import choice_of
-from piperlang.plan.check import check
-from piperlang.plan.instruction import ROUTES, Plan
+from piperlang.plan.files import dump, load
+from piperlang.plan.instructions import INSTRUCTIONS, ROUTING
 from piperlang.plan.lower import lower
-from piperlang.plan.saved import dump, load
+from piperlang.plan.plan import Plan
+from piperlang.plan.verify import check
 from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.device.splits import leaving
 from piperlang.runtime.job import Training
 from piperlang.runtime.threads import ThreadJob
-from piperlang.runtime.ways import leaving
 from tests.equivalence import LIMIT, SAMPLES, assert_same, compiled, optimizer
 from tests.jobs import Plain, assert_trains
 from tests.models import WIDTH, Case, Dropless, balanced, square, tokens, vectors
@@ -127,7 +129,7 @@ def test_equals_the_single_device(name: str) -> None:
     plan = lower(graph)
     check(plan)
     check(plan, buffered=False)
-    assert {x.do for device in plan.devices for x in device.instructions} >= set(ROUTES)
+    assert {x.op for device in plan.devices for x in device.instructions} >= set(ROUTING)
 
 
 @pytest.mark.parametrize("name", ["an expert a device", "data and experts", "experts elsewhere"])
@@ -173,7 +175,7 @@ def test_what_goes_from_experts_to_experts_stays_there(cluster: Cluster) -> None
     traced = capture(case.model, case.loss, case.batch(SAMPLES))
     assert_same(case, traced, OWN.format(n=2))
     plan = lower(compiled(traced, OWN.format(n=2))[0])
-    forward = [x.do for x in plan.devices[0].instructions if x.do in ROUTES or x.do == "F"]
+    forward = [x.op for x in plan.devices[0].instructions if x.op in ROUTING or x.op == "F"]
     assert forward.count("choose") == 1
     assert forward.count("combine") == 2, "the result, and the gradient of what was given"
     assert_same(case, traced, TENSOR)
@@ -314,11 +316,14 @@ def test_a_plan_is_read_back() -> None:
     assert load(dump(plan)) == plan
 
 
-def changed(plan: Plan, do: str, /, **fields: Any) -> Plan:
+def changed(plan: Plan, op: str, /, **fields: Any) -> Plan:
     """All devices' first instruction of the kind, changed alike: as a bug in the compiler would."""
     for device in plan.devices:
-        i, x = next((i, x) for i, x in enumerate(device.instructions) if x.do == do)
-        device.instructions[i] = x._replace(**{name: make(x) for name, make in fields.items()})
+        i, x = next((i, x) for i, x in enumerate(device.instructions) if x.op == op)
+        other = {name: make(x) for name, make in fields.items()}
+        every = {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
+        make = INSTRUCTIONS[other.pop("op", op)]
+        device.instructions[i] = make(**(every | other))
     return plan
 
 
@@ -327,18 +332,18 @@ def other_way(key: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("do", "fields", "message"),
+    ("op", "fields", "message"),
     [
-        ("dispatch", {"reads": lambda x: (x.reads[0], other_way(x.reads[1]))}, "does not belong to the choice"),
-        ("combine", {"reads": lambda x: (x.reads[0], other_way(x.reads[1]))}, "does not belong to the choice"),
-        ("dispatch", {"args": lambda x: {**x.args, "experts": 8}}, "does not belong to the choice"),
-        ("choose", {"args": lambda x: {**x.args, "experts": 3}}, "3 experts on 2 devices"),
-        ("dispatch", {"do": lambda x: "combine"}, "comes back by another way|gone different ways|no rows have gone"),
+        ("dispatch", {"splits": lambda x: other_way(x.splits)}, "does not belong to the choice"),
+        ("combine", {"splits": lambda x: other_way(x.splits)}, "does not belong to the choice"),
+        ("dispatch", {"experts": lambda x: 8}, "does not belong to the choice"),
+        ("choose", {"experts": lambda x: 3}, "3 experts on 2 devices"),
+        ("dispatch", {"op": lambda x: "combine"}, "comes back by another way|gone different ways|no rows have gone"),
     ],
 )
-def test_rows_that_would_go_astray_are_noticed(do: str, fields: dict[str, Any], message: str) -> None:
+def test_rows_that_would_go_astray_are_noticed(op: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PiperError, match=message):
-        check(changed(planned(), do, **fields))
+        check(changed(planned(), op, **fields))
 
 
 def test_layouts_say_who_chose() -> None:
@@ -360,7 +365,5 @@ def test_gradients_of_the_plan_equal_eager(cluster: Cluster) -> None:
             for device, found in zip(plan.devices, job.gradients(), strict=True):
                 for key, gradient in found.items():
                     held = device.weights[key]
-                    want = expected[held["weight"]][tuple(slice(*interval) for interval in held["box"])]
-                    assert float((gradient - want).abs().max() / want.abs().max().clamp(min=1e-6)) < LIMIT, held[
-                        "weight"
-                    ]
+                    want = expected[held.weight][tuple(slice(*interval) for interval in held.box)]
+                    assert float((gradient - want).abs().max() / want.abs().max().clamp(min=1e-6)) < LIMIT, held.weight

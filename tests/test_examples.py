@@ -23,7 +23,7 @@ import torch
 from piperlang.capture import program
 from piperlang.capture.model_file import load_model
 from piperlang.cli.main import main
-from piperlang.plan.summary import bytes_text as size_text
+from piperlang.plan.estimate.summary import bytes_text as size_text
 from piperlang.runtime import numerics
 
 ROOT = Path(__file__).parent.parent

@@ -13,10 +13,10 @@ from torch import nn
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Captured, Program, capture
 from piperlang.ir.graph import Graph
-from piperlang.plan.clip import clipped
-from piperlang.plan.instruction import Plan
+from piperlang.plan.estimate.memory import peaks
 from piperlang.plan.lower import lower
-from piperlang.plan.memory import peaks
+from piperlang.plan.plan import Plan
+from piperlang.plan.rewrite.clip import clipped
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
 from piperlang.runtime.measure import Measured
@@ -116,7 +116,7 @@ def test_gradients_of_zero(cluster: Cluster, options: str, part: float) -> None:
     device's part of it."""
     _, _, plan, found = run(cluster, zero(options), max_norm=1.0)
     for device, measured in zip(plan.devices, found, strict=True):
-        norm = next(i for i, x in enumerate(device.instructions) if x.do == "norm")
+        norm = next(i for i, x in enumerate(device.instructions) if x.op == "norm")
         assert measured.held[norm]["gradients"] == NEAR(part * BYTES, rel=0.05)
 
 

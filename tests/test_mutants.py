@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from piperlang.diagnostics import PiperError
-from piperlang.plan.check import check
-from piperlang.plan.instruction import Plan
+from piperlang.plan.plan import Plan
+from piperlang.plan.verify import check
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
 from tests.equivalence import LIMIT, SAMPLES, optimizer, relative

@@ -19,8 +19,8 @@ from torch import nn
 from piperlang.capture import learning, observed, trace
 from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
-from piperlang.plan.check import check
 from piperlang.plan.lower import lower
+from piperlang.plan.verify import check
 from piperlang.runtime import guard, guard_optimizer, optimize
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.guard import Verified, verify

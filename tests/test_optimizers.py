@@ -25,8 +25,8 @@ from piperlang.capture.program import Captured, Program, capture
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
-from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
+from piperlang.plan.plan import Plan
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.inline import Inline
 from piperlang.runtime.job import Job, Training

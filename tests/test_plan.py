@@ -10,6 +10,7 @@ import json
 import random
 import threading
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from piperlang.capture.program import capture
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.fuzz.write import write
 from piperlang.ir.graph import Graph
-from piperlang.plan import saved
-from piperlang.plan.check import check, measured
-from piperlang.plan.instruction import VERSION, Instruction, Plan
+from piperlang.plan import files
+from piperlang.plan.estimate.memory import peak, peaks
+from piperlang.plan.estimate.summary import as_json, summary
+from piperlang.plan.instructions import Copy, LocalCopy, Message, Receive, Send
 from piperlang.plan.lower import lower
-from piperlang.plan.memory import peak, peaks
-from piperlang.plan.summary import as_json, summary
+from piperlang.plan.plan import VERSION, Plan
+from piperlang.plan.verify import check, measured
 from piperlang.runtime.job import Training
 from piperlang.runtime.threads import ThreadJob
 from tests.equivalence import LIMIT, SAMPLES, compiled, optimizer, program, relative
@@ -140,7 +142,7 @@ def test_plans_of_pairs_of_directives(model: str) -> None:
         plan = planned.__wrapped__(model, script(model, *names))[2]
         check(plan)
         check(plan, buffered=False)
-        assert saved.load(saved.dump(plan)) == plan
+        assert files.load(files.dump(plan)) == plan
 
 
 @pytest.mark.parametrize("name", [*CROSSED, *SCHEDULES])
@@ -245,11 +247,11 @@ def small() -> Plan:
 
 
 def at(plan: Plan, device: int, do: str, number: int = 0) -> int:
-    return [i for i, x in enumerate(plan.devices[device].instructions) if x.do == do][number]
+    return [i for i, x in enumerate(plan.devices[device].instructions) if x.op == do][number]
 
 
 def change(plan: Plan, device: int, i: int, **fields: Any) -> None:
-    plan.devices[device].instructions[i] = plan.devices[device].instructions[i]._replace(**fields)
+    plan.devices[device].instructions[i] = replace(plan.devices[device].instructions[i], **fields)
 
 
 def test_the_plans_made_here_are_right() -> None:
@@ -260,8 +262,9 @@ def test_the_plans_made_here_are_right() -> None:
 def test_a_send_and_its_receive_are_both_named() -> None:
     plan = small()
     i = at(plan, 2, "recv")
-    args = dict(plan.devices[2].instructions[i].args)
-    change(plan, 2, i, args={**args, "parts": [(*args["parts"][0][:3], (1, 63))], "shape": (1, 63)})
+    receive = plan.devices[2].instructions[i]
+    assert isinstance(receive, Receive)
+    change(plan, 2, i, messages=(receive.messages[0]._replace(shape=(1, 63)),), shape=(1, 63))
     (found,) = complaints(plan)
     assert found.code == "P0503"
     assert found.message == "from device 0 to device 2, float32[1, 64] is sent and float32[1, 63] received"
@@ -272,7 +275,7 @@ def test_a_send_and_its_receive_are_both_named() -> None:
 def test_members_of_a_group_that_do_something_else() -> None:
     plan = small()
     i = at(plan, 3, "reduce")
-    change(plan, 3, i, args={**plan.devices[3].instructions[i].args, "dtype": "float16"})
+    change(plan, 3, i, dtype="float16")
     (found,) = complaints(plan)
     assert found.code == "P0503"
     assert "differ in dtypes" in found.message
@@ -282,7 +285,7 @@ def test_members_of_a_group_that_do_something_else() -> None:
 
 def test_a_read_without_its_wait() -> None:
     plan = small()
-    i = next(i for i, x in enumerate(plan.devices[2].instructions) if x.do == "F")
+    i = next(i for i, x in enumerate(plan.devices[2].instructions) if x.op == "F")
     change(plan, 2, i, waits=())
     (found,) = complaints(plan)
     assert found.code == "P0504"
@@ -294,8 +297,8 @@ def test_a_wait_may_go_through_others() -> None:
     """compute -> comm -> side: the last one waits for the middle one only."""
     plan = small()
     device = plan.devices[0]
-    update = next(i for i, x in enumerate(device.instructions) if x.do == "update")
-    reduce = next(i for i, x in enumerate(device.instructions) if x.do == "reduce")
+    update = next(i for i, x in enumerate(device.instructions) if x.op == "update")
+    reduce = next(i for i, x in enumerate(device.instructions) if x.op == "reduce")
     assert device.instructions[update].waits == (reduce,)
     change(plan, 0, update, stream="side")  # whoever reads the weight has ended before the reduction begins
     change(plan, 1, update, stream="side")
@@ -310,14 +313,15 @@ def test_an_update_in_place_waits_for_readers() -> None:
     whole = ((0, 64), (0, 64))
     plan.names.append("copy")
     plan.lines.append("large.piper:9")
-    copied = Instruction(
-        "copy",
+    copied = Copy(
         "side",
         len(plan.names) - 1,
-        (old,),
-        (f"{old}@1",),
         (),
-        {"own": [(old, whole, whole)], "shape": (64, 64), "dtype": "float32"},
+        sources=(old,),
+        target=f"{old}@1",
+        copies=(LocalCopy(old, whole, whole),),
+        shape=(64, 64),
+        dtype="float32",
     )
     plan.devices[0].instructions.append(copied)
     assert any(
@@ -335,7 +339,7 @@ def test_a_circle_is_shown() -> None:
     moved = device.instructions.pop(late)
     device.instructions.insert(0, moved)
     where = {old: new for new, old in enumerate([late, *(k for k in range(len(device.instructions)) if k != late)])}
-    device.instructions[:] = [x._replace(waits=tuple(sorted(where[k] for k in x.waits))) for x in device.instructions]
+    device.instructions[:] = [replace(x, waits=tuple(sorted(where[k] for k in x.waits))) for x in device.instructions]
     (found,) = complaints(plan)
     assert (found.code, found.message) == ("P0501", "devices 0, 2 wait for each other")
     assert all(" waits for " in note and "large.piper:" in note for note in found.notes)
@@ -348,20 +352,17 @@ def test_sends_that_block() -> None:
     for device, peer in ((0, 2), (2, 0)):
         here = plan.devices[device]
         node = here.instructions[0].node
-        for i, (do, args) in enumerate(
+        signal = (Message(peer, 99, None, (1,)),)
+        for i, x in enumerate(
             (
-                ("send", {"parts": [(peer, 99, None, (1,))], "key": None, "dtype": "uint8"}),
-                ("recv", {"parts": [(peer, 99, None, (1,))], "own": [], "shape": (1,), "dtype": "uint8"}),
-            )
-        ):
-            writes = (f"now:{device}",) if do == "recv" else ()
-            here.instructions[:] = [x._replace(waits=tuple(k + (k >= i) for k in x.waits)) for x in here.instructions]
-            here.instructions.insert(
-                i,
-                here.instructions[0]._replace(
-                    do=do, stream="order", node=node, reads=(), writes=writes, waits=(), args=args
+                Send("order", node, (), value=None, messages=signal, dtype="uint8"),
+                Receive(
+                    "order", node, (), target=f"now:{device}", messages=signal, local=(), shape=(1,), dtype="uint8"
                 ),
             )
+        ):
+            here.instructions[:] = [replace(y, waits=tuple(k + (k >= i) for k in y.waits)) for y in here.instructions]
+            here.instructions.insert(i, x)
     check(plan)
     (found,) = complaints(plan, buffered=False)
     assert (found.code, found.message) == ("P0501", "devices 0, 2 wait for each other")
@@ -377,7 +378,7 @@ def test_messages_in_another_order_than_sent() -> None:
     device.instructions.insert(first, moved)
     order = [*range(first), second, *(k for k in range(first, len(device.instructions)) if k != second)]
     where = {old: new for new, old in enumerate(order)}
-    device.instructions[:] = [x._replace(waits=tuple(sorted(where[k] for k in x.waits))) for x in device.instructions]
+    device.instructions[:] = [replace(x, waits=tuple(sorted(where[k] for k in x.waits))) for x in device.instructions]
     check(plan)
     (found,) = complaints(plan, buffered=False)
     assert (found.code, found.message) == ("P0503", "device 2 takes message 1 of device 0 where message 0 is sent")
@@ -416,26 +417,26 @@ def test_1024_devices_in_two_seconds() -> None:
 def test_a_plan_from_a_file_trains_to_the_same_numbers(name: str) -> None:
     model, text = SUBJECTS[name]
     plan = planned(model, text)[2]
-    again = saved.load(saved.dump(plan))
+    again = files.load(files.dump(plan))
     assert again == plan
     assert repr(again) == repr(plan)  # tuples are tuples, and lists are lists
-    assert saved.digest(again) == saved.digest(plan)
+    assert files.digest(again) == files.digest(plan)
     check(again)
     assert_trains_alike(model, text, again)
 
 
 def test_the_digest_is_of_what_a_plan_does() -> None:
     plan = small()
-    before = saved.digest(plan)
+    before = files.digest(plan)
     plan.about = {"files": {"model.py": "0"}}
-    assert saved.digest(plan) == before
+    assert files.digest(plan) == before
     change(plan, 0, 0, stream="other")
-    assert saved.digest(plan) != before
+    assert files.digest(plan) != before
 
 
 def test_broken_files_are_diagnostics() -> None:
     """Cut off, bytes changed, parts of the JSON replaced: read as another plan, or refused; never an exception."""
-    text = saved.dump(planned(*SCHEDULES["pp x ep"])[2])
+    text = files.dump(planned(*SCHEDULES["pp x ep"])[2])
     draw = random.Random(0)
     refused = 0
     for _ in range(300):
@@ -447,7 +448,7 @@ def test_broken_files_are_diagnostics() -> None:
 
 def _codes(text: str) -> set[str]:
     try:
-        check(saved.load(text))
+        check(files.load(text))
     except PiperError as problem:
         return {found.code for found in problem.diagnostics}
     return set()
@@ -493,7 +494,7 @@ def _broken(text: str, draw: random.Random) -> str:
 )
 def test_foreign_files(text: str, why: str) -> None:
     with pytest.raises(PiperError) as refused:
-        saved.load(text, "x.plan")
+        files.load(text, "x.plan")
     (found,) = refused.value.diagnostics
     assert found.message == "x.plan cannot be used"
     assert found.notes[0].startswith(why)
@@ -504,14 +505,14 @@ def test_what_a_plan_was_made_from(tmp_path: Path) -> None:
     model.write_text("x = 1\n")
     common.write_text("from std.pipeline import loop\nlet ranks = 2\n")
     script_path.write_text('from "./common.piper" import ranks\nmesh gpu = pp: ranks\n')
-    then = saved.about(model, script_path, {"ranks": 2})
+    then = files.about(model, script_path, {"ranks": 2})
     assert {Path(name).name for name in then["files"]} == {"model.py", "s.piper", "common.piper", "pipeline.piper"}
-    assert saved.stale(saved.about(model, script_path, {"ranks": "2"}), then) is None
-    assert saved.stale(json.loads(json.dumps(then)), then) is None
+    assert files.stale(files.about(model, script_path, {"ranks": "2"}), then) is None
+    assert files.stale(json.loads(json.dumps(then)), then) is None
     common.write_text("let ranks = 3\n")
-    now = saved.about(model, script_path, {"ranks": 4})
+    now = files.about(model, script_path, {"ranks": 4})
     now["versions"]["torch"] = "9.9"
-    found = saved.stale(now, then)
+    found = files.stale(now, then)
     assert found is not None
     reasons = [found.message, *found.notes]
     assert found.code == "P0506"

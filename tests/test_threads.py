@@ -9,7 +9,7 @@ import time
 import pytest
 
 from piperlang.capture.program import capture
-from piperlang.plan.instruction import Instruction
+from piperlang.plan.instructions import Instruction
 from piperlang.plan.lower import lower
 from piperlang.runtime.job import Training
 from piperlang.runtime.threads import ThreadJob

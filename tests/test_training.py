@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,13 @@ import torch
 from piperlang.capture.program import capture
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
-from piperlang.plan import saved
-from piperlang.plan.check import check
-from piperlang.plan.clip import clipped
-from piperlang.plan.forward import forward
-from piperlang.plan.instruction import Plan
+from piperlang.plan import files as plan_files
+from piperlang.plan.instructions import GradientNorm, Update
 from piperlang.plan.lower import lower
+from piperlang.plan.plan import Plan
+from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.rewrite.forward import forward
+from piperlang.plan.verify import check
 from piperlang.runtime.api import Evaluated
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
@@ -72,7 +75,7 @@ def test_clipping_by_global_norm(name: str) -> None:
     plan = clipped(plan, MAX_NORM)
     check(plan)
     check(plan, buffered=False)
-    assert saved.load(saved.dump(plan)) == plan
+    assert plan_files.load(plan_files.dump(plan)) == plan
     torch.manual_seed(0)
     model = case.model()
     with ThreadJob(plan, captured, Training(case.model, optimizer)) as job:  # type: ignore[arg-type]
@@ -104,31 +107,33 @@ def test_a_norm_that_counts_wrong_is_refused() -> None:
     """A part of a gradient that nobody counts, or two do; a gradient left out; an update that does not scale; members
     with different limits."""
     plan = clipped(planned("dp")[1], MAX_NORM)
-    norms = [next(i for i, x in enumerate(device.instructions) if x.do == "norm") for device in plan.devices]
+    norms = [next(i for i, x in enumerate(device.instructions) if x.op == "norm") for device in plan.devices]
 
-    def changed(device: int, **args: object) -> Plan:
+    def norm_of(device: int) -> GradientNorm:
+        x = plan.devices[device].instructions[norms[device]]
+        assert isinstance(x, GradientNorm)
+        return x
+
+    def changed(device: int, **fields: Any) -> Plan:
         other = copy.deepcopy(plan)
-        x = other.devices[device].instructions[norms[device]]
-        other.devices[device].instructions[norms[device]] = x._replace(args={**x.args, **args})
+        other.devices[device].instructions[norms[device]] = replace(norm_of(device), **fields)
         return other
 
-    entries = plan.devices[0].instructions[norms[0]].args["weights"]
-    counts = [entry["counts"] for entry in entries]
-    assert all(counts)
+    terms = norm_of(0).terms
+    assert all(term.counts for term in terms)
     for mutant in (
-        changed(0, weights=[{**entries[0], "counts": False}, *entries[1:]]),
-        changed(
-            1, weights=[{**entries[0], "counts": True}, *plan.devices[1].instructions[norms[1]].args["weights"][1:]]
-        ),
-        changed(0, weights=entries[1:]),
+        changed(0, terms=(terms[0]._replace(counts=False), *terms[1:])),
+        changed(1, terms=(terms[0]._replace(counts=True), *norm_of(1).terms[1:])),
+        changed(0, terms=terms[1:]),
         changed(1, limit=2 * MAX_NORM),
     ):
         with pytest.raises(PiperError):
             check(mutant)
     unscaled = copy.deepcopy(plan)
-    update = next(i for i, x in enumerate(unscaled.devices[0].instructions) if x.do == "update")
+    update = next(i for i, x in enumerate(unscaled.devices[0].instructions) if x.op == "update")
     x = unscaled.devices[0].instructions[update]
-    unscaled.devices[0].instructions[update] = x._replace(reads=x.reads[:-1])
+    assert isinstance(x, Update)
+    unscaled.devices[0].instructions[update] = replace(x, scale=None)
     with pytest.raises(PiperError):
         check(unscaled)
 
@@ -147,7 +152,7 @@ def test_evaluation(name: str) -> None:
     only = forward(plan)
     check(only, forward=True)
     check(only, buffered=False, forward=True)
-    assert {x.do for device in only.devices for x in device.instructions}.isdisjoint(
+    assert {x.op for device in only.devices for x in device.instructions}.isdisjoint(
         {"B", "I", "W", "update", "scatter", "reduce"}
     )
     with ThreadJob(plan, captured, Training(case.model, optimizer)) as job:  # type: ignore[arg-type]

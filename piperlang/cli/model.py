@@ -12,7 +12,7 @@ from piperlang.diagnostics import error
 from piperlang.diagnostics.files import unreadable
 from piperlang.elaborate.modules import from_source
 from piperlang.ir.graph import Graph
-from piperlang.plan.instruction import Plan
+from piperlang.plan.plan import Plan
 from piperlang.progress import phase
 from piperlang.progress.lines import counted
 from piperlang.session import Scheduled, schedule
@@ -92,10 +92,10 @@ def scheduled(program: Program, options: argparse.Namespace, after: int | None =
 
 def planned(graph: Graph, options: argparse.Namespace, max_norm: float | None) -> Plan:
     """The checked plan of a graph, which knows what it was made from."""
-    from piperlang.plan.check import check
-    from piperlang.plan.clip import clipped
+    from piperlang.plan.files import about
     from piperlang.plan.lower import lower
-    from piperlang.plan.saved import about
+    from piperlang.plan.rewrite.clip import clipped
+    from piperlang.plan.verify import check
 
     with doing("planning", "planned") as planning:
         plan = lower(graph)

@@ -28,11 +28,11 @@ def run(options: argparse.Namespace) -> int:
         return 1
     graph = found.graph()
     plan = planned(graph, options, file.max_norm)
-    from piperlang.plan.summary import as_json, summary
+    from piperlang.plan.estimate.summary import as_json, summary
 
     print(json.dumps(as_json(plan, graph)) if options.json else summary(plan, graph))
     if options.output:
-        from piperlang.plan.saved import dump
+        from piperlang.plan.files import dump
 
         with doing(f"writing {options.output}"):
             try:

@@ -19,8 +19,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from piperlang.plan import saved
-    from piperlang.plan.check import check
+    from piperlang.plan import files
+    from piperlang.plan.verify import check
 
     check_usage(options)
     if options.plan.endswith(".piper"):
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as problem:
         raise unreadable(Path(options.plan), problem) from None
     with doing(f"checking {options.plan}"):
-        plan = saved.load(text, options.plan)
+        plan = files.load(text, options.plan)
         made = plan.about
         if not all(isinstance(made.get(key), str) for key in ("model", "script")) or made["script"] == "-":
             raise error(
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
                 notes=["it does not say which model and script it is of"],
                 help="make it again with `piperc plan MODEL.py SCHEDULE.piper -o FILE`",
             )
-        old = saved.stale(saved.about(Path(made["model"]), Path(made["script"]), made.get("parameters")), made)
+        old = files.stale(files.about(Path(made["model"]), Path(made["script"]), made.get("parameters")), made)
         if old is not None:
             raise PiperError(old)
         check(plan)

@@ -26,7 +26,7 @@ from piperlang.progress.lines import counted
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
     from piperlang.elaborate.directive import Directive
-    from piperlang.plan.instruction import Plan
+    from piperlang.plan.plan import Plan
     from piperlang.session import Scheduled
 
 
@@ -178,7 +178,7 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
 
     from piperlang import __version__
     from piperlang.elaborate.resolved import resolved
-    from piperlang.plan.saved import dump
+    from piperlang.plan.files import dump
 
     source, _ = open_script(options.script)
     (folder / "schedule.piper").write_text(source.text, encoding="utf-8")
@@ -296,7 +296,7 @@ def _started(
     options: argparse.Namespace, plan: Any, cut: Any, training: Any, loss_dtype: str, validation: tuple[Any, Any] | None
 ) -> Iterator[Any]:
     """Workers, or threads, that end with the block."""
-    from piperlang.plan.saved import digest
+    from piperlang.plan.files import digest
     from piperlang.runtime.job import Job
     from piperlang.runtime.threads import ThreadJob
 

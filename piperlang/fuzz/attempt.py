@@ -14,10 +14,10 @@ from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import topological
-from piperlang.plan.check import check
-from piperlang.plan.clip import clipped
-from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
+from piperlang.plan.plan import Plan
+from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.verify import check
 from piperlang.runtime.numerics import InDouble, Planned, Trainer, capture_doubled, compare
 from piperlang.session import schedule
 from piperlang.source import Source

@@ -12,7 +12,7 @@ from piperlang.elaborate.values import Slice
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import edges, topological
-from piperlang.plan.cost import Costs
+from piperlang.plan.estimate.cost import Costs
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,9 @@ of them takes memory, not all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from piperlang.ir.graph import Key
-from piperlang.plan.instruction import DevicePlan, Instruction
+from piperlang.plan.instructions import GradientNorm, Instruction, ShardCollective, Shards, Update
+from piperlang.plan.plan import DevicePlan
 
 ADDED = ("dw:", "g:")
 """Gradients as passes make them, and the parts of them that reductions give."""
@@ -18,21 +16,32 @@ def sums(device: DevicePlan) -> dict[Key, Key]:
     stream = {key: x.stream for x in device.instructions for key in x.writes}
     found: dict[Key, Key] = {}
     for x in device.instructions:
-        for entry in x.args.get("weights", ()):
-            keys: Sequence[Key] = entry.get("grads") or entry.get("from") or ()
+        for keys in _added(x):
             if len(keys) > 1 and all(key.startswith(ADDED) for key in keys) and len({stream[key] for key in keys}) == 1:
                 found.update(dict.fromkeys(keys, f"sum:{keys[0]}"))
     return found
+
+
+def _added(x: Instruction) -> list[tuple[Key, ...]]:
+    """Which of the values that an instruction reads it adds up."""
+    match x:
+        case ShardCollective(shards=shards):
+            return [one.sources for one in shards]
+        case Update(parameters=parameters):
+            return [one.gradients for one in parameters]
+        case GradientNorm(terms=terms):
+            return [one.gradients for one in terms]
+    return []
 
 
 ALONE = 2**18
 """Elements of a weight that is worth a message of its own: then nothing of it is copied."""
 
 
-def travels_alone(entry: Mapping[str, Any]) -> bool:
+def travels_alone(one: Shards) -> bool:
     """Whether a weight of a gather or a scatter is moved from where it lies to where it stays: if it is large and its
     parts are equal."""
-    return len({high - low for low, high in entry["cuts"]}) == 1 and int(entry["cuts"][-1][1]) >= ALONE
+    return len({high - low for low, high in one.cuts}) == 1 and one.cuts[-1][1] >= ALONE
 
 
 def reads(instruction: Instruction, totals: dict[Key, Key]) -> tuple[Key, ...]:

@@ -14,8 +14,8 @@ from piperlang.elaborate.selector import Selector
 from piperlang.elaborate.values import Function, Mesh, Value, brief
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
-from piperlang.plan.cost import Costs
-from piperlang.plan.summary import bytes_text, time_text
+from piperlang.plan.estimate.cost import Costs
+from piperlang.plan.estimate.summary import bytes_text, time_text
 from piperlang.repl.show import Rows, Shown
 from piperlang.repl.state import UNPLACED, UNUSED, Estimate, State, axis_of
 from piperlang.simulate.unit import Timeline

@@ -21,8 +21,8 @@ from piperlang.elaborate.values import Function
 from piperlang.interrupts import uninterrupted
 from piperlang.ir.graph import Graph, Node
 from piperlang.ir.text import as_json, brief, text
-from piperlang.plan.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
-from piperlang.plan.summary import bytes_text, summary
+from piperlang.plan.estimate.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
+from piperlang.plan.estimate.summary import bytes_text, summary
 from piperlang.progress.lines import counted
 from piperlang.repl.answer import difference, orders, signature, status
 from piperlang.repl.session import Session, needs_model, write

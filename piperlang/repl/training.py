@@ -22,11 +22,11 @@ from piperlang.capture.user_code import located
 from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import error
 from piperlang.elaborate.resolved import resolved
-from piperlang.plan.check import check
-from piperlang.plan.clip import clipped
-from piperlang.plan.instruction import Plan
+from piperlang.plan.files import digest
 from piperlang.plan.lower import lower
-from piperlang.plan.saved import digest
+from piperlang.plan.plan import Plan
+from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.verify import check
 from piperlang.progress.lines import counted
 from piperlang.repl.session import Session
 from piperlang.repl.show import Row, Shown, html

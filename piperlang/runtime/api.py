@@ -34,12 +34,12 @@ from piperlang.capture.user_code import (
 from piperlang.capture.where import here
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.ir.graph import Graph
-from piperlang.plan.check import check
-from piperlang.plan.clip import clipped
-from piperlang.plan.forward import forward
-from piperlang.plan.instruction import Plan
+from piperlang.plan.files import digest
 from piperlang.plan.lower import lower
-from piperlang.plan.saved import digest
+from piperlang.plan.plan import Plan
+from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.rewrite.forward import forward
+from piperlang.plan.verify import check
 from piperlang.progress import Display, Message, Row, Stepping, Stopped, current, displayed_by, phase
 from piperlang.progress.lines import counted
 from piperlang.progress.notebook import notebook
@@ -261,7 +261,7 @@ def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
     plan = forward(whole)
     check(plan, forward=True)
     for device, other in zip(plan.devices, trained.devices, strict=True):
-        missing = sorted({held["weight"] for key, held in device.weights.items() if key not in other.weights})
+        missing = sorted({held.weight for key, held in device.weights.items() if key not in other.weights})
         if missing:
             raise error(
                 "P0606",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piperlang.plan.instruction import Plan
+from piperlang.plan.plan import Plan
 from piperlang.runtime.boxes import take
 
 
@@ -22,11 +22,11 @@ def assembled(
     flats: dict[str, dict[tuple[tuple[int, int], ...], torch.Tensor]] = {}
     for device, values in zip(plan.devices, kept, strict=True):
         for key, held in device.weights.items():
-            box = tuple(map(tuple, held["box"]))
-            boxes = flats.setdefault(held["weight"], {})
+            box = held.box
+            boxes = flats.setdefault(held.weight, {})
             if box not in boxes:
                 boxes[box] = values[key].new_zeros(torch.Size([high - low for low, high in box]).numel())
-            low, high = held["flat"] if held["flat"] is not None else (0, boxes[box].numel())
+            low, high = held.interval if held.interval is not None else (0, boxes[box].numel())
             boxes[box][low:high] = values[key].flatten()
     whole: dict[str, torch.Tensor] = {}
     for name, boxes in flats.items():
@@ -75,5 +75,5 @@ def fingerprint(model: nn.Module) -> str:
 
 def known_to(plan: Plan, aliases: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Names of all weights that some device keeps."""
-    names = {held["weight"] for device in plan.devices for held in device.weights.values()}
+    names = {held.weight for device in plan.devices for held in device.weights.values()}
     return frozenset(names | {alias for name in names for alias in aliases.get(name, ())})

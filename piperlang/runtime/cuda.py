@@ -6,15 +6,16 @@ Private API, kept in this file: `torch._C._cuda_clearCublasWorkspaces` (tried on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from piperlang.capture.differentiate import Piece
-from piperlang.plan.instruction import Instruction
-from piperlang.runtime.execute import Device
+from piperlang.plan.instructions import GatherParameters, Instruction
+from piperlang.plan.plan import StageProgram
+from piperlang.runtime.device import Device
 from piperlang.runtime.streams import Failed
 
 
@@ -44,7 +45,7 @@ class CudaStreams:
         for i, instruction in enumerate(self.instructions):
             self.running = {instruction.stream: i}
             stream = self.streams[instruction.stream]
-            if instruction.do == "gather":
+            if isinstance(instruction, GatherParameters):
                 # The host must not run ahead of what bounds gathers: memory is given out when it issues an instruction,
                 # not when that runs.
                 for earlier in instruction.waits:
@@ -92,13 +93,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def compiled(pieces: Sequence[Piece | None], kinds: Sequence[Mapping[str, Any]]) -> list[Piece | None]:
+def compiled(pieces: Sequence[Piece | None], programs: Sequence[StageProgram]) -> list[Piece | None]:
     """Pieces compiled by Inductor, each distinct one once; not those with as many rows as choose their experts, which
     would be compiled for every number of them."""
     known: dict[int, Piece] = {}
     found: list[Piece | None] = []
-    for piece, kind in zip(pieces, kinds, strict=True):
-        if kind["routed"]:
+    for piece, program in zip(pieces, programs, strict=True):
+        if program.routed:
             found.append(piece)
             continue
         if piece is not None and id(piece) not in known:

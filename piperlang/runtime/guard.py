@@ -30,7 +30,7 @@ from piperlang.capture.seeding import seeded
 from piperlang.capture.tensors import named_tensors
 from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import PiperError, error
-from piperlang.plan.instruction import Plan
+from piperlang.plan.plan import Plan
 from piperlang.runtime.guard_optimizer import optimizer_errors
 from piperlang.runtime.job import Training
 from piperlang.runtime.room import LITTLE, free_bytes, gigabytes, threads_for
@@ -72,8 +72,10 @@ class Verified:
 
 def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> Verified:
     """Raises P0608 where the captured program is not the model."""
-    for kind in plan.kinds:  # the job runs these graphs, whoever differentiates them first: no time of the guard's
-        captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
+    for (
+        program
+    ) in plan.programs:  # the job runs these graphs, whoever differentiates them first: no time of the guard's
+        captured.pieces(program.chunk, program.samples, program.sharding)
     started = time.perf_counter()
     guard = Guard(captured, plan, batch, training)
     need, free = guard.bytes_needed(), free_bytes(guard.device)
@@ -109,8 +111,10 @@ class Guard:
         """As the plan has it, so that its graphs are there already. Where weights are divided, graphs of whole weights
         are there for the whole batch only: that is taken if it is small."""
         model = self.captured.model
-        smallest = min((kind["samples"] for kind in self.plan.kinds), default=model.samples)
-        there = {kind["chunk"] for kind in self.plan.kinds if kind["samples"] == smallest and not kind["arranged"][0]}
+        smallest = min((program.samples for program in self.plan.programs), default=model.samples)
+        there = {
+            program.chunk for program in self.plan.programs if program.samples == smallest and not program.sharding[0]
+        }
         return smallest if len(there) == len(model.chunks) or model.flops > LITTLE else model.samples
 
     @property

@@ -6,9 +6,8 @@ large models some weights are compared, as many as fit a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +15,10 @@ from torch import nn
 from piperlang.capture.user_code import eagerly, said
 from piperlang.capture.where import line_of, line_of_function
 from piperlang.diagnostics import PiperError, error
-from piperlang.plan.instruction import DevicePlan, Plan
+from piperlang.plan.instructions import ParameterUpdate, Update
+from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.runtime.job import Training
-from piperlang.runtime.optimize import Optimizers, Update, updated_weights
+from piperlang.runtime.optimize import DeviceUpdate, Optimizers, updated_weights
 from piperlang.runtime.optimizer_copy import Part
 from piperlang.runtime.options_only import refuse_use
 from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, scope_of
@@ -97,11 +97,11 @@ def _error(part: Part, now: torch.Tensor, before: torch.Tensor) -> float:
     return float((part.now.to(wide) - expected).abs().max() / (change + 100 * resolution).clamp(min=1e-30))
 
 
-def _of_one_device(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
+def _of_one_device(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[DeviceUpdate]:
     return next((its for device in plan.devices if (its := list(_updates(device, whole, whole.keys())))), [])
 
 
-def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
+def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[DeviceUpdate]:
     """Updates of all devices, of some weights: the smallest, and the smallest of two dimensions or more, as groups are
     often chosen by that."""
     updated = updated_weights(plan)
@@ -113,7 +113,7 @@ def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
         if left < 0:
             break
         names.add(name)
-    found: dict[object, Update] = {}
+    found: dict[object, DeviceUpdate] = {}
     for device in plan.devices:
         for update in _updates(device, whole, names):
             found.setdefault(
@@ -122,19 +122,19 @@ def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Update]:
     return [update for update in found.values() if update.parts]
 
 
-def _updates(device: DevicePlan, whole: Mapping[str, nn.Parameter], names: Collection[str]) -> Iterator[Update]:
+def _updates(device: DevicePlan, whole: Mapping[str, nn.Parameter], names: Collection[str]) -> Iterator[DeviceUpdate]:
     for instruction in device.instructions:
-        if instruction.do == "update":
-            entries = [entry for entry in instruction.args["weights"] if entry["weight"] in names]
-            yield Update(device.device, instruction.writes[0], [_part(device, entry, whole) for entry in entries])
+        if isinstance(instruction, Update):
+            changes = [change for change in instruction.parameters if change.weight in names]
+            parts = [_part(device, change, whole) for change in changes]
+            yield DeviceUpdate(device.device, instruction.writes[0], parts)
 
 
-def _part(device: DevicePlan, entry: Mapping[str, Any], whole: Mapping[str, nn.Parameter]) -> Part:
-    held = device.weights[entry["old"]]
-    flat: Sequence[int] | None = held["flat"]
-    if entry["take"] is not None:
-        start = flat[0] if flat is not None else 0
-        flat = (start + entry["take"][0], start + entry["take"][1])
-    box = tuple(map(tuple, held["box"]))
-    bare = Part(entry["weight"], torch.empty(0), box, tuple(flat) if flat is not None else None, entry["partial"])  # type: ignore[arg-type]
-    return bare._replace(now=bare.of(whole[entry["weight"]].detach()).clone())
+def _part(device: DevicePlan, change: ParameterUpdate, whole: Mapping[str, nn.Parameter]) -> Part:
+    shard = device.weights[change.old]
+    interval = shard.interval
+    if change.part is not None:
+        start = interval[0] if interval is not None else 0
+        interval = start + change.part[0], start + change.part[1]
+    bare = Part(change.weight, torch.empty(0), shard.box, interval, change.sharded)
+    return bare._replace(now=bare.of(whole[change.weight].detach()).clone())

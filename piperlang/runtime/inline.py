@@ -23,10 +23,10 @@ from piperlang.ir.layout import axes_of, devices_of
 from piperlang.ir.model import Arrangement, Slot, Tensor, choice_of
 from piperlang.ir.sort import topological
 from piperlang.runtime.boxes import boxes, move, take
+from piperlang.runtime.device.splits import leaving
 from piperlang.runtime.failure import failed, failure_of
 from piperlang.runtime.optimize import Optimizers
 from piperlang.runtime.shards import Shards
-from piperlang.runtime.ways import leaving
 
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
 

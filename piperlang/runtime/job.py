@@ -20,8 +20,9 @@ from piperlang.capture.user_code import said
 from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import error
 from piperlang.ir.model import Arrangement
-from piperlang.plan.check import check
-from piperlang.plan.instruction import DevicePlan, Plan
+from piperlang.plan.instructions import Compute, Send
+from piperlang.plan.plan import DevicePlan, Plan
+from piperlang.plan.verify import check
 from piperlang.runtime.assemble import assembled, known_to
 from piperlang.runtime.boxes import take
 from piperlang.runtime.cluster import Cluster, Lost, pack
@@ -80,36 +81,36 @@ class Routine:
         """Who sends to whom."""
         return sorted(
             {
-                (device.device, part[0])
+                (device.device, message.peer)
                 for device in self.plan.devices
                 for i in device.instructions
-                if i.do == "send"
-                for part in i.args["parts"]
+                if isinstance(i, Send)
+                for message in i.messages
             }
         )
 
     def pieces(self, device: DevicePlan) -> bytes:
-        """The pieces that a device runs, at their places in the plan's list of kinds."""
-        kinds = tuple(sorted({i.args["kind"] for i in device.instructions if "kind" in i.args}))
-        if kinds not in self.packed:
-            found: list[Piece | None] = [None] * len(self.plan.kinds)
-            for i in kinds:
+        """The graphs that a device runs, at their places in the plan's list of programs."""
+        numbers = tuple(sorted({i.program for i in device.instructions if isinstance(i, Compute)}))
+        if numbers not in self.packed:
+            found: list[Piece | None] = [None] * len(self.plan.programs)
+            for i in numbers:
                 found[i] = self._piece(i)
             buffer = io.BytesIO()
             pickle.dump(found, buffer)
-            self.packed[kinds] = buffer.getvalue()
-        return self.packed[kinds]
+            self.packed[numbers] = buffer.getvalue()
+        return self.packed[numbers]
 
     def piece(self, worker: int, position: int) -> Piece | None:
         """What an instruction runs, as it is here: a piece that has travelled has forgotten the lines that its
         operators come from."""
-        args = self.plan.devices[worker].instructions[position].args if position >= 0 else {}
-        return self._piece(args["kind"]) if "kind" in args else None
+        instruction = self.plan.devices[worker].instructions[position] if position >= 0 else None
+        return self._piece(instruction.program) if isinstance(instruction, Compute) else None
 
     def _piece(self, number: int) -> Piece | None:
-        kind = self.plan.kinds[number]
-        pieces = self.captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
-        piece: Piece | None = getattr(pieces, "F" if kind["op"] == "R" else kind["op"])
+        program = self.plan.programs[number]
+        pieces = self.captured.pieces(program.chunk, program.samples, program.sharding)
+        piece: Piece | None = getattr(pieces, "F" if program.op == "R" else program.op)
         return piece
 
     def feeds(self, batch: tuple[Any, Any]) -> tuple[float, list[dict[str, torch.Tensor]]]:
@@ -165,7 +166,7 @@ class Job:
         for device in self.plan.devices:
             setup = Setup(
                 device,
-                self.plan.kinds,
+                self.plan.programs,
                 self.training.pieces(device),
                 self.plan.groups,
                 ranks,
@@ -220,7 +221,7 @@ class Job:
         self.evaluation = Routine(plan, captured)
         pairs = self.evaluation.pairs()
         packed = [
-            pack((device, plan.kinds, self.evaluation.pieces(device), plan.groups, pairs)) for device in plan.devices
+            pack((device, plan.programs, self.evaluation.pieces(device), plan.groups, pairs)) for device in plan.devices
         ]
         self.cluster.each("prepare", packed)
 
@@ -316,7 +317,7 @@ class Job:
         plan = self.active.plan
         instruction = plan.devices[worker].instructions[at]
         line = plan.lines[instruction.node]
-        return f"{instruction.do} of {plan.names[instruction.node]}" + (f" ({line})" if line else "")
+        return f"{instruction.op} of {plan.names[instruction.node]}" + (f" ({line})" if line else "")
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, whole, as they are now."""

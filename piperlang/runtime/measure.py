@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from piperlang.runtime.execute import Device
+from piperlang.plan.instructions import Send
+from piperlang.runtime.device import Device
 
 
 @dataclass
@@ -100,7 +101,7 @@ def measured(
     device.comm, comm = _Quiet(device.comm), device.comm  # type: ignore[assignment]
     for i, instruction in enumerate(device.plan.instructions):
         storages.now = i
-        if instruction.do == "send":
+        if isinstance(instruction, Send):
             # gloo does not say when what was sent has been taken; in this order it has been, or is about to be
             settle()
         with _Watch(storages), torch.no_grad():

@@ -19,7 +19,8 @@ from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Written
 from piperlang.ir.graph import Key
-from piperlang.plan.instruction import Plan
+from piperlang.plan.instructions import Update
+from piperlang.plan.plan import Plan
 from piperlang.runtime.optimizer_copy import (
     LocalOptimizer,
     Part,
@@ -49,7 +50,7 @@ def default_optimizer(params: Any) -> optim.Optimizer:
     return optim.AdamW(params, lr=1e-3)
 
 
-class Update(NamedTuple):
+class DeviceUpdate(NamedTuple):
     """One update instruction of one device."""
 
     device: int
@@ -67,7 +68,7 @@ class Optimizers:
         model: nn.Module,
         make: Callable[[Any], Any],
         make_schedule: Callable[[Any], Any] | None,
-        updates: Sequence[Update],
+        updates: Sequence[DeviceUpdate],
         masters: bool = False,
         updated: Mapping[str, str] | None = None,
     ) -> None:
@@ -96,7 +97,7 @@ class Optimizers:
                 self._pass_on()
 
     def update(self, device: int, key: Key, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update weights in place: now, or with the last update of the device where the optimizer looks at all
+        """DeviceUpdate weights in place: now, or with the last update of the device where the optimizer looks at all
         weights."""
         if (device, key) in self.local:
             optimizer, parameters = self.local[device, key]
@@ -142,7 +143,7 @@ class Optimizers:
 
     # --------------------------------------------------------------------------------------------------------- copies
 
-    def _make_copies(self, model: nn.Module, updates: Sequence[Update]) -> None:
+    def _make_copies(self, model: nn.Module, updates: Sequence[DeviceUpdate]) -> None:
         first: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first.setdefault(id(parameter), name)  # a tied weight goes by its first name
@@ -157,7 +158,7 @@ class Optimizers:
         # and never sees a weight.
         self.stand_ins = options_only(self.user)
 
-    def _together(self, whole: Mapping[str, nn.Parameter], updates: Sequence[Update]) -> list[list[Update]]:
+    def _together(self, whole: Mapping[str, nn.Parameter], updates: Sequence[DeviceUpdate]) -> list[list[DeviceUpdate]]:
         """Which updates share a copy: each has its own, but those of a device share one where the optimizer looks at
         all weights."""
         if self.scope is not Scope.ELEMENT:
@@ -167,7 +168,7 @@ class Optimizers:
                     raise self._refused(divided, "is divided", update.by)
         if self.scope is not Scope.MODEL:
             return [[update] for update in updates]
-        devices: dict[int, list[Update]] = {}
+        devices: dict[int, list[DeviceUpdate]] = {}
         for update in updates:
             devices.setdefault(update.device, []).append(update)
         for device, its in devices.items():
@@ -177,7 +178,7 @@ class Optimizers:
                 raise self._refused(missing, f"is not on device {device}")
         return list(devices.values())
 
-    def _copy(self, whole: Mapping[str, nn.Parameter], updates: Sequence[Update]) -> None:
+    def _copy(self, whole: Mapping[str, nn.Parameter], updates: Sequence[DeviceUpdate]) -> None:
         """One copy of the optimizer for all weights of some updates."""
         parameters = [
             [self._parameter(part) if part.weight in whole else None for part in update.parts] for update in updates
@@ -266,10 +267,9 @@ def updated_weights(plan: Plan) -> dict[str, str]:
     found: dict[str, str] = {}
     for device in plan.devices:
         for instruction in device.instructions:
-            for entry in instruction.args["weights"] if instruction.do == "update" else ():
-                found[entry["weight"]] = (
-                    plan.lines[instruction.node] if entry["partial"] else found.get(entry["weight"], "")
-                )
+            for change in instruction.parameters if isinstance(instruction, Update) else ():
+                line = plan.lines[instruction.node] if change.sharded else found.get(change.weight, "")
+                found[change.weight] = line
     return found
 
 

@@ -11,7 +11,7 @@ from piperlang.ir.graph import Graph, Held, Key, Node
 from piperlang.ir.held import coordinates, dividing, flat_part, interval, local_box
 from piperlang.ir.layout import devices_of
 from piperlang.runtime.boxes import take
-from piperlang.runtime.optimize import Optimizers, Update, added
+from piperlang.runtime.optimize import DeviceUpdate, Optimizers, added
 from piperlang.runtime.optimizer_copy import Part
 
 
@@ -130,16 +130,16 @@ class Shards:
             found[held.weight] = self._joined(held, _added([values[key] for key in parts]))
         return found
 
-    def updates(self) -> list[Update]:
+    def updates(self) -> list[DeviceUpdate]:
         """What each update changes on each device."""
-        found: list[Update] = []
+        found: list[DeviceUpdate] = []
         for node in self.graph.nodes:
             if node.op == "update":
                 parts = [
                     self._updated(old, target) for (old,), target in zip(node.reads[::2], node.writes, strict=True)
                 ]
                 for device, its in zip(devices_of(node.family.where), zip(*parts, strict=True), strict=True):
-                    found.append(Update(device, node.writes[0], its, node.family.by))
+                    found.append(DeviceUpdate(device, node.writes[0], its, node.family.by))
         return found
 
     def _updated(self, old: Key, target: Key) -> list[Part]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from piperlang.capture.user_code import said
-from piperlang.plan.instruction import Instruction
+from piperlang.plan.instructions import Instruction
 
 
 class Failed(Exception):

@@ -14,10 +14,11 @@ from piperlang.capture.differentiate import Piece
 from piperlang.capture.held import hold
 from piperlang.capture.seeding import seeded
 from piperlang.capture.tensors import named_tensors
-from piperlang.plan.instruction import Plan
+from piperlang.plan.instructions import Compute
+from piperlang.plan.plan import Plan
 from piperlang.runtime.assemble import assembled, known_to, rest_of
 from piperlang.runtime.boxes import take
-from piperlang.runtime.execute import Device
+from piperlang.runtime.device import Device
 from piperlang.runtime.failure import failed, failure_of
 from piperlang.runtime.job import Captured, Step, Training
 from piperlang.runtime.local import Switchboard
@@ -40,7 +41,16 @@ class ThreadJob:
         self.rest = rest_of(model, known_to(plan, captured.aliases))
         pieces, board = _pieces(plan, captured), Switchboard(plan.groups, timeout)
         devices = [
-            Device(device, plan.kinds, pieces, weights, board.join(device.device), torch.device("cpu"), training.seed)
+            Device(
+                device,
+                plan.programs,
+                plan.groups,
+                pieces,
+                weights,
+                board.join(device.device),
+                torch.device("cpu"),
+                training.seed,
+            )
             for device in plan.devices
         ]
         updates = [update for device in devices for update in device.updates()]
@@ -57,7 +67,17 @@ class ThreadJob:
     def prepare(self, plan: Plan, captured: Captured) -> None:
         pieces, board = _pieces(plan, captured), Switchboard(plan.groups, self.timeout)
         devices = [
-            Device(device, plan.kinds, pieces, {}, board.join(device.device), trained.where, trained.seed, trained.kept)
+            Device(
+                device,
+                plan.programs,
+                plan.groups,
+                pieces,
+                {},
+                board.join(device.device),
+                trained.where,
+                trained.seed,
+                trained.kept,
+            )
             for device, trained in zip(plan.devices, self.training.devices, strict=True)
         ]
         self.evaluation = _Routine(plan, captured, board, devices)
@@ -106,9 +126,9 @@ class ThreadJob:
 
 def _pieces(plan: Plan, captured: Captured) -> list[Piece]:
     found = []
-    for kind in plan.kinds:
-        pieces = captured.pieces(kind["chunk"], kind["samples"], kind["arranged"])
-        found.append(getattr(pieces, "F" if kind["op"] == "R" else kind["op"]))
+    for program in plan.programs:
+        pieces = captured.pieces(program.chunk, program.samples, program.sharding)
+        found.append(getattr(pieces, "F" if program.op == "R" else program.op))
     return found
 
 
@@ -163,6 +183,6 @@ class _Routine:
     def _failed(self, device: Device, failure: Failed) -> Exception:
         instruction = failure.instruction
         line = self.plan.lines[instruction.node]
-        at = f"it was at {instruction.do} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
-        piece = device.pieces[instruction.args["kind"]] if "kind" in instruction.args else None
+        at = f"it was at {instruction.op} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
+        piece = device.pieces[instruction.program] if isinstance(instruction, Compute) else None
         return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at])

@@ -23,11 +23,12 @@ from piperlang.capture.tensors import named_tensors
 from piperlang.capture.user_code import said
 from piperlang.capture.where import line_of
 from piperlang.diagnostics import error
-from piperlang.plan.instruction import DevicePlan, Instruction
+from piperlang.plan.instructions import Instruction
+from piperlang.plan.plan import DevicePlan, Group, StageProgram
 from piperlang.runtime.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.comm import Comm, opened
 from piperlang.runtime.cuda import CudaStreams, compiled
-from piperlang.runtime.execute import Device
+from piperlang.runtime.device import Device
 from piperlang.runtime.failure import Failure, failure_of
 from piperlang.runtime.optimize import Optimizers
 from piperlang.runtime.streams import Failed, Streams
@@ -41,9 +42,9 @@ class Setup:
     """What a worker needs to know once."""
 
     plan: DevicePlan
-    kinds: list[dict[str, Any]]
+    programs: list[StageProgram]
     pieces: bytes
-    groups: list[tuple[tuple[int, ...], str]]
+    groups: list[Group]
     ranks: dict[int, int]
     store: str
     progress: str
@@ -173,8 +174,8 @@ class Worker:
         # After the model: what it defines, operators of its own above all, is what pieces call.
         pieces = pickle.loads(setup.pieces)
         if setup.compiles:
-            pieces = compiled(pieces, setup.kinds)
-        device = Device(setup.plan, setup.kinds, pieces, weights, self.comm, where, setup.seed)
+            pieces = compiled(pieces, setup.programs)
+        device = Device(setup.plan, setup.programs, setup.groups, pieces, weights, self.comm, where, setup.seed)
         device.optimizers = Optimizers(
             model, setup.optimizer, setup.lr_schedule, device.updates(), setup.masters, setup.updated
         )
@@ -186,14 +187,14 @@ class Worker:
 
     def prepare(self, packed: bytes) -> None:
         """Another plan on the same weights: evaluation."""
-        plan, kinds, packed_pieces, groups, pairs = pickle.loads(packed)
+        plan, programs, packed_pieces, groups, pairs = pickle.loads(packed)
         trained, setup = self.routines["train"].device, self.setting
         comm = copy.copy(self.comm)
         comm.connect(groups, pairs)
         pieces = pickle.loads(packed_pieces)
         if setup.compiles:
-            pieces = compiled(pieces, kinds)
-        device = Device(plan, kinds, pieces, {}, comm, trained.where, setup.seed, trained.kept)
+            pieces = compiled(pieces, programs)
+        device = Device(plan, programs, groups, pieces, {}, comm, trained.where, setup.seed, trained.kept)
         self.routines["evaluate"] = Routine(device, comm, setup.cuda, self._begun)
 
     def _open_progress(self, path: str, rank: int) -> None:

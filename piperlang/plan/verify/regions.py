@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-from piperlang.ir.graph import COMPUTE, Key
-from piperlang.plan.check import At, Checked
-from piperlang.plan.check_partners import apart
+from piperlang.ir.graph import Key
+from piperlang.plan.instructions import AllReduce, AllToAll, Compute, Copy, Receive, Send
+from piperlang.plan.verify.messages import apart, size_of
+from piperlang.plan.verify.report import At, Checked
 
 CODE = "P0503"
 Origin = tuple[int, ...] | None
@@ -31,14 +32,13 @@ class Move(NamedTuple):
 
 def parts(checked: Checked) -> None:
     cut: set[str] = set()
-    for at in checked.of["send"]:
-        for part in at[2][6]["parts"]:
-            if part[2] is not None:
-                cut.add(_name(at.does.args["key"]))
-    for at in checked.of["recv"]:
-        if at[2][6]["own"] or at[2][6]["parts"][0][2] is not None:
-            cut.add(_name(at.does.writes[0]))
-    cut.update(_name(at.does.writes[0]) for at in checked.all("copy", "exchange", "all_reduce"))
+    for _, send in checked.each(Send):
+        if send.value is not None and any(one.box is not None for one in send.messages):
+            cut.add(_name(send.value))
+    for _, receive in checked.each(Receive):
+        if receive.local or receive.messages[0].box is not None:
+            cut.add(_name(receive.target))
+    cut.update(_name(at.does.writes[0]) for at in checked.all("copy", "all_to_all", "all_reduce"))
     if cut:
         _Parts(checked, cut).run()
 
@@ -90,47 +90,46 @@ class _Parts:
 
     def _moves(self) -> Iterator[Move]:
         sent = {
-            (self.number[at.device], part[0], part[1]): (at, part[2])
-            for at in self.checked.of["send"]
-            for part in at.does.args["parts"]
-            if at.does.args["key"] is not None
+            (self.number[at.device], one.peer, one.tag): (at, send.value, one.box)
+            for at, send in self.checked.each(Send)
+            if send.value is not None
+            for one in send.messages
         }
-        for at in self.checked.of["recv"]:
-            for source, tag, put, _ in at.does.args["parts"]:
+        for at, receive in self.checked.each(Receive):
+            for source, tag, put, _ in receive.messages:
                 found = sent.get((source, self.number[at.device], tag))
                 if found is not None:
-                    yield Move(found[0], found[0].does.args["key"], found[1], at, put)
-        for at in self.checked.all("recv", "copy"):
-            for key, taken, put in at.does.args["own"]:
+                    yield Move(*found, at, put)
+            for key, taken, put in receive.local:
                 yield Move(at, key, taken, at, put)
-        for at in self.checked.of["all_reduce"]:
-            yield Move(at, at.does.reads[0], at.does.args["keep"], at, None)
+        for at, copy in self.checked.each(Copy):
+            for key, taken, put in copy.copies:
+                yield Move(at, key, taken, at, put)
+        for at, reduce in self.checked.each(AllReduce):
+            yield Move(at, reduce.source, reduce.keep, at, None)
         yield from self._exchanged()
 
     def _exchanged(self) -> Iterator[Move]:
-        there: dict[tuple[int, int], At] = {
-            (at.does.node, self.number[at.device]): at for at in self.checked.of["exchange"]
-        }
-        for at in self.checked.of["exchange"]:
+        every = list(self.checked.each(AllToAll))
+        there = {(x.node, self.number[at.device]): (at, x) for at, x in every}
+        for at, x in every:
             seen: dict[int, int] = {}
-            for peer, put, _ in at.does.args["take"]:
-                source = there[at.does.node, peer]
-                mine = [box for target, box, _ in source.does.args["give"] if target == self.number[at.device]]
-                yield Move(source, source.does.reads[0], mine[seen.get(peer, 0)], at, put)
+            for peer, put, _ in x.take:
+                source, other = there[x.node, peer]
+                mine = [block.box for block in other.give if block.peer == self.number[at.device]]
+                yield Move(source, other.source, mine[seen.get(peer, 0)], at, put)
                 seen[peer] = seen.get(peer, 0) + 1
 
     def _shapes(self) -> None:
-        for at in self.checked.all("recv", "copy", "exchange"):
-            self.shape[at.device, at.does.writes[0]] = tuple(at.does.args["shape"])
-        for at in self.checked.of["all_reduce"]:
-            args = at.does.args
-            self.shape[at.device, at.does.reads[0]] = tuple(args["shape"])
-            self.shape[at.device, at.does.writes[0]] = (
-                tuple(args["shape"]) if args["keep"] is None else tuple(high - low for low, high in args["keep"])
-            )
-        for at in self.checked.of["send"]:
-            if at.does.args["key"] is not None and at.does.args["parts"][0][2] is None:
-                self.shape.setdefault((at.device, at.does.args["key"]), tuple(at.does.args["parts"][0][3]))
+        for at in self.checked.all("recv", "copy", "all_to_all"):
+            assert isinstance(at.does, Receive | Copy | AllToAll)
+            self.shape[at.device, at.does.target] = at.does.shape
+        for at, reduce in self.checked.each(AllReduce):
+            self.shape[at.device, reduce.source] = reduce.shape
+            self.shape[at.device, reduce.target] = reduce.shape if reduce.keep is None else size_of(reduce.keep)
+        for at, send in self.checked.each(Send):
+            if send.value is not None and send.messages[0].box is None:
+                self.shape.setdefault((at.device, send.value), send.messages[0].shape)
 
     # ---------------------------------------------------------------------------------------------- who lies where
 
@@ -159,22 +158,18 @@ class _Parts:
         """A gradient lies where its value lies, and is as large."""
         forward: dict[tuple[int, int, str, str, int], tuple[Key, At]] = {}
         for backward in (False, True):
-            for at in self.checked.all(*COMPUTE):
-                kind = self.checked.plan.kinds[at.does.args["kind"]]
-                if at.does.do == "R" or backward != (at.does.do != "F"):
+            for at, x in self.checked.each(Compute):
+                program = self.checked.plan.programs[x.program]
+                if x.op == "R" or backward != (x.op != "F"):
                     continue
-                piece = at.does.writes[0].partition("#")[2]
+                microbatch = x.outputs[0].partition("#")[2]
                 named = [
-                    (slot, key) for slot, keys in zip(kind["slots"], at.does.args["reads"], strict=True) for key in keys
-                ] + list(zip(kind["gives"], at.does.writes, strict=False))
+                    (slot, key) for slot, keys in zip(program.inputs, x.inputs, strict=True) for key in keys
+                ] + list(zip(program.outputs, x.outputs, strict=False))
                 for (what, i), key in named:
-                    if (
-                        key == "seed"
-                        or what.removeprefix("grad_") not in ("input", "output")
-                        or _name(key) not in self.cut
-                    ):
+                    if what.removeprefix("grad_") not in ("input", "output") or _name(key) not in self.cut:
                         continue
-                    place = at.device, kind["chunk"], piece, what.removeprefix("grad_"), i
+                    place = at.device, program.chunk, microbatch, what.removeprefix("grad_"), i
                     if not backward:
                         forward[place] = key, at
                     elif what.startswith("grad_") and place in forward and not self._same(*forward[place], key, at):

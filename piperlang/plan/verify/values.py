@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from piperlang.ir.graph import Key
-from piperlang.plan.check import At, Checked
-from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction
+from piperlang.plan.instructions import ROUTING, Instruction
+from piperlang.plan.plan import DevicePlan
+from piperlang.plan.verify.report import At, Checked
 
 CODE = "P0504"
 LATE = "a wait for the first of these instructions is missing from the second, or comes too late"
-SPMD = ("exchange", *ROUTES, "all_reduce", "gather", "scatter", "update", "copy", "offload", "fetch")
-"""What is the same on all devices of a node, but for sizes and places; of compute, check_compute sees to it."""
+SPMD = ("all_to_all", *ROUTING, "all_reduce", "gather", "scatter", "update", "copy", "offload", "fetch")
+"""What is the same on all devices of a node, except what is declared to differ by rank; compute.py looks at passes."""
 
 
 def values(checked: Checked) -> None:
@@ -38,7 +39,10 @@ def _signature(device: DevicePlan) -> object:
     at."""
     streams: dict[str, int] = {}
     steps = tuple(
-        [(x[0] == "update", streams.setdefault(x[1], len(streams)), x[3], x[4], x[5]) for x in device.instructions]
+        [
+            (x.op == "update", streams.setdefault(x.stream, len(streams)), x.reads, x.writes, x.waits)
+            for x in device.instructions
+        ]
     )
     return (
         steps,
@@ -53,7 +57,7 @@ def _made(checked: Checked, d: int, device: DevicePlan) -> dict[Key, int]:
     made: dict[Key, int] = {}
     instructions = device.instructions
     for i, instruction in enumerate(instructions):
-        for key in instruction[4]:
+        for key in instruction.writes:
             if key in made:
                 checked.wrong(
                     CODE,
@@ -84,10 +88,11 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
     """A read after the write in the same stream, or behind a wait for it."""
     instructions = device.instructions
     given = device.weights.keys() | {key for key, _, _ in device.feeds}
-    streams = [instruction[1] for instruction in instructions]
+    streams = [instruction.stream for instruction in instructions]
     before: _Before | None = None
     readers: dict[Key, list[int]] = {key: [] for key in device.weights}
-    for i, (_, stream, _, reads, _, waits, _) in enumerate(instructions):
+    for i, x in enumerate(instructions):
+        stream, reads, waits = x.stream, x.reads, x.waits
         ended = waits if len(waits) < 8 else frozenset(waits)
         for key in reads:
             maker = made.get(key)
@@ -110,7 +115,7 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
                     help=LATE,
                 )
         checked.steps += 1 + len(reads)
-    used.update(*[instruction[3] for instruction in instructions])
+    used.update(*[instruction.reads for instruction in instructions])
     for key, found in readers.items():
         if not found and key not in device.next:  # a buffer may be written without being read
             checked.wrong(
@@ -127,7 +132,7 @@ def _in_place(
     """An update changes the weight itself: whoever reads the old one must have ended."""
     instructions = device.instructions
     for i, update in enumerate(instructions):
-        if update.do != "update":
+        if update.op != "update":
             continue
         ended = {update.stream: i - 1}
         for other in update.waits:
@@ -195,7 +200,7 @@ def _kept(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) ->
         if old not in device.weights or new not in made:
             readers = [
                 At(d, i, x)
-                for i, x in sorted(enumerate(instructions), key=lambda one: one[1].do != "update")
+                for i, x in sorted(enumerate(instructions), key=lambda one: one[1].op != "update")
                 if old in x.reads or new in x.writes
             ][:1]
             checked.wrong(
@@ -211,37 +216,26 @@ def _kept(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) ->
 
 
 def _alike(checked: Checked) -> None:
-    """All devices of a node read and write the same keys, on the same stream, as the same thing."""
+    """All devices of a node read and write the same values, on the same stream, as the same thing."""
     first: dict[int, At] = {}
     for at in checked.all(*SPMD):
-        other = first.setdefault(at.does[2], at)
+        other = first.setdefault(at.does.node, at)
         if other is at:
             continue
         mine, theirs = at.does, other.does
-        # Where a device has all it needs by itself it may read more: what is sent is compared in check_partners.
-        if (
-            mine[0] != theirs[0]
-            or mine[1] != theirs[1]
-            or mine[3] != theirs[3]
-            or mine[4] != theirs[4]
-            or mine[6].get("dtype") != theirs[6].get("dtype")
-        ):
-            differing = next(
-                name
-                for name, a, b in zip(
-                    ("do", "stream", "reads", "writes", "dtype"), _facts(mine), _facts(theirs), strict=True
-                )
-                if a != b
-            )
-            checked.wrong(
-                CODE, f"devices of one node differ in its {differing if differing != 'do' else 'kind'}", other, at
-            )
+        if (differing := _differing(mine, theirs)) is not None:
+            checked.wrong(CODE, f"devices of one node differ in its {differing}", other, at)
         elif at.device == other.device and at.place != other.place:
             checked.wrong(CODE, f"device {checked.plan.devices[at.device].device} does the same twice", other, at)
 
 
-def _facts(instruction: Instruction) -> tuple[object, ...]:
-    return instruction.do, instruction.stream, instruction.reads, instruction.writes, instruction.args.get("dtype")
+def _differing(mine: Instruction, theirs: Instruction) -> str | None:
+    if type(mine) is not type(theirs):
+        return "kind"
+    for name in ("stream", "reads", "writes", *mine.shared):
+        if getattr(mine, name) != getattr(theirs, name):
+            return name
+    return None
 
 
 def _unread(checked: Checked, used: set[Key]) -> None:
@@ -255,6 +249,6 @@ def _unread(checked: Checked, used: set[Key]) -> None:
             at = At(d, made[key], checked.plan.devices[d].instructions[made[key]])
             bases = bases or {other.partition("#")[0] for other in used}
             if not key.startswith(("now:", "saved:", "kept:")) and (
-                at.does.do != "F" or key.partition("#")[0] not in bases
+                at.does.op != "F" or key.partition("#")[0] not in bases
             ):
                 checked.wrong(CODE, f"nobody reads {key}", at)

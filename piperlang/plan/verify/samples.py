@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from piperlang.ir.graph import COMPUTE, Key
-from piperlang.plan.check import At, Checked
-from piperlang.plan.check_partners import fills
-from piperlang.plan.instruction import Plan
+from piperlang.ir.graph import Key
+from piperlang.plan.instructions import Compute, Forward
+from piperlang.plan.plan import Plan, StageProgram
+from piperlang.plan.verify.messages import fills
+from piperlang.plan.verify.report import At, Checked
 
 CODE = "P0504"
 
 
-def share_of(plan: Plan, kind: Mapping[str, Any]) -> float:
-    """What the loss of a piece counts for."""
-    return float(kind["samples"] / plan.samples) if plan.combine == "mean" else 1.0
+def share_of(plan: Plan, program: StageProgram) -> float:
+    """What the loss of a pass counts for."""
+    return float(program.samples / plan.samples) if plan.combine == "mean" else 1.0
 
 
-def placed(checked: Checked, at: At, args: Mapping[str, Any], kind: Mapping[str, Any], share: float) -> None:
+def placed(checked: Checked, at: At, x: Compute, program: StageProgram, share: float) -> None:
     """Which samples a device has, and what they count for."""
-    plan, samples, first = checked.plan, kind["samples"], args["first"]
-    divides = kind["arranged"][0]
+    plan, samples, first = checked.plan, program.samples, x.first_sample
+    divides = program.sharding[0]
     if (
         not 0 <= first <= plan.samples - samples
-        or len(args["at"]) != len(divides)
-        or any(not 0 <= k < d.size for k, d in zip(args["at"], divides, strict=True))
+        or len(x.coordinates) != len(divides)
+        or any(not 0 <= k < d.size for k, d in zip(x.coordinates, divides, strict=True))
     ):
         checked.wrong(
-            CODE, f"{samples} samples from number {first} at {args['at']}: there is no such part of {plan.samples}", at
+            CODE,
+            f"{samples} samples from number {first} at {list(x.coordinates)}: there is no such part of {plan.samples}",
+            at,
         )
-    if abs(args.get("share", share) - share) > 1e-12:
+    if x.loss_share is not None and abs(x.loss_share - share) > 1e-12:
         checked.wrong(
             CODE,
-            f"a loss of {samples} of {plan.samples} samples counts for {args['share']:g}",
+            f"a loss of {samples} of {plan.samples} samples counts for {x.loss_share:g}",
             at,
             notes=(f"it should count for {share:g}",),
         )
@@ -47,9 +49,9 @@ def samples_seen(checked: Checked, firsts: list[list[int]]) -> None:
     plan = checked.plan
     seen: dict[int, dict[str, Counter[tuple[int, int]]]] = {}
     for number, found in enumerate(firsts):
-        kind = plan.kinds[number]
-        seen.setdefault(kind["chunk"], {}).setdefault(kind["op"], Counter()).update(
-            (first, first + kind["samples"]) for first in found
+        program = plan.programs[number]
+        seen.setdefault(program.chunk, {}).setdefault(program.op, Counter()).update(
+            (first, first + program.samples) for first in found
         )
     for chunk, by in seen.items():
         forward, whole = by.get("F", Counter()), by.get("B", Counter())
@@ -80,13 +82,13 @@ def samples_seen(checked: Checked, firsts: list[list[int]]) -> None:
 
 def _with(checked: Checked, chunk: int, first: int) -> list[At]:
     """Passes of a chunk that begin with a sample, or any of them."""
+    programs = checked.plan.programs
     found = [
-        at
-        for at in checked.all(*COMPUTE)
-        if 0 <= at.does.args["kind"] < len(checked.plan.kinds)
-        and checked.plan.kinds[at.does.args["kind"]]["chunk"] == chunk
+        (at, x)
+        for at, x in checked.each(Compute)
+        if 0 <= x.program < len(programs) and programs[x.program].chunk == chunk
     ]
-    return ([at for at in found if at.does.args["first"] == first] or found)[:2]
+    return ([at for at, x in found if x.first_sample == first] or [at for at, _ in found])[:2]
 
 
 def losses(checked: Checked) -> None:
@@ -99,19 +101,20 @@ def losses(checked: Checked) -> None:
             if i is None:
                 continue  # told already
             at = At(d, i, device.instructions[i])
-            kind = plan.kinds[at.does.args["kind"]] if at.does.do == "F" else {"loss": None}
-            if kind["loss"] is None or key not in at.does.writes or at.does.writes.index(key) != kind["loss"]:
+            x = at.does
+            program = plan.programs[x.program] if isinstance(x, Forward) else None
+            if not isinstance(x, Forward) or program is None or x.outputs.index(key) != program.loss:
                 checked.wrong(CODE, f"{key} is no loss", at)
                 continue
-            expected = share_of(plan, kind)
+            expected = share_of(plan, program)
             if abs(share - expected) > 1e-12:
                 checked.wrong(
                     CODE,
-                    f"a loss of {kind['samples']} of {plan.samples} samples counts for {share:g}",
+                    f"a loss of {program.samples} of {plan.samples} samples counts for {share:g}",
                     at,
                     notes=(f"it should count for {expected:g}",),
                 )
-            found.append((at.does.args["first"], at.does.args["first"] + kind["samples"], at))
+            found.append((x.first_sample, x.first_sample + program.samples, at))
     found.sort(key=lambda item: item[:2])
     checked.steps += len(found)
     for (_, end, one), (start, _, other) in itertools.pairwise(found):
@@ -170,20 +173,19 @@ def data(checked: Checked) -> None:
                 *readers,
                 notes=notes,
             )
-    fed = [[k for k, slot in enumerate(kind["slots"]) if slot[0] == "batch"] for kind in plan.kinds]
-    for at in checked.all(*COMPUTE):
-        args = at[2][6]
-        for k in fed[args["kind"]]:
-            key, samples = args["reads"][k][0], plan.kinds[args["kind"]]["samples"]
-            box = feeds[at[0]].get(key)
-            if box and (
-                box[0][0] * samples != args["first"] * (box[0][1] - box[0][0])
-                or not prod(high - low for low, high in box)
+    fed = [[k for k, slot in enumerate(program.inputs) if slot[0] == "batch"] for program in plan.programs]
+    for at, x in checked.each(Compute):
+        for k in fed[x.program]:
+            key, samples = x.inputs[k][0], plan.programs[x.program].samples
+            fed_box = feeds[at.device].get(key)
+            if fed_box and (
+                fed_box[0][0] * samples != x.first_sample * (fed_box[0][1] - fed_box[0][0])
+                or not prod(high - low for low, high in fed_box)
             ):
                 checked.wrong(
                     CODE,
-                    f"{key} is {list(box[0])} of the batch, and the pass is of {samples} samples from number"
-                    f" {args['first']}",
+                    f"{key} is {list(fed_box[0])} of the batch, and the pass is of {samples} samples from number"
+                    f" {x.first_sample}",
                     at,
                 )
 

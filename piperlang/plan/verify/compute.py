@@ -7,85 +7,74 @@ be seen without a graph that a chunk is given what it is given elsewhere, and of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from piperlang.ir.graph import COMPUTE, Key
+from piperlang.ir.graph import Key
 from piperlang.ir.model import Slot
-from piperlang.plan.check import At, Checked
-from piperlang.plan.check_samples import placed, samples_seen, share_of
+from piperlang.plan.instructions import Compute
+from piperlang.plan.plan import StageProgram
+from piperlang.plan.verify.report import At, Checked
+from piperlang.plan.verify.samples import placed, samples_seen, share_of
 
 CODE = "P0504"
-GIVEN = ("seed", "rng")
 SUFFIX = re.compile(r"@\d+|[~!+]")
 BUNDLES = ("saved", "kept")
 
 
 def compute(checked: Checked) -> None:
     names = _Names(checked)
-    seen: dict[int, At] = {}
-    kinds, last = checked.plan.kinds, checked.plan.samples
-    parts = [(kind["samples"], share_of(checked.plan, kind), kind["arranged"][0]) for kind in kinds]
-    firsts: list[list[int]] = [[] for _ in kinds]
-    for at in checked.all(*COMPUTE):
-        do, stream, node, reads, writes, _, args = at[2]
-        number = args["kind"]
-        if not 0 <= number < len(kinds):
-            checked.wrong(CODE, f"a pass of kind {number}, and there are {len(kinds)}", at)
+    seen: dict[int, tuple[At, Compute]] = {}
+    programs, last = checked.plan.programs, checked.plan.samples
+    parts = [(program.samples, share_of(checked.plan, program), program.sharding[0]) for program in programs]
+    firsts: list[list[int]] = [[] for _ in programs]
+    for at, x in checked.each(Compute):
+        number = x.program
+        if not 0 <= number < len(programs):
+            checked.wrong(CODE, f"a pass of program {number}, and there are {len(programs)}", at)
             continue
-        other = seen.setdefault(node, at)
-        theirs = other[2][6]
-        if other is at or theirs["reads"] != args["reads"] or other[2][4] != writes or other[2][3] != reads:
-            checked.steps += len(reads) + len(writes)
-            if _fits(checked, at, do, reads, writes, args["reads"], kinds[number]):
-                names.learn(at, kinds[number])
+        other, theirs = seen.setdefault(x.node, (at, x))
+        if other is at or theirs.inputs != x.inputs or theirs.outputs != x.outputs:
+            checked.steps += len(x.reads) + len(x.writes)
+            if _fits(checked, at, x, programs[number]):
+                names.learn(at, x, programs[number])
             if other is not at:
                 checked.wrong(CODE, "devices of one node do not read and write the same", other, at)
-        if theirs["kind"] != number or other[2][1] != stream:
-            checked.wrong(
-                CODE,
-                f"devices of one node run different {'pieces of the model' if theirs['kind'] != number else 'streams'}",
-                other,
-                at,
-            )
-        elif other[0] == at[0] and other is not at:
+        if theirs.program != number or theirs.stream != x.stream:
+            what = "stage programs" if theirs.program != number else "streams"
+            checked.wrong(CODE, f"devices of one node run different {what}", other, at)
+        elif other.device == at.device and other is not at:
             checked.wrong(CODE, "a device does the same twice", other, at)
-        firsts[number].append(args["first"])
+        firsts[number].append(x.first_sample)
         samples, share, divides = parts[number]
-        if not 0 <= args["first"] <= last - samples or args.get("share", share) != share or divides or args["at"]:
-            placed(checked, at, args, kinds[number], share)
+        expected = share if x.loss_share is None else x.loss_share
+        if not 0 <= x.first_sample <= last - samples or expected != share or divides or x.coordinates:
+            placed(checked, at, x, programs[number], share)
     samples_seen(checked, firsts)
 
 
-def _fits(
-    checked: Checked,
-    at: At,
-    do: str,
-    reads: Sequence[Key],
-    writes: Sequence[Key],
-    groups: Sequence[Sequence[Key]],
-    kind: Mapping[str, Any],
-) -> bool:
-    """The right number of everything, and reads that say what is taken."""
-    single = [slot for slot in kind["gives"] if slot[0] not in BUNDLES]
-    least, most = (1, 1) if do == "R" else (len(single), len(single) + (do in ("F", "I")))
-    if do != kind["op"]:
-        return _no(checked, f"{do} of a piece that is a {kind['op']}", at)
-    if len(groups) != len(kind["slots"]):
-        return _no(checked, f"{len(groups)} things are read for {len(kind['slots'])} slots", at)
-    if tuple([key for keys in groups for key in keys if key not in GIVEN]) != tuple(reads):
-        return _no(checked, "a pass does not take what it says it reads", at)
-    if not least <= len(writes) <= most:
-        return _no(checked, f"{len(writes)} values are written, and a {do} gives {least}", at)
+def _fits(checked: Checked, at: At, x: Compute, program: StageProgram) -> bool:
+    """The right number of everything."""
+    single = [slot for slot in program.outputs if slot[0] not in BUNDLES]
+    least, most = (1, 1) if x.op == "R" else (len(single), len(single) + (x.op in ("F", "I")))
+    if x.op != program.op:
+        return _no(checked, f"{x.op} of a stage program that is a {program.op}", at)
+    if len(x.inputs) != len(program.inputs):
+        return _no(checked, f"{len(x.inputs)} inputs for {len(program.inputs)} slots", at)
+    if not least <= len(x.outputs) <= most:
+        return _no(checked, f"{len(x.outputs)} values are written, and a {x.op} has {least} outputs", at)
+    slots = list(zip(program.inputs, x.inputs, strict=True))
     for name in ("weight", "input", "batch"):
-        taken = [keys for slot, keys in zip(kind["slots"], groups, strict=True) if slot[0] == name]
-        if len(set(map(tuple, taken))) < len(taken):
-            return _no(checked, f"the same {name} is taken twice", at)
-    for slot, keys in zip(kind["slots"], groups, strict=True):
-        if len(keys) != 1 and slot[0] != "grad_output":
+        taken = [keys for slot, keys in slots if slot[0] == name]
+        if len(set(taken)) < len(taken):
+            return _no(checked, f"the same {name} is read twice", at)
+    zeros = {zero.output for zero in x.zeros}
+    for slot, keys in slots:
+        supplied = slot[0] == "rng" or slot == ("grad_output", program.loss)
+        if slot[0] != "grad_output" and len(keys) != (0 if supplied else 1):
             return _no(checked, f"{len(keys)} values for {_slot(slot)}", at)
-        if slot[0] == "grad_output" and not keys and slot[1] not in at.does.args.get("zeros", {}):
+        if slot[0] == "grad_output" and not keys and not supplied and slot[1] not in zeros:
             return _no(checked, f"no gradient for {_slot(slot)}", at)
+        if slot[0] == "grad_output" and supplied and (keys or x.loss_share is None):
+            return _no(checked, "the gradient of the loss is not what the pass starts from", at)
     return True
 
 
@@ -106,23 +95,20 @@ class _Names:
         self.known: dict[tuple[int, str, int], tuple[str, At]] = {}
         self.makers: dict[str, tuple[int, At]] = {}
 
-    def learn(self, at: At, kind: Mapping[str, Any]) -> None:
-        chunk, writes = kind["chunk"], at.does.writes
-        gives = [("saved", 0)] if at.does.do == "R" else [slot for slot in kind["gives"] if slot[0] not in BUNDLES]
+    def learn(self, at: At, x: Compute, program: StageProgram) -> None:
+        chunk, writes = program.chunk, x.outputs
+        gives = [("saved", 0)] if x.op == "R" else [slot for slot in program.outputs if slot[0] not in BUNDLES]
         if len(writes) > len(gives):
-            gives.append(("saved" if at.does.do == "F" else "kept", 0))
+            gives.append(("saved" if x.op == "F" else "kept", 0))
         point = _point(writes[0].partition("#")[2])
-        for slot, keys in (
-            *zip(kind["slots"], at.does.args["reads"], strict=True),
-            *((slot, (key,)) for slot, key in zip(gives, writes, strict=True)),
-        ):
+        outputs = list(zip(gives, writes, strict=True))
+        for slot, keys in (*zip(program.inputs, x.inputs, strict=True), *((slot, (key,)) for slot, key in outputs)):
             for key in keys:
                 base, _, where = key.partition("#")
-                if key not in GIVEN:
-                    self._one(at, chunk, slot, base, key)
-                    if not _same_piece(_point(where), point) and slot[0] != "weight":
-                        self.checked.wrong(CODE, f"{key} is of another part of the batch than {writes[0]}", at)
-        for slot, key in zip(gives, writes, strict=True):
+                self._one(at, chunk, slot, base, key)
+                if not _same_piece(_point(where), point) and slot[0] != "weight":
+                    self.checked.wrong(CODE, f"{key} is of another part of the batch than {writes[0]}", at)
+        for slot, key in outputs:
             if slot[0] == "output":
                 maker = self.makers.setdefault(key.partition("#")[0], (chunk, at))
                 if maker[0] != chunk:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from piperlang.ir.graph import Key
-from piperlang.plan.check import At, Checked
-from piperlang.plan.instruction import ROUTES
+from piperlang.ir.layout import Box
+from piperlang.plan.instructions import ROUTING, AllToAll, Copy, LocalCopy, Receive, Send, Shape
+from piperlang.plan.verify.report import At, Checked
 
 CODE = "P0503"
-Message = tuple[int, int, int]
+MessageId = tuple[int, int, int]
 """From, to, and the tag."""
 BOTH = "both ends of a communication come from one node of the graph; make the plan again"
 
@@ -20,52 +21,47 @@ BOTH = "both ends of a communication come from one node of the graph; make the p
 
 
 def moves(checked: Checked) -> None:
-    """Whatever puts parts together must fill what it gives, each element once, and say in its reads what it takes."""
-    for at in checked.of["send"]:
-        reads, args = at[2][3], at[2][6]
-        key = args["key"]
-        if (reads != (key,)) if key is not None else reads:
-            checked.wrong("P0504", f"a send of {key} that reads {_listed(reads)}", at)
-        for _, _, box, shape in args["parts"]:
+    """Whatever puts parts together must fill its result, each element once."""
+    for at, send in checked.each(Send):
+        for _, _, box, shape in send.messages:
             if box is not None and size_of(box) != shape:
                 checked.wrong(CODE, f"a send takes {box} and calls it {list(shape)}", at)
-    for at in checked.of["recv"]:
-        args = at[2][6]
-        parts = args["parts"]
-        if len(parts) != 1 or args["own"] or parts[0][2] is not None or parts[0][3] != args["shape"] or at[2][3]:
-            _filled(checked, at, args)
-    for at in checked.all("copy", "exchange"):
-        _filled(checked, at, at.does.args)
-    for at in checked.all("copy", "exchange", *ROUTES, "all_reduce"):
-        for key in at.does.reads[: 1 if at.does.do in ROUTES else None]:
+    for at, x in checked.each(Receive):
+        first = x.messages[:1]
+        if len(x.messages) != 1 or x.local or first[0].box is not None or first[0].shape != x.shape:
+            _filled(checked, at, x.shape, [(one.box, one.shape) for one in x.messages], x.local)
+    for at, copy in checked.each(Copy):
+        moved = {one.source for one in copy.copies}
+        if copy.copies and set(copy.sources) != moved:
+            checked.wrong("P0504", f"copy reads {_listed(copy.sources)} and moves {_listed(sorted(moved))}", at)
+        _filled(checked, at, copy.shape, [], copy.copies)
+    for at, exchange in checked.each(AllToAll):
+        _filled(checked, at, exchange.shape, [(one.box, one.shape) for one in exchange.take], ())
+    for at in checked.all("copy", "all_to_all", *ROUTING, "all_reduce"):
+        for key in at.does.reads[: 1 if at.does.op in ROUTING else None]:
             _moved(checked, key, at.does.writes[0], at, at)
 
 
-def _filled(checked: Checked, at: At, args: Mapping[str, Any]) -> None:
-    own = args.get("own", ())
-    shape = tuple(args["shape"])
-    boxes = [part[-2] for part in args.get("parts", args.get("take", ()))] + [box for _, *both in own for box in both]
+def _filled(
+    checked: Checked, at: At, shape: Shape, taking: list[tuple[Box | None, Shape]], own: Sequence[LocalCopy]
+) -> None:
+    boxes = [box for box, _ in taking] + [box for one in own for box in (one.taken, one.put)]
     if min(shape, default=0) < 0 or any(box is not None and len(box) != len(shape) for box in boxes):
         checked.wrong(
             CODE,
-            f"{at.does.do} moves parts with other dims than its result {list(shape)}",
+            f"{at.does.op} moves parts with other dims than its result {list(shape)}",
             at,
             notes=(f"they are {boxes}",),
         )
         return
-    taking = [(box, size) for *_, box, size in args.get("parts", args.get("take", ()))]
     checked.steps += len(taking) + len(own)
-    if at.does.do != "exchange" and set(at.does.reads) != {key for key, _, _ in own} and (own or at.does.do == "recv"):
+    for box, size in [*taking, *((one.put, size_of(one.taken)) for one in own)]:
+        if size != (shape if box is None else size_of(box)):
+            checked.wrong(CODE, f"{at.does.op} puts {list(size)} into {box or list(shape)}", at)
+    boxes = [box for box, _ in taking] + [one.put for one in own]
+    if (boxes or not isinstance(at.does, Copy)) and not fills(boxes, shape):
         checked.wrong(
-            "P0504", f"{at.does.do} reads {_listed(at.does.reads)} and moves {_listed([key for key, _, _ in own])}", at
-        )
-    for box, size in [*taking, *((put, size_of(taken)) for _, taken, put in own)]:
-        if tuple(size) != (shape if box is None else size_of(box)):
-            checked.wrong(CODE, f"{at.does.do} puts {list(size)} into {box or list(shape)}", at)
-    boxes = [box for box, _ in taking] + [put for _, _, put in own]
-    if (boxes or at.does.do != "copy") and not fills(boxes, shape):
-        checked.wrong(
-            CODE, f"the parts of {at.does.do} do not make up its result {list(shape)}", at, notes=(f"they are {boxes}",)
+            CODE, f"the parts of {at.does.op} do not make up its result {list(shape)}", at, notes=(f"they are {boxes}",)
         )
 
 
@@ -127,10 +123,10 @@ def _listed(keys: Sequence[Key]) -> str:
 def messages(checked: Checked) -> None:
     """Every part that is sent is received once, as what it was sent."""
     numbers = [device.device for device in checked.plan.devices]
-    sent: dict[Message, tuple[At, Any]] = {}
-    for at in checked.of["send"]:
-        me = numbers[at[0]]
-        for target, tag, _, shape in at[2][6]["parts"]:
+    sent: dict[MessageId, tuple[At, Send, Shape]] = {}
+    for at, send in checked.each(Send):
+        me = numbers[at.device]
+        for target, tag, _, shape in send.messages:
             message = me, target, tag
             if message in sent:
                 checked.wrong(
@@ -140,28 +136,27 @@ def messages(checked: Checked) -> None:
                     at,
                     help=BOTH,
                 )
-            sent[message] = at, shape
+            sent[message] = at, send, shape
     checked.steps += 2 * len(sent)
-    alone: list[tuple[Message, At]] = []
-    for at in checked.of["recv"]:
-        me, args = numbers[at[0]], at[2][6]
-        for source, tag, _, shape in args["parts"]:
+    alone: list[tuple[MessageId, At]] = []
+    for at, x in checked.each(Receive):
+        me = numbers[at.device]
+        for source, tag, _, shape in x.messages:
             partner = sent.pop((source, me, tag), None)
             if partner is None:
                 alone.append(((source, me, tag), at))
                 continue
-            other, gives = partner
-            given = other[2][6]
-            if shape != gives or args["dtype"] != given["dtype"]:
-                what = f"{given['dtype']}{list(gives)} is sent and {args['dtype']}{list(shape)} received"
+            other, sender, gives = partner
+            if shape != gives or x.dtype != sender.dtype:
+                what = f"{sender.dtype}{list(gives)} is sent and {x.dtype}{list(shape)} received"
                 checked.wrong(CODE, f"from device {source} to device {me}, {what}", other, at, help=BOTH)
-            if not at[2][4][0].startswith(given["key"] or "now:"):
-                _moved(checked, given["key"] or "a signal", at.does.writes[0], other, at)
+            if not x.target.startswith(sender.value or "now:"):
+                _moved(checked, sender.value or "a signal", x.target, other, at)
     checked.steps += 2 * len(checked.of["recv"])
-    _unpaired(checked, [(message, at) for message, (at, _) in sent.items()], alone)
+    _unpaired(checked, [(message, at) for message, (at, _, _) in sent.items()], alone)
 
 
-def _unpaired(checked: Checked, sent: list[tuple[Message, At]], received: list[tuple[Message, At]]) -> None:
+def _unpaired(checked: Checked, sent: list[tuple[MessageId, At]], received: list[tuple[MessageId, At]]) -> None:
     """What is left over on both sides between the same two devices was most likely meant for each other; failing that,
     at either of them."""
     for message, at in received:
@@ -202,33 +197,33 @@ def in_order(checked: Checked) -> None:
     numbers = [device.device for device in checked.plan.devices]
     sent: dict[tuple[int, int], list[tuple[int, At]]] = {}
     received: dict[tuple[int, int], list[tuple[int, At]]] = {}
-    for at in checked.of["send"]:
-        for part in at.does.args["parts"]:
-            sent.setdefault((numbers[at.device], part[0]), []).append((part[1], at))
-    for at in checked.of["recv"]:
-        for part in at.does.args["parts"]:
-            received.setdefault((part[0], numbers[at.device]), []).append((part[1], at))
+    for at, send in checked.each(Send):
+        for one in send.messages:
+            sent.setdefault((numbers[at.device], one.peer), []).append((one.tag, at))
+    for at, receive in checked.each(Receive):
+        for one in receive.messages:
+            received.setdefault((one.peer, numbers[at.device]), []).append((one.tag, at))
     for (source, target), messages in sent.items():
-        for (tag, one), (other, two) in zip(messages, received[source, target], strict=True):
+        for (tag, sends), (other, takes) in zip(messages, received[source, target], strict=True):
             if tag != other:
                 checked.wrong(
                     CODE,
                     f"device {target} takes message {other} of device {source} where message {tag} is sent",
-                    one,
-                    two,
+                    sends,
+                    takes,
                     help="without tags, messages must be received in the order in which they are sent",
                 )
                 break
 
 
-def _again(checked: Checked, message: Message, late: At) -> At | None:
+def _again(checked: Checked, message: MessageId, late: At) -> At | None:
     """Who has received a message already."""
     source, target, tag = message
-    for at in checked.of["recv"]:
+    for at, receive in checked.each(Receive):
         if (
             checked.plan.devices[at.device].device == target
             and (at.device, at.place) != (late.device, late.place)
-            and any(part[:2] == (source, tag) for part in at.does.args["parts"])
+            and any((one.peer, one.tag) == (source, tag) for one in receive.messages)
         ):
             return at
     return None

@@ -6,33 +6,43 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from piperlang.plan.check import COLLECTIVE, At, Checked
-from piperlang.plan.check_partners import BOTH, CODE, size_of
-from piperlang.plan.instruction import ROUTES
+from piperlang.ir.graph import Key
+from piperlang.plan.instructions import (
+    AllReduce,
+    AllToAll,
+    Collective,
+    GradientNorm,
+    ReduceGradients,
+    Routing,
+    Shape,
+    ShardCollective,
+)
+from piperlang.plan.verify.messages import BOTH, CODE, size_of
+from piperlang.plan.verify.report import At, Checked
+
+
+def membership(checked: Checked) -> None:
+    """Every collective is of a group that its device is a member of, on the group's stream."""
+    plan = checked.plan
+    for at, x in checked.each(Collective):
+        me = plan.devices[at.device].device
+        if not 0 <= x.group < len(plan.groups):
+            checked.wrong(CODE, f"{x.op} in group {x.group}, and there are {len(plan.groups)}", at)
+            continue
+        members, stream = plan.groups[x.group]
+        if me not in members or stream != x.stream:
+            checked.wrong(
+                CODE, f"group {x.group} is of devices {list(members)} on stream {stream}, not of {me} on {x.stream}", at
+            )
 
 
 def collectives(checked: Checked) -> None:
     """All members of a group do the same things in the same order."""
     plan = checked.plan
-    numbers = [device.device for device in plan.devices]
     rounds: dict[int, dict[int, list[At]]] = {}
     # By device and place: a group's stream has them in this order.
-    for at in sorted(checked.all(*COLLECTIVE), key=lambda at: (at.device, at.place)):
-        args, me = at.does.args, numbers[at.device]
-        group = args["group"]
-        if not 0 <= group < len(plan.groups):
-            checked.wrong(CODE, f"{at.does.do} in group {group}, and there are {len(plan.groups)}", at)
-            continue
-        members, stream = plan.groups[group]
-        if me not in members or stream != at.does.stream or tuple(args.get("members", members)) != tuple(members):
-            checked.wrong(
-                CODE,
-                f"group {group} is of devices {list(members)} on stream {stream}, not of {args.get('members', me)} on"
-                f" {at.does.stream}",
-                at,
-            )
-            continue
-        rounds.setdefault(group, {}).setdefault(me, []).append(at)
+    for at, x in sorted(checked.each(Collective), key=lambda one: one[0][:2]):
+        rounds.setdefault(x.group, {}).setdefault(plan.devices[at.device].device, []).append(at)
     for group, entered in rounds.items():
         members = plan.groups[group][0]
         lists = [entered.get(member, []) for member in members]
@@ -65,21 +75,12 @@ def _last(device: int, instructions: Sequence[Any]) -> list[At]:
 def _agree(checked: Checked, together: Sequence[At], members: Sequence[int]) -> None:
     first = together[0]
     about = _about(first)
-    if about[2] not in (None, "sum"):
-        checked.wrong(
-            CODE,
-            f"`{about[2]}` is no way to reduce that a device knows",
-            first,
-            together[-1],
-            help="only sums are reduced",
-        )
-        return
     for other in together[1:]:
         if first.does.node != other.does.node:
             checked.wrong(CODE, "members of a group would meet in different nodes", first, other, help=BOTH)
             return
         if _about(other) != about:
-            names = ("what they do", "dtypes", "ways to reduce", "sizes")
+            names = ("what they do", "dtypes", "sizes")
             differing = [
                 f"{name}: {mine} and {theirs}"
                 for name, mine, theirs in zip_longest(names, about, _about(other))
@@ -94,56 +95,60 @@ def _agree(checked: Checked, together: Sequence[At], members: Sequence[int]) -> 
                 help=BOTH,
             )
             return
-    if first.does.do == "exchange":
+    if isinstance(first.does, AllToAll):
         _exchanged(checked, together, members)
-    elif first.does.do == "reduce":
+    elif isinstance(first.does, ReduceGradients):
         _shares(checked, together)
 
 
 def _about(at: At) -> tuple[Any, ...]:
-    """What all members must say alike."""
-    do, args = at.does.do, at.does.args
-    if do == "exchange":
-        return do, args["dtype"], None, None
-    if do in ROUTES:
-        return do, args["dtype"], None, (args["experts"], args["shape"][1:])
-    if do == "all_reduce":
-        return do, args["dtype"], args["reduce"], args["shape"]
-    if do == "norm":
-        return do, args["dtype"], args["reduce"], args["limit"]
-    return do, args["dtype"], args["reduce"], [(entry["cuts"], entry["shape"]) for entry in args["weights"]]
+    """What all members must say alike: mnemonic, dtype, sizes."""
+    match at.does:
+        case AllToAll(dtype=dtype):
+            return at.does.op, dtype, None
+        case Routing(dtype=dtype, experts=experts, shape=shape):
+            return at.does.op, dtype, (experts, shape[1:])
+        case AllReduce(dtype=dtype, shape=shape):
+            return at.does.op, dtype, shape
+        case GradientNorm(limit=limit):
+            return at.does.op, "float64", limit
+        case ShardCollective(dtype=dtype, shards=shards):
+            return at.does.op, dtype, [(one.cuts, one.shape) for one in shards]
+    raise TypeError(at.does.op)
 
 
 def _exchanged(checked: Checked, together: Sequence[At], members: Sequence[int]) -> None:
     """What a gives b is what b takes from a, in the order in which it lies in the message."""
     place = {member: k for k, member in enumerate(members)}
-    lists: list[dict[str, list[list[Any]]]] = []
+    lists: list[tuple[list[list[Shape]], list[list[Shape]]]] = []
     for at in together:
-        sides: dict[str, list[list[Any]]] = {}
-        for side in ("give", "take"):
-            parts = at.does.args[side]
-            order = [place.get(peer, -1) for peer, _, _ in parts]
+        assert isinstance(at.does, AllToAll)
+        sides: list[list[list[Shape]]] = []
+        for blocks in (at.does.give, at.does.take):
+            order = [place.get(block.peer, -1) for block in blocks]
             if -1 in order or order != sorted(order):
                 checked.wrong(
                     CODE,
-                    f"parts of an exchange are not in the order of its members {list(members)}",
+                    f"blocks of an all-to-all are not in the order of its members {list(members)}",
                     at,
                     together[-1] if at is not together[-1] else together[0],
                 )
                 return
-            sides[side] = [[] for _ in members]
-            for k, (_, box, shape) in zip(order, parts, strict=True):
-                sides[side][k].append(tuple(shape))
-                if side == "give" and box is not None and size_of(box) != tuple(shape):
-                    checked.wrong(CODE, f"an exchange takes {box} and calls it {list(shape)}", at)
-            checked.steps += len(parts)
-        lists.append(sides)
+            by_member: list[list[Shape]] = [[] for _ in members]
+            for k, block in zip(order, blocks, strict=True):
+                by_member[k].append(block.shape)
+            sides.append(by_member)
+            checked.steps += len(blocks)
+        for block in at.does.give:
+            if size_of(block.box) != block.shape:
+                checked.wrong(CODE, f"an all-to-all takes {block.box} and calls it {list(block.shape)}", at)
+        lists.append((sides[0], sides[1]))
     for a, giver in enumerate(lists):
         for b, taker in enumerate(lists):
-            if giver["give"][b] != taker["take"][a]:
+            if giver[0][b] != taker[1][a]:
                 checked.wrong(
                     CODE,
-                    f"device {members[a]} gives device {members[b]} {giver['give'][b]}, which takes {taker['take'][a]}",
+                    f"device {members[a]} gives device {members[b]} {giver[0][b]}, which takes {taker[1][a]}",
                     together[a],
                     together[b],
                     help=BOTH,
@@ -153,17 +158,16 @@ def _exchanged(checked: Checked, together: Sequence[At], members: Sequence[int])
 
 def _shares(checked: Checked, together: Sequence[At]) -> None:
     """Members that have the same sum already count for it together."""
-    alike: dict[Any, list[At]] = {}
+    alike: dict[tuple[Key, ...], list[tuple[At, float]]] = {}
     for at in together:
-        if "share" in at.does.args:
-            alike.setdefault(at.does.writes, []).append(at)
+        if isinstance(at.does, ReduceGradients) and at.does.share is not None:
+            alike.setdefault(at.does.writes, []).append((at, at.does.share))
     for same in alike.values():
-        if any(abs(at.does.args["share"] * len(same) - 1) > 1e-9 for at in same):
-            odd = max(same, key=lambda at: abs(at.does.args["share"] * len(same) - 1))
+        odd, share = max(same, key=lambda one: abs(one[1] * len(same) - 1))
+        if abs(share * len(same) - 1) > 1e-9:
             checked.wrong(
                 CODE,
-                f"{len(same)} devices have the same part of a gradient, and one counts for {odd.does.args['share']:g}"
-                " of it",
+                f"{len(same)} devices have the same part of a gradient, and one counts for {share:g} of it",
                 odd,
                 together[0] if odd is not together[0] else together[-1],
             )

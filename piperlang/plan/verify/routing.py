@@ -6,9 +6,9 @@ How many rows go where is seen only when they go, so nothing else would notice r
 
 from __future__ import annotations
 
-from piperlang.ir.graph import COMPUTE, WAY, Key
-from piperlang.plan.check import At, Checked
-from piperlang.plan.instruction import ROUTES
+from piperlang.ir.graph import WAY, Key
+from piperlang.plan.instructions import Combine, Compute, Dispatch, ExchangeSplits, Routing
+from piperlang.plan.verify.report import At, Checked
 
 CODE = "P0503"
 FOLLOWS = "rows go, and come back, by the choice that their own microbatch made"
@@ -17,7 +17,7 @@ FOLLOWS = "rows go, and come back, by the choice that their own microbatch made"
 def routes(checked: Checked) -> None:
     if not checked.of["choose"]:
         for at in checked.all("dispatch", "combine"):
-            checked.wrong(CODE, f"{at.does.do} without a choice to go by", at, help=FOLLOWS)
+            checked.wrong(CODE, f"{at.does.op} without a choice to go by", at, help=FOLLOWS)
         return
     for d, device in enumerate(checked.plan.devices):
         _Device(checked).run([At(d, i, x) for i, x in enumerate(device.instructions)])
@@ -26,43 +26,40 @@ def routes(checked: Checked) -> None:
 class _Device:
     def __init__(self, checked: Checked) -> None:
         self.checked = checked
-        self.ways: dict[Key, At] = {}
+        self.ways: dict[Key, tuple[At, ExchangeSplits]] = {}
         """Every way, and who found it."""
         self.gone: dict[Key, tuple[Key, At]] = {}
         """Every value that is where experts are: by which way, and who brought it there."""
 
     def run(self, every: list[At]) -> None:
         for at in every:
-            if at.does.do in ROUTES:
-                self._route(at)
-            elif at.does.do in COMPUTE:
-                self._compute(at)
+            if isinstance(at.does, Routing):
+                self._route(at, at.does)
+            elif isinstance(at.does, Compute):
+                self._compute(at, at.does)
         self.checked.steps += len(every)
 
-    def _route(self, at: At) -> None:
-        do, args, (key, *way) = at.does.do, at.does.args, at.does.reads
-        if args["experts"] < 1 or args["experts"] % len(args["members"]):
-            self.checked.wrong(CODE, f"{args['experts']} experts on {len(args['members'])} devices", at, help=FOLLOWS)
-        if do == "choose":
-            if at.does.writes[1] != f"{at.does.writes[0]}{WAY}" or key in self.gone:
-                self.checked.wrong(CODE, f"{key} cannot be a choice that gives {at.does.writes[1]}", at, help=FOLLOWS)
-            self.ways[at.does.writes[1]] = at
-            self.gone[at.does.writes[0]] = at.does.writes[1], at
+    def _route(self, at: At, x: Routing) -> None:
+        key, members = x.source, self._members(x)
+        if x.experts < 1 or x.experts % len(members):
+            self.checked.wrong(CODE, f"{x.experts} experts on {len(members)} devices", at, help=FOLLOWS)
+        if isinstance(x, ExchangeSplits):
+            if x.splits != f"{x.target}{WAY}" or key in self.gone:
+                self.checked.wrong(CODE, f"{key} cannot be a choice that gives {x.splits}", at, help=FOLLOWS)
+            self.ways[x.splits] = at, x
+            self.gone[x.target] = x.splits, at
             return
-        found = self.ways.get(way[0])
-        if found is None:
-            self.checked.wrong(CODE, f"{do} by {way[0]}, which is no way", at, help=FOLLOWS)
-        elif (
-            found.does.args["members"] != args["members"]
-            or found.does.args["experts"] != args["experts"]
-            or _point(way[0]) != _point(key)
-        ):
+        assert isinstance(x, Dispatch | Combine)
+        found, by = self.ways.get(x.splits, (at, None))
+        if by is None:
+            self.checked.wrong(CODE, f"{x.op} by {x.splits}, which no exchange of counts has made", at, help=FOLLOWS)
+        elif self._members(by) != members or by.experts != x.experts or _point(x.splits) != _point(key):
             self.checked.wrong(CODE, f"{key} does not belong to the choice by which it goes", found, at, help=FOLLOWS)
-        elif do == "dispatch":
+        elif isinstance(x, Dispatch):
             if key in self.gone:
                 self.checked.wrong(CODE, f"{key} is where its experts are already", self.gone[key][1], at, help=FOLLOWS)
-            self.gone[at.does.writes[0]] = way[0], at
-        elif self.gone.get(key, ("", at))[0] != way[0]:
+            self.gone[x.target] = x.splits, at
+        elif self.gone.get(key, ("", at))[0] != x.splits:
             self.checked.wrong(
                 CODE,
                 f"{key} comes back by another way than it went",
@@ -71,11 +68,14 @@ class _Device:
                 help=FOLLOWS,
             )
 
-    def _compute(self, at: At) -> None:
+    def _members(self, x: Routing) -> tuple[int, ...]:
+        """Counts may be exchanged on another stream than tokens, and then in a group of its own."""
+        return self.checked.plan.groups[x.group].members
+
+    def _compute(self, at: At, x: Compute) -> None:
         """What rows a pass reads, all by one way, are those that it gives."""
-        kind = self.checked.plan.kinds[at.does.args["kind"]]
-        went = {key: self.gone[key] for key in at.does.reads if key in self.gone}
-        if not kind["routed"]:
+        went = {key: self.gone[key] for key in x.reads if key in self.gone}
+        if not self.checked.plan.programs[x.program].routed:
             for key, (_, by) in went.items():
                 self.checked.wrong(CODE, f"{key} is where experts are, and the pass has none", by, at, help=FOLLOWS)
             return
@@ -90,7 +90,7 @@ class _Device:
             )
             return
         (way,) = ways
-        self.gone.update((key, (way, at)) for key in at.does.writes if not key.startswith("dw:"))
+        self.gone.update((key, (way, at)) for key in x.writes if not key.startswith("dw:"))
 
 
 def _point(key: Key) -> str:

@@ -9,22 +9,11 @@ from math import prod
 from typing import Any
 
 from piperlang.ir.graph import COMPUTE, Graph
-from piperlang.plan.cost import Costs, Machine
-from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction, Plan
-from piperlang.plan.memory import STATES, peaks
+from piperlang.plan.estimate.cost import Costs, Machine
+from piperlang.plan.estimate.memory import STATES, peaks
+from piperlang.plan.instructions import AllToAll, Collective, Instruction, item_bytes
+from piperlang.plan.plan import DevicePlan, Plan
 
-SIZES = {
-    "float64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "complex64": 8,
-    "complex128": 16,
-}
-"""Bytes of an element; one for all others."""
 LINES = 12
 """Lines of a script that are shown: those that added most."""
 
@@ -36,7 +25,7 @@ def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
         (
             "devices",
             (
-                f"{devices['count']:,}, {_range(devices['instructions'], str)} instructions each, {len(plan.kinds)}"
+                f"{devices['count']:,}, {_range(devices['instructions'], str)} instructions each, {len(plan.programs)}"
                 " kinds of compute"
             ),
         ),
@@ -89,7 +78,7 @@ def as_json(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
             "bytes": _ends(one.bytes for one in found),
             "device": plan.devices[worst].device,
             "by": dict(found[worst].by),
-            "at": f"{at.do} of {plan.names[at.node]}" if at else "",
+            "at": f"{at.op} of {plan.names[at.node]}" if at else "",
         },
         "communication": _communication(plan),
         "added": _added(plan, graph),
@@ -110,7 +99,7 @@ def idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
     if not plan.seconds:
         return [0.0]
     busy = [
-        sum(costs.seconds(graph.nodes[x.node]) for x in device.instructions if x.do in COMPUTE)
+        sum(costs.seconds(graph.nodes[x.node]) for x in device.instructions if x.op in COMPUTE)
         for device in plan.devices
     ]
     return [max(0.0, 1 - seconds / plan.seconds) for seconds in busy]
@@ -119,33 +108,11 @@ def idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
 # -------------------------------------------------------------------------------------------------- communication
 
 
-def sent(instruction: Instruction, plan: Plan) -> float:
-    """Bytes that a device gives to others, by the best algorithms known: a ring for reductions and gathers."""
-    args, do = instruction.args, instruction.do
-    if do == "send":
-        return float(sum(prod(part[3]) for part in args["parts"]) * _item(args))
-    if "group" not in args:
-        return 0.0
-    others = (len(plan.groups[args["group"]][0]) - 1) / len(plan.groups[args["group"]][0])
-    if do == "exchange":
-        return 0.0  # by device: see _given
-    if do in ROUTES:
-        return float(others * prod(args["shape"]) * _item(args))
-    if do == "norm":
-        return 2 * others * _item(args)
-    size = prod(args["shape"]) if do == "all_reduce" else sum(prod(entry["shape"]) for entry in args["weights"])
-    return float((2 if do in ("all_reduce", "reduce") else 1) * others * size * _item(args))
-
-
-def _given(device: DevicePlan, instruction: Instruction) -> float:
-    return float(
-        sum(prod(shape) for peer, _, shape in instruction.args["give"] if peer != device.device)
-        * _item(instruction.args)
-    )
-
-
-def _item(args: Mapping[str, Any]) -> int:
-    return SIZES.get(args["dtype"], 1)
+def sent(device: DevicePlan, x: Instruction, plan: Plan) -> float:
+    """Bytes that a device gives to others."""
+    if isinstance(x, AllToAll):
+        return float(sum(prod(one.shape) for one in x.give if one.peer != device.device) * item_bytes(x.dtype))
+    return x.sent_bytes(len(plan.groups[x.group].members) if isinstance(x, Collective) else 1)
 
 
 def _communication(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -154,7 +121,7 @@ def _communication(plan: Plan) -> dict[str, dict[str, Any]]:
     messages: Counter[str] = Counter()
     for d, device in enumerate(plan.devices):
         for x in device.instructions:
-            moved = _given(device, x) if x.do == "exchange" else sent(x, plan)
+            moved = sent(device, x, plan)
             if moved:
                 stream = x.stream.rstrip(">")
                 by.setdefault(stream, [0.0] * len(plan.devices))[d] += moved

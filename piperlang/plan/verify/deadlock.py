@@ -1,4 +1,4 @@
-"""Whether everybody comes to an end: streams as queues, run as far as they go, each woken by what it waits for.
+"""Whether every device finishes: streams as queues, run as far as they go, each woken by what it waits for.
 
 Nothing here has a choice: what can go on can still go on after somebody else has. So if all come to an end in one order
 they do in every order, and first an easy one is tried: each device does its list from top to bottom. Only if that gets
@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from piperlang.diagnostics import Diagnostic
-from piperlang.ir.graph import Key
-from piperlang.plan.check import COLLECTIVE, At, Checked, Stop
-from piperlang.plan.check_partners import Message, messages
-from piperlang.plan.instruction import Instruction
+from piperlang.plan.instructions import COLLECTIVES, Collective, Receive, Send, Shape
+from piperlang.plan.verify.messages import MessageId, messages
+from piperlang.plan.verify.report import At, Checked, Stop
 
-BLOCKING = {"send": "send", "recv": "recv", **dict.fromkeys(COLLECTIVE, "collective")}
+BLOCKING = frozenset(("send", "recv", *COLLECTIVES))
 
 
 def order(checked: Checked, buffered: bool = True) -> None:
@@ -55,20 +54,20 @@ class _Run:
             queues: dict[str, _Queue] = {}
             if streams:
                 for i, instruction in enumerate(device.instructions):
-                    if instruction[1] not in queues:
-                        queues[instruction[1]] = _Queue(*has)
-                    queues[instruction[1]].list.append(i)
+                    if instruction.stream not in queues:
+                        queues[instruction.stream] = _Queue(*has)
+                    queues[instruction.stream].list.append(i)
             else:
                 queue = queues[""] = _Queue(*has)
-                queue.list = [i for i, instruction in enumerate(device.instructions) if instruction[0] in BLOCKING]
+                queue.list = [i for i, instruction in enumerate(device.instructions) if instruction.op in BLOCKING]
             self.queues.append(queues)
-        self.sent: dict[Message, tuple[Any, dict[str, Any]] | None] = {}
-        """The part of a send that a message is, and all of it; None once it has been taken."""
+        self.sent: dict[MessageId, tuple[Shape, Send] | None] = {}
+        """The shape of a message, and the send it is a part of; None once it has been received."""
         self.left = 0
         self.odd = False
-        self.taken: set[Message] = set()
-        self.receivers: dict[Message, _Queue] = {}
-        self.senders: dict[Message, _Queue] = {}
+        self.taken: set[MessageId] = set()
+        self.receivers: dict[MessageId, _Queue] = {}
+        self.senders: dict[MessageId, _Queue] = {}
         self.arrived: list[list[_Queue]] = [[] for _ in self.plan.groups]
         # Last in, first out: who was woken last runs on what is still in the cache.
         self.work = [queue for queues in self.queues for queue in queues.values()]
@@ -93,20 +92,20 @@ class _Run:
         order, start = queue.list, queue.at
         for place in range(start, len(order)):
             i = order[place]
-            do, _, _, _, writes, waits, args = instructions[i]
-            for earlier in waits:
+            x = instructions[i]
+            for earlier in x.waits:
                 if not done[earlier]:
                     waiting.setdefault(earlier, []).append(queue)
                     break
             else:
-                kind = BLOCKING.get(do)
-                if kind is None or (
-                    self._recv(queue, me, writes, args)
-                    if kind == "recv"
-                    else self._send(queue, me, args)
-                    if kind == "send"
-                    else self._meet(queue, args["group"])
-                ):
+                cls = type(x)
+                if cls is Send:
+                    ends = self._send(queue, me, x)
+                elif cls is Receive:
+                    ends = self._recv(queue, me, x)
+                else:
+                    ends = self._meet(queue, x.group) if isinstance(x, Collective) else True
+                if ends:
                     done[i] = 1
                     if i in waiting:
                         self.work += waiting.pop(i)
@@ -117,58 +116,58 @@ class _Run:
         queue.at = len(order)
         self.checked.steps += len(order) - start
 
-    def _recv(self, queue: _Queue, me: int, writes: tuple[Key, ...], args: dict[str, Any]) -> bool:
+    def _recv(self, queue: _Queue, me: int, x: Receive) -> bool:
         """Take what has come; whatever does not look like what was sent is looked at later, with all its partners."""
         if not self.buffered:
-            self._come(queue, me, args)
-        sent, parts = self.sent, args["parts"]
-        for part in parts:
-            if (part[0], me, part[1]) not in sent:
-                self.receivers[part[0], me, part[1]] = queue
+            self._come(queue, me, x)
+        sent, messages = self.sent, x.messages
+        for one in messages:
+            if (one.peer, me, one.tag) not in sent:
+                self.receivers[one.peer, me, one.tag] = queue
                 return False
-        for source, tag, _, shape in parts:
+        for source, tag, _, shape in messages:
             message = source, me, tag
             other = sent[message]
             if other is None:
                 self.odd = True
                 continue
-            given, gave = other
-            if given[3] != shape or gave["dtype"] != args["dtype"] or not writes[0].startswith(gave["key"] or "now:"):
+            given, send = other
+            if given != shape or send.dtype != x.dtype or not x.target.startswith(send.value or "now:"):
                 self.odd = True
             sent[message] = None
             self.left -= 1
         queue.entered = False
         return True
 
-    def _send(self, queue: _Queue, me: int, args: dict[str, Any]) -> bool:
+    def _send(self, queue: _Queue, me: int, x: Send) -> bool:
         sent = self.sent
         if not queue.entered:
-            for part in args["parts"]:
-                message = me, part[0], part[1]
+            for one in x.messages:
+                message = me, one.peer, one.tag
                 if message in sent:
                     self.odd = True
-                sent[message] = part, args
+                sent[message] = one.shape, x
                 self.left += 1
                 if message in self.receivers:
                     self.work.append(self.receivers.pop(message))
         if self.buffered:
             return True
-        queue.entered = not self._delivered(queue, me, args)
+        queue.entered = not self._delivered(queue, me, x)
         return not queue.entered
 
-    def _come(self, queue: _Queue, me: int, args: dict[str, Any]) -> None:
+    def _come(self, queue: _Queue, me: int, x: Receive) -> None:
         """A receiver is there: whoever has been waiting to send to it may."""
         if not queue.entered:
             queue.entered = True
-            for part in args["parts"]:
-                message = part[0], me, part[1]
+            for one in x.messages:
+                message = one.peer, me, one.tag
                 self.taken.add(message)
                 if message in self.senders:
                     self.work.append(self.senders.pop(message))
 
-    def _delivered(self, queue: _Queue, me: int, args: dict[str, Any]) -> bool:
-        for part in args["parts"]:
-            message = me, part[0], part[1]
+    def _delivered(self, queue: _Queue, me: int, x: Send) -> bool:
+        for one in x.messages:
+            message = me, one.peer, one.tag
             if message not in self.taken:
                 self.senders[message] = queue
                 return False
@@ -194,15 +193,15 @@ class _Run:
 
     def _stuck(self) -> None:
         """Follow who waits for whom until somebody comes up again."""
-        self.sender: dict[Message, At] = {
-            (self.numbers[at.device], part[0], part[1]): at
-            for at in self.checked.of["send"]
-            for part in at.does.args["parts"]
+        self.sender = {
+            (self.numbers[at.device], one.peer, one.tag): at
+            for at, send in self.checked.each(Send)
+            for one in send.messages
         }
-        self.receiver: dict[Message, At] = {
-            (part[0], self.numbers[at.device], part[1]): at
-            for at in self.checked.of["recv"]
-            for part in at.does.args["parts"]
+        self.receiver = {
+            (one.peer, self.numbers[at.device], one.tag): at
+            for at, receive in self.checked.each(Receive)
+            for one in receive.messages
         }
         queue = next(queue for queues in self.queues for queue in queues.values() if queue.at < len(queue.list))
         path: list[_Queue] = []
@@ -213,15 +212,15 @@ class _Run:
             there = self._awaited(here)
             reasons.append((here, there))
             queue = self.queues[there.device][there.does.stream]
-        circle = reasons[path.index(queue) :]
-        notes = tuple(f"{self.checked.name(here)} waits for {self.checked.name(there)}" for here, there in circle[:12])
-        lines = dict.fromkeys(line for here, _ in circle if (line := self.plan.lines[here.does.node]))
+        cycle = reasons[path.index(queue) :]
+        notes = tuple(f"{self.checked.name(here)} waits for {self.checked.name(there)}" for here, there in cycle[:12])
+        lines = dict.fromkeys(line for here, _ in cycle if (line := self.plan.lines[here.does.node]))
         helps = (
             (f"look at the order that {', '.join(list(lines)[:6])} ask{'s' if len(lines) == 1 else ''} for",)
             if lines
             else ("make the plan again from its script",)
         )
-        devices = sorted({self.numbers[here.device] for here, _ in circle})
+        devices = sorted({self.numbers[here.device] for here, _ in cycle})
         who = (
             f"devices {', '.join(map(str, devices[:8]))}{' ...' if devices[8:] else ''} wait for each other"
             if len(devices) > 1
@@ -236,30 +235,23 @@ class _Run:
 
     def _awaited(self, here: At) -> At:
         """What keeps an instruction from going on: of several, the first."""
-        does: Instruction = here.does
+        x = here.does
         instructions, me = self.plan.devices[here.device].instructions, self.numbers[here.device]
-        for earlier in does.waits:
+        for earlier in x.waits:
             if not self.done[here.device][earlier]:
                 return At(here.device, earlier, instructions[earlier])
-        if does.do == "recv":
-            return next(
-                self.sender[part[0], me, part[1]]
-                for part in does.args["parts"]
-                if (part[0], me, part[1]) not in self.sent
-            )
-        if does.do == "send":
-            return next(
-                self.receiver[me, part[0], part[1]]
-                for part in does.args["parts"]
-                if (me, part[0], part[1]) not in self.taken
-            )
-        group = does.args["group"]
-        here_already = {queue.has[0] for queue in self.arrived[group]}
-        member = next(
-            d for d, number in enumerate(self.numbers) if number in self.plan.groups[group][0] and d not in here_already
-        )
+        if isinstance(x, Receive):
+            awaited = [(one.peer, me, one.tag) for one in x.messages]
+            return next(self.sender[message] for message in awaited if message not in self.sent)
+        if isinstance(x, Send):
+            awaited = [(me, one.peer, one.tag) for one in x.messages]
+            return next(self.receiver[message] for message in awaited if message not in self.taken)
+        assert isinstance(x, Collective)
+        here_already = {queue.has[0] for queue in self.arrived[x.group]}
+        members = self.plan.groups[x.group].members
+        member = next(d for d, number in enumerate(self.numbers) if number in members and d not in here_already)
         return next(
-            At(member, i, x)
-            for i, x in enumerate(self.plan.devices[member].instructions)
-            if x.args.get("group") == group and not self.done[member][i]
+            At(member, i, other)
+            for i, other in enumerate(self.plan.devices[member].instructions)
+            if isinstance(other, Collective) and other.group == x.group and not self.done[member][i]
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from piperlang.plan.instruction import DevicePlan, Instruction, Plan
+from piperlang.plan.instructions import Collective, Instruction, Receive, Send
+from piperlang.plan.plan import DevicePlan, Plan
 
 
 def forward(plan: Plan) -> Plan:
@@ -30,12 +31,12 @@ class _Needed:
         self.together: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for device in plan.devices:
             for i, x in enumerate(device.instructions):
-                if x.do == "send":
-                    self.sends.update({(device.device, part[0], part[1]): i for part in x.args["parts"]})
-                elif x.do == "recv":
-                    self.recvs.update({(part[0], device.device, part[1]): i for part in x.args["parts"]})
-                elif "group" in x.args:
-                    self.together.setdefault((x.node, x.args["group"]), []).append((device.device, i))
+                if isinstance(x, Send):
+                    self.sends.update({(device.device, one.peer, one.tag): i for one in x.messages})
+                elif isinstance(x, Receive):
+                    self.recvs.update({(one.peer, device.device, one.tag): i for one in x.messages})
+                elif isinstance(x, Collective):
+                    self.together.setdefault((x.node, x.group), []).append((device.device, i))
 
     def all(self) -> dict[int, set[int]]:
         found: dict[int, set[int]] = {number: set() for number in self.devices}
@@ -52,14 +53,14 @@ class _Needed:
         for key in x.reads:
             if key in self.made[device]:
                 yield device, self.made[device][key]
-        if x.do == "recv":
-            for source, tag, *_ in x.args["parts"]:
-                yield source, self.sends[source, device, tag]
-        elif x.do == "send":
-            for target, tag, *_ in x.args["parts"]:  # whoever is sent to must take it
-                yield target, self.recvs[device, target, tag]
-        elif "group" in x.args:
-            yield from self.together[x.node, x.args["group"]]
+        if isinstance(x, Receive):
+            for one in x.messages:
+                yield one.peer, self.sends[one.peer, device, one.tag]
+        elif isinstance(x, Send):
+            for one in x.messages:  # whoever is sent to must take it
+                yield one.peer, self.recvs[device, one.peer, one.tag]
+        elif isinstance(x, Collective):
+            yield from self.together[x.node, x.group]
 
 
 def _only(device: DevicePlan, needed: set[int]) -> DevicePlan:
@@ -69,11 +70,11 @@ def _only(device: DevicePlan, needed: set[int]) -> DevicePlan:
     return replace(
         device,
         instructions=instructions,
-        feeds=[feed for feed in device.feeds if feed[0] in reads],
+        feeds=[feed for feed in device.feeds if feed.key in reads],
         weights={key: held for key, held in device.weights.items() if key in reads},
         next={},
     )
 
 
 def _kept(x: Instruction, place: dict[int, int]) -> Instruction:
-    return x._replace(waits=tuple(sorted(place[i] for i in x.waits if i in place)))
+    return replace(x, waits=tuple(sorted(place[i] for i in x.waits if i in place)))

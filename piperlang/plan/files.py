@@ -7,7 +7,6 @@ import gc
 import hashlib
 import json
 import platform
-import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,9 +16,9 @@ from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.diagnostics.files import unreadable
 from piperlang.elaborate.modules import Importer, Module
 from piperlang.elaborate.modules import load as load_module
-from piperlang.ir.model import Divide
-from piperlang.plan.instruction import VERSION, DevicePlan, Instruction, Plan
-from piperlang.plan.saved_form import ARGUMENTS, DEVICE, KEYS, PLAN, SHAPE, Broken, integer, text
+from piperlang.plan.codec import Broken, encode, reader
+from piperlang.plan.instructions import INSTRUCTIONS, Instruction
+from piperlang.plan.plan import VERSION, Plan
 from piperlang.syntax import tree
 
 FORMAT = "piperlang plan"
@@ -29,37 +28,22 @@ FORMAT = "piperlang plan"
 
 
 def dump(plan: Plan) -> str:
-    return json.dumps(
-        {"format": FORMAT, "version": VERSION, "about": plan.about, **_content(plan)},
-        separators=(",", ":"),
-        default=_divide,
-        ensure_ascii=False,
-    )
+    header = {"format": FORMAT, "version": VERSION, "about": plan.about}
+    return json.dumps(header | _content(plan), separators=(",", ":"), default=_encode, ensure_ascii=False)
 
 
 def digest(plan: Plan) -> str:
     """Equal for plans that do the same, wherever they come from."""
-    canonical = json.dumps(_content(plan), separators=(",", ":"), default=_divide, sort_keys=True)
+    canonical = json.dumps(_content(plan), separators=(",", ":"), default=_encode, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _content(plan: Plan) -> dict[str, Any]:
-    return {
-        "samples": plan.samples,
-        "combine": plan.combine,
-        "seconds": plan.seconds,
-        "groups": plan.groups,
-        "kinds": plan.kinds,
-        "names": plan.names,
-        "lines": plan.lines,
-        "devices": [vars(device) for device in plan.devices],
-    }
+    return {name: value for name, value in vars(plan).items() if name != "about"}
 
 
-def _divide(value: Any) -> Any:
-    if isinstance(value, Divide):
-        return {"axis": value.axis, "size": value.size, "style": value.style}
-    raise TypeError(f"a plan holds a {type(value).__name__}")
+def _encode(value: Any) -> Any:
+    return {"op": value.op, **encode(value)} if isinstance(value, Instruction) else encode(value)
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -94,41 +78,40 @@ def _unreadable(name: str, why: str) -> PiperError:
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    raw = data.pop("devices", None)
+    content = {key: value for key, value in data.items() if key not in ("format", "version")}
+    raw = content.get("devices")
     if not isinstance(raw, list):
         raise Broken("it has no list of devices")
-    fields = PLAN({key: value for key, value in data.items() if key not in ("format", "version")})
-    devices = []
-    for k, one in enumerate(raw):
-        try:
-            devices.append(_device(one))
-        except Broken as problem:
-            raise problem.of(f"entry {k} of its devices") from None
-    return Plan(devices=devices, **fields)
-
-
-def _device(data: Any) -> DevicePlan:
-    if not isinstance(data, dict) or not isinstance(data.get("instructions"), list):
-        raise Broken("there is no list of instructions")
-    fields = DEVICE({key: value for key, value in data.items() if key != "instructions"})
     instructions = []
-    for i, one in enumerate(data["instructions"]):
-        try:
-            instructions.append(_instruction(one))
-        except Broken as problem:
-            raise problem.of(f"instruction {i}") from None
-    return DevicePlan(instructions=instructions, **fields)
+    for k, one in enumerate(raw):
+        if not isinstance(one, dict) or not isinstance(one.get("instructions"), list):
+            raise Broken(f"entry {k} of its devices: there is no list of instructions")
+        where = f"entry {k} of its devices: instruction"
+        instructions.append([_instruction(x, f"{where} {i}") for i, x in enumerate(one["instructions"])])
+        one["instructions"] = []
+    plan: Plan = reader(Plan)(content)
+    for part in ("files", "parameters", "versions"):
+        if part in plan.about:
+            try:
+                plan.about[part] = reader(dict[str, str])(plan.about[part])
+            except Broken as problem:
+                raise problem.of(f"`about`: `{part}`") from None
+    for device, its in zip(plan.devices, instructions, strict=True):
+        device.instructions = its
+    return plan
 
 
-def _instruction(data: Any) -> Instruction:
-    if type(data) is not list or len(data) != 7 or type(data[0]) is not str:
-        raise Broken("it is not [do, stream, node, reads, writes, waits, args]")
-    do, stream, node, reads, writes, waits, args = data
-    if do not in ARGUMENTS:
-        raise Broken(f"nobody knows how to `{do}`")
-    return Instruction(
-        sys.intern(do), text(stream), integer(node), KEYS(reads), KEYS(writes), SHAPE(waits), ARGUMENTS[do](args)
-    )
+def _instruction(data: Any, where: str) -> Instruction:
+    try:
+        if type(data) is not dict or type(data.get("op")) is not str:
+            raise Broken("it has no `op`")
+        op = data.pop("op")
+        if op not in INSTRUCTIONS:
+            raise Broken(f"unknown instruction `{op}`")
+        kind: Any = INSTRUCTIONS[op]
+        return reader(kind)(data)  # type: ignore[no-any-return]
+    except Broken as problem:
+        raise problem.of(where) from None
 
 
 # --------------------------------------------------------------------------------------------------------- about

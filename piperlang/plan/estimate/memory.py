@@ -10,12 +10,27 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-from piperlang.ir.graph import COMPUTE, Graph, Key
+from piperlang.ir.graph import Graph, Key
 from piperlang.ir.held import coordinates, interval
 from piperlang.ir.layout import devices_of
-from piperlang.plan.instruction import ROUTES, DevicePlan, Instruction, Plan
+from piperlang.plan.instructions import (
+    AllReduce,
+    AllToAll,
+    Compute,
+    Forward,
+    GatherParameters,
+    InputGradient,
+    Instruction,
+    ParameterUpdate,
+    Receive,
+    Recompute,
+    Routing,
+    ScatterGradients,
+    Send,
+    Update,
+)
+from piperlang.plan.plan import DevicePlan, Plan, StageProgram
 from piperlang.plan.sums import reads, sums, travels_alone
 from piperlang.plan.transfer import local_shapes
 
@@ -65,31 +80,30 @@ class Sizes:
         """Activations that come back from the host: those lie in nothing else."""
         for device in plan.devices:
             for instruction in device.instructions:
-                if instruction.do in ("F", "I", "R"):
+                if isinstance(instruction, Forward | InputGradient | Recompute):
                     self._bundle(instruction)
 
-    def _bundle(self, instruction: Instruction) -> None:
+    def _bundle(self, instruction: Compute) -> None:
         """Activations: what the chunk was captured with, for the samples and the part of it that a device has."""
         last = instruction.writes[-1]
         kind, _, _ = last.partition(":")
         if kind in ("saved", "kept") and last not in self.bundles:
-            about = self.plan.kinds[instruction.args["kind"]]
-            chunk = self.graph.model.chunks[about["chunk"]]
+            program = self.plan.programs[instruction.program]
+            chunk = self.graph.model.chunks[program.chunk]
             whole = chunk.saved_apart if kind == "saved" else chunk.kept_bytes
-            self.bundles[last] = self._scaled(whole, about)
-            self.fetched[last] = self._scaled(chunk.saved_bytes, about)
+            self.bundles[last] = self._scaled(whole, program)
+            self.fetched[last] = self._scaled(chunk.saved_bytes, program)
 
-    def scratch(self, kind: int) -> int:
-        """Of a pass, beyond what it reads and gives."""
-        about = self.plan.kinds[kind]
-        whole = self.graph.model.chunks[about["chunk"]].passes["F" if about["op"] == "R" else about["op"]].scratch_bytes
-        return self._scaled(whole, about)
+    def scratch(self, number: int) -> int:
+        """Of a pass, beyond what it reads and writes."""
+        program = self.plan.programs[number]
+        work = self.graph.model.chunks[program.chunk].passes["F" if program.op == "R" else program.op]
+        return self._scaled(work.scratch_bytes, program)
 
-    def _scaled(self, whole: int, about: Mapping[str, Any]) -> int:
+    def _scaled(self, whole: int, program: StageProgram) -> int:
         """For the samples and the part of a chunk that a device has."""
-        return int(
-            whole * about["samples"] / self.graph.model.samples / prod(divide.size for divide in about["arranged"][0])
-        )
+        parts = prod(divide.size for divide in program.sharding[0])
+        return int(whole * program.samples / self.graph.model.samples / parts)
 
     def of(self, key: Key, device: int) -> int:
         """In bytes."""
@@ -131,16 +145,14 @@ class _Walk:
         self.over: set[Key] = set()
         for key in (*device.weights, *(key for key, _, _ in device.feeds)):
             self._add(key)
-        self.now[OPTIMIZER] = round(
-            states
-            * sum(self._elements(entry) for x in device.instructions if x.do == "update" for entry in x.args["weights"])
-        )
+        updated = [change for x in device.instructions if isinstance(x, Update) for change in x.parameters]
+        self.now[OPTIMIZER] = round(states * sum(map(self._elements, updated)))
         self.best, self.at, self.by = sum(self.now.values()), -1, dict(self.now)
 
-    def _elements(self, entry: Mapping[str, Any]) -> int:
-        if entry["take"] is not None:
-            return int(entry["take"][1] - entry["take"][0])
-        return self.sizes.of(entry["old"], self.number) // self._item(entry["old"])
+    def _elements(self, change: ParameterUpdate) -> int:
+        if change.part is not None:
+            return change.part[1] - change.part[0]
+        return self.sizes.of(change.old, self.number) // self._item(change.old)
 
     def _item(self, key: Key) -> int:
         return self.sizes.graph.model.weights[self.sizes.graph.held[key].weight].itemsize
@@ -169,22 +181,21 @@ class _Walk:
                 self.over.discard(value)
                 self._end(value)
 
-    def _lie_in(self, instruction: Instruction) -> None:
+    def _lie_in(self, instruction: Compute) -> None:
         """Activations that a forward keeps may lie in what it reads or gives."""
-        kind = self.plan.kinds[instruction.args["kind"]]
-        bundle = instruction.writes[-1]
-        if instruction.do not in ("F", "R") or not bundle.startswith("saved:"):
+        program = self.plan.programs[instruction.program]
+        chunk = self.sizes.graph.model.chunks[program.chunk]
+        bundle = instruction.outputs[-1]
+        if instruction.op not in ("F", "R") or not bundle.startswith("saved:"):
             return
-        given = {slot: keys[0] for slot, keys in zip(kind["slots"], instruction.args["reads"], strict=True) if keys}
-        gave = dict(zip(kind["gives"], instruction.writes, strict=False)) if instruction.do == "F" else {}
-        for slot in self.sizes.graph.model.chunks[kind["chunk"]].saved_in:
+        given = {slot: keys[0] for slot, keys in zip(program.inputs, instruction.inputs, strict=True) if keys}
+        made = instruction.op == "F"
+        gave = dict(zip(program.outputs, instruction.outputs, strict=False)) if made else {}
+        for slot in chunk.saved_in:
             key = given.get(slot) or gave.get(slot)
-            if instruction.do == "R" and slot[0] == "output":
-                # Made again only for what lies in it.
-                again = self.sizes.of(
-                    f"{self.sizes.graph.model.chunks[kind['chunk']].outputs[slot[1]]}#{bundle.partition('#')[2]}",
-                    self.number,
-                )
+            if not made and slot[0] == "output":
+                # Made again only for the activations that are views of it.
+                again = self.sizes.of(f"{chunk.outputs[slot[1]]}#{bundle.partition('#')[2]}", self.number)
                 self.live[bundle] += again
                 self.now[ACTIVATIONS] += again
             elif key is not None:
@@ -196,7 +207,7 @@ class _Walk:
         sent = 0
         again = set(self.device.next.values())
         for i, instruction in enumerate(self.device.instructions):
-            if instruction.do == "send":
+            if isinstance(instruction, Send):
                 self.now[COMMUNICATION] -= sent  # what was sent before has been taken by now
                 sent = self._sent(instruction)
                 self.now[COMMUNICATION] += sent
@@ -207,11 +218,11 @@ class _Walk:
                     fresh += (
                         self.sizes.of(key, self.number) if total in self.live else 0
                     )  # until it has been added to its sum
-                if instruction.do != "update" and key not in again and (total in self.left or total in self.permanent):
+                if instruction.op != "update" and key not in again and (total in self.left or total in self.permanent):
                     self._add(total)
-            if instruction.do in COMPUTE and instruction.writes[-1] in self.live:
+            if isinstance(instruction, Compute) and instruction.outputs[-1] in self.live:
                 self._lie_in(instruction)
-            kind = ACTIVATIONS if instruction.do in COMPUTE else COMMUNICATION
+            kind = ACTIVATIONS if isinstance(instruction, Compute) else COMMUNICATION
             self._look(i, {GRADIENTS: fresh, kind: self._buffers(instruction)})
             for key in self.reads[i]:
                 self.left[key] -= 1
@@ -224,13 +235,12 @@ class _Walk:
         if total > self.best:
             self.best, self.at, self.by = total, i, {name: size + more.get(name, 0) for name, size in self.now.items()}
 
-    def _sent(self, instruction: Instruction) -> int:
+    def _sent(self, send: Send) -> int:
         """What is cut out of a value is a copy."""
-        args = instruction.args
-        if args["key"] is None:
-            return len(args["parts"])
-        whole, elements = self.sizes.of(args["key"], self.number), prod(self._shape(args["key"])) or 1
-        return sum(whole * prod(part[3]) // elements for part in args["parts"] if part[2] is not None)
+        if send.value is None:
+            return len(send.messages)
+        whole, elements = self.sizes.of(send.value, self.number), prod(self._shape(send.value)) or 1
+        return sum(whole * prod(one.shape) // elements for one in send.messages if one.box is not None)
 
     def _shape(self, key: Key) -> tuple[int, ...]:
         value = self.sizes.graph.values[key]
@@ -238,18 +248,19 @@ class _Walk:
 
     def _buffers(self, instruction: Instruction) -> int:
         """What an instruction needs only while it runs."""
-        do, args = instruction.do, instruction.args
-        if do in COMPUTE:
-            return self.sizes.scratch(args["kind"])
-        if do in ("gather", "scatter"):
-            together = [entry for entry in args["weights"] if not travels_alone(entry)]
-            copied: int = sum(prod(entry["shape"]) for entry in together) * self._item(instruction.writes[0])
-            return copied + copied // (len(args["weights"][0]["cuts"]) or 1)
-        if do in ("exchange", *ROUTES):
-            return self.sizes.of(instruction.reads[0], self.number) + self.sizes.of(instruction.writes[0], self.number)
-        if do == "all_reduce":
-            return self.sizes.of(instruction.reads[0], self.number) if args["keep"] is not None else 0
-        if do == "recv":
-            largest: int = max((prod(part[3]) for part in args["parts"] if part[2] is not None), default=0)
-            return int(largest * self.sizes.of(instruction.writes[0], self.number) // max(1, prod(args["shape"])))
+        of = self.sizes.of
+        match instruction:
+            case Compute(program=program):
+                return self.sizes.scratch(program)
+            case GatherParameters(shards=shards) | ScatterGradients(shards=shards):
+                together = sum(prod(one.shape) for one in shards if not travels_alone(one))
+                copied = together * self._item(shards[0].target)
+                return copied + copied // (len(shards[0].cuts) or 1)
+            case AllToAll(source=source, target=target) | Routing(source=source, target=target):
+                return of(source, self.number) + of(target, self.number)
+            case AllReduce(source=source, keep=keep):
+                return of(source, self.number) if keep is not None else 0
+            case Receive(target=target, messages=messages, shape=shape):
+                largest = max((prod(one.shape) for one in messages if one.box is not None), default=0)
+                return largest * of(target, self.number) // max(1, prod(shape))
         return 0

@@ -1,4 +1,4 @@
-"""The way that rows go to the devices that have their experts, and back."""
+"""Which tokens go to which rank: the splits of the all-to-alls around divided experts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from piperlang.capture.routed import by_expert
 
 
-class Way(NamedTuple):
+class Splits(NamedTuple):
     """Of one device, by member of its group."""
 
     order: torch.Tensor
-    """Its own rows, by where they go."""
+    """Its own tokens, sorted by the rank they go to."""
     give: list[int]
     take: list[int]
 
 
 def leaving(chosen: torch.Tensor, experts: int, members: int) -> tuple[torch.Tensor, ...]:
-    """Which rows go to each member: experts lie on them in order, as many on each."""
+    """Which tokens go to each member: experts are on them in order, equally many on each."""
     order, counts = by_expert(chosen, experts)
     return torch.split(order, counts.view(members, -1).sum(1).tolist())

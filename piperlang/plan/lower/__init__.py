@@ -1,0 +1,102 @@
+"""The graph as instructions for every device, taken from one sequence so that partners meet in the same order."""
+
+from __future__ import annotations
+
+from piperlang.ir.graph import COMPUTE, Family, Graph, Node
+from piperlang.ir.held import coordinates, interval, local_box
+from piperlang.ir.layout import devices_of
+from piperlang.plan.estimate.cost import Costs, Machine
+from piperlang.plan.instructions import Fetch, Offload
+from piperlang.plan.linearize import linearize
+from piperlang.plan.lower.activations import Activations
+from piperlang.plan.lower.emit import Emitter
+from piperlang.plan.lower.parameters import Parameters
+from piperlang.plan.plan import ParameterShard, Plan
+
+
+def lower(graph: Graph, machine: Machine | None = None) -> Plan:
+    sequence = linearize(graph, Costs(graph, machine))
+    emitter = Emitter(graph)
+    lowering = _Lowering(graph, emitter)
+    _keep_weights(graph, emitter)
+    receivers = {node.reads[0][0]: node for node in graph.nodes if node.op == "recv"}
+    early: set[int] = set()
+    for i in sequence.order:
+        node = graph.nodes[i]
+        if i in early:
+            continue
+        emitter.synchronize(node)
+        lowering.lower(node)
+        # A receive is posted when its send is, unless an order says otherwise: then both ends have the messages of a
+        # pair in the same order.
+        if node.op == "send" and receivers[node.writes[0]].id not in emitter.before:
+            early.add(receivers[node.writes[0]].id)
+            lowering.lower(receivers[node.writes[0]])
+    for device in emitter.devices.values():
+        device.next = {old: new for old, new in graph.next.items() if old in device.weights}
+    return Plan(
+        list(emitter.devices.values()),
+        lowering.activations.programs,
+        [str(node) for node in graph.nodes],
+        [_line(node.family) for node in graph.nodes],
+        graph.model.samples,
+        graph.model.combine,
+        list(emitter.groups),
+        sequence.seconds,
+    )
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, emitter: Emitter) -> None:
+        self.graph, self.emitter = graph, emitter
+        self.activations, self.parameters = Activations(graph, emitter), Parameters(graph, emitter)
+
+    def lower(self, node: Node) -> None:
+        activations, parameters, op = self.activations, self.parameters, node.op
+        if op in COMPUTE:
+            activations.compute(node)
+        elif op in ("offload", "fetch"):
+            self._offload(node)
+        elif op == "update":
+            parameters.update(node)
+        elif node.writes[0] in self.graph.held:
+            parameters.collective(node)
+        elif op == "send":
+            activations.send(node)
+        elif op == "recv":
+            activations.recv(node)
+        elif op in ("all_reduce", "reduce_scatter"):
+            activations.all_reduce(node)
+        elif node.routes is not None:
+            activations.route(node)
+        elif op in ("all_gather", "all_to_all"):
+            activations.all_to_all(node)
+        else:
+            activations.copy(node)
+
+    def _offload(self, node: Node) -> None:
+        move = Offload if node.op == "offload" else Fetch
+        for device in devices_of(node.family.where):
+            self.emitter.emit(device, node, move, source=node.reads[0][0], target=node.writes[0])
+
+
+def _keep_weights(graph: Graph, emitter: Emitter) -> None:
+    for key, held in graph.held.items():
+        if not key.startswith("w:") or key in graph.made:
+            continue
+        shape = graph.model.weights[held.weight].shape
+        devices = devices_of(held.where)
+        for device, at in zip(devices, coordinates(held.where), strict=True):
+            emitter.devices[device].weights[key] = ParameterShard(
+                held.weight,
+                local_box(held, shape, at),
+                interval(held, shape, at) if held.flat else None,
+                device == devices[0],
+            )
+
+
+def _line(family: Family) -> str:
+    if family.by is None:
+        return ""
+    span = family.by.span
+    return f"{span.source.name}:{span.first.line}"

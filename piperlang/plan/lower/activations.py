@@ -1,0 +1,283 @@
+"""Passes of chunks, and activations that move between placements: who sends which box of its tensor to whom."""
+
+from __future__ import annotations
+
+from piperlang.ir.graph import Family, Graph, Key, Node, Value
+from piperlang.ir.held import coordinates
+from piperlang.ir.layout import Box, axes_of, devices_of
+from piperlang.ir.model import Tensor, choice_of
+from piperlang.plan.instructions import (
+    INSTRUCTIONS,
+    AllReduce,
+    AllToAll,
+    Block,
+    Combine,
+    Copy,
+    Dispatch,
+    ExchangeSplits,
+    LocalCopy,
+    Message,
+    Receive,
+    Send,
+    Shape,
+    ZeroGradient,
+)
+from piperlang.plan.lower.emit import Emitter
+from piperlang.plan.plan import Feed, StageProgram
+from piperlang.plan.transfer import Part, local_shapes, parts, shape_of
+
+SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
+SUPPLIED = ("seed", "rng")
+"""Inputs that the runtime supplies: the gradient of the loss, and the random state."""
+
+
+class Activations:
+    def __init__(self, graph: Graph, emitter: Emitter) -> None:
+        self.graph, self.emitter = graph, emitter
+        self.programs: list[StageProgram] = []
+        self._numbers: dict[int, int] = {}
+        self._tags: dict[tuple[Key, int], dict[int, int]] = {}
+
+    # ------------------------------------------------------------------------------------------------------- compute
+
+    def compute(self, node: Node) -> None:
+        family, graph = node.family, self.graph
+        assert family.layout is not None
+        assert family.chunk is not None
+        value = self._output(node, 0)
+        firsts = [box[0][0] for box in family.layout.boxes(SAMPLE, value.first, value.samples, value.inner)]
+        counted = set(family.layout.separate())
+        share = family.samples / graph.model.samples if graph.model.combine == "mean" else 1.0
+        inputs = tuple(tuple(key for key in keys if key not in SUPPLIED) for keys in node.reads)
+        differentiates = any(slot[0] == "grad_output" for slot in family.slots)
+        for k, device in enumerate(devices_of(family.where)):
+            at = coordinates(family.where)[k]
+            self._feed(node, device, k)
+            self.emitter.emit(
+                device,
+                node,
+                INSTRUCTIONS[family.op],
+                program=self._program(family),
+                inputs=inputs,
+                outputs=node.writes,
+                first_sample=firsts[k],
+                coordinates=tuple(at[divide.axis] for divide in family.arranged[0]),
+                loss_share=share if differentiates else None,
+                zeros=self._zeros(node, device),
+            )
+            for key in set(node.writes) & set(graph.losses):
+                if k in counted:
+                    self.emitter.devices[device].losses[key] = share
+
+    def _output(self, node: Node, output: int) -> Value:
+        name = self.graph.model.chunks[node.family.chunk or 0].outputs[output]
+        return self.graph.values[f"{name}#{'.'.join(map(str, node.point))}"]
+
+    def _feed(self, node: Node, device: int, k: int) -> None:
+        """Slices of the batch that a pass reads."""
+        feeds = self.emitter.devices[device].feeds
+        for slot, keys in zip(node.family.slots, node.reads, strict=True):
+            if slot[0] == "batch" and all(known.key != keys[0] for known in feeds):
+                fed = self.graph.values[keys[0]]
+                box = list(fed.layout.boxes(fed.tensor, fed.first, fed.samples, fed.inner))[k]
+                feeds.append(Feed(keys[0], fed.tensor.name, box))
+
+    def _zeros(self, node: Node, device: int) -> tuple[ZeroGradient, ...]:
+        found = []
+        for (kind, output), keys in zip(node.family.slots, node.reads, strict=True):
+            if kind == "grad_output" and not keys:
+                value = self._output(node, output)
+                found.append(ZeroGradient(output, _local(value)[device], value.tensor.dtype))
+        return tuple(found)
+
+    def _program(self, family: Family) -> int:
+        if id(family) not in self._numbers:
+            self._numbers[id(family)] = len(self.programs)
+            assert family.chunk is not None
+            chunk, loss = self.graph.model.chunks[family.chunk], self.graph.model.loss
+            sharded_experts = any(divide.style == "experts" for divide in family.arranged[0])
+            self.programs.append(
+                StageProgram(
+                    family.op,
+                    family.chunk,
+                    family.samples,
+                    family.arranged,
+                    tuple(family.slots),
+                    tuple(family.gives),
+                    chunk.outputs.index(loss) if loss in chunk.outputs else None,
+                    chunk.choice is not None and sharded_experts,
+                )
+            )
+        return self._numbers[id(family)]
+
+    # ------------------------------------------------------------------------------------------------ point to point
+
+    def send(self, node: Node) -> None:
+        key, wire = node.reads[0][0], node.writes[0]
+        have, want = self.graph.values[key], self.graph.values[wire]
+        moved = parts(have, want)
+        for device in devices_of(node.family.where):
+            mine = [part for part in moved if part.source == device and part.target != device]
+            shape = _local(have)[device]
+            messages = tuple(
+                Message(
+                    part.target,
+                    self.emitter.tag(device, part.target),
+                    _unless_whole(part.taken, shape),
+                    shape_of(part.taken),
+                )
+                for part in mine
+            )
+            self._tags[wire, device] = {message.peer: message.tag for message in messages}
+            if messages:
+                self.emitter.emit(
+                    device, node, Send, on=f"{node.stream}>", value=key, messages=messages, dtype=have.tensor.dtype
+                )
+
+    def recv(self, node: Node) -> None:
+        wire, target = node.reads[0][0], node.writes[0]
+        source = self.graph.nodes[self.graph.made[wire]].reads[0][0]
+        have, want = self.graph.values[source], self.graph.values[target]
+        moved = parts(have, want)
+        for device in devices_of(node.family.where):
+            coming = [part for part in moved if part.target == device]
+            shape = _local(want)[device]
+            messages = tuple(
+                Message(
+                    part.source,
+                    self._tags[wire, part.source][device],
+                    _unless_whole(part.put, shape),
+                    shape_of(part.put),
+                )
+                for part in coming
+                if part.source != device
+            )
+            self.emitter.emit(
+                device,
+                node,
+                Receive,
+                on=f"{node.stream}<{messages[0].peer if messages else device}",
+                target=target,
+                messages=messages,
+                local=tuple(LocalCopy(source, part.taken, part.put) for part in coming if part.source == device),
+                shape=shape,
+                dtype=want.tensor.dtype,
+            )
+
+    # --------------------------------------------------------------------------------------------------- collectives
+
+    def all_reduce(self, node: Node) -> None:
+        key, target = node.reads[0][0], node.writes[0]
+        have, want = self.graph.values[key], self.graph.values[target]
+        shapes, boxes, wanted = _local(have), _boxes(have), _boxes(want)
+        for members in self.emitter.along(node.family.where, node.family.axes):
+            for device in members:
+                kept = tuple(
+                    (low - start, high - start)
+                    for (low, high), (start, _) in zip(wanted[device], boxes[device], strict=True)
+                )
+                self.emitter.emit(
+                    device,
+                    node,
+                    AllReduce,
+                    group=self.emitter.group(members, node.stream),
+                    source=key,
+                    target=target,
+                    shape=shapes[device],
+                    dtype=have.tensor.dtype,
+                    keep=_unless_whole(kept, shapes[device]),
+                )
+
+    def all_to_all(self, node: Node) -> None:
+        key, target = node.reads[0][0], node.writes[0]
+        have, want = self.graph.values[key], self.graph.values[target]
+        given: dict[int, list[Part]] = {}
+        taken: dict[int, list[Part]] = {}
+        for part in parts(have, want):
+            given.setdefault(part.source, []).append(part)
+            taken.setdefault(part.target, []).append(part)
+        shapes = _local(want)
+        for members in self.emitter.along(node.family.where, node.family.axes):
+            rank = {device: k for k, device in enumerate(members)}
+            for device in members:
+                give = sorted(given.get(device, ()), key=lambda part: rank[part.target])
+                take = sorted(taken.get(device, ()), key=lambda part: rank[part.source])
+                self.emitter.emit(
+                    device,
+                    node,
+                    AllToAll,
+                    group=self.emitter.group(members, node.stream),
+                    source=key,
+                    target=target,
+                    give=tuple(Block(part.target, part.taken, shape_of(part.taken)) for part in give),
+                    take=tuple(Block(part.source, part.put, shape_of(part.put)) for part in take),
+                    shape=shapes[device],
+                    dtype=have.tensor.dtype,
+                )
+
+    def route(self, node: Node) -> None:
+        """Tokens to their experts and back. Shapes are those of balanced experts; token counts are exchanged at run
+        time."""
+        (key,), (target, *made) = node.reads[0], node.writes
+        have, want = self.graph.values[key], self.graph.values[target]
+        choice = choice_of((*have.layout.places, *want.layout.places))
+        assert choice is not None
+        to_experts = choice_of(want.layout.places) is not None
+        make = ExchangeSplits if node.routes == "choose" else Dispatch if to_experts else Combine
+        splits = made[0] if make is ExchangeSplits else node.reads[1][0]
+        shapes = _local(want)
+        for members in self.emitter.along(node.family.where, node.family.axes):
+            for device in members:
+                self.emitter.emit(
+                    device,
+                    node,
+                    make,
+                    group=self.emitter.group(members, node.stream),
+                    source=key,
+                    target=target,
+                    splits=splits,
+                    experts=choice.experts,
+                    shape=shapes[device],
+                    dtype=have.tensor.dtype,
+                )
+
+    # ---------------------------------------------------------------------------------------------------------- local
+
+    def copy(self, node: Node) -> None:
+        """Slices, concatenations, and zeros on devices that do not own a shared gradient."""
+        target = node.writes[0]
+        want = self.graph.values[target]
+        axes = list(zip(axes_of(want.layout.where), want.layout.places, strict=True))
+        for k, device in enumerate(devices_of(node.family.where)):
+            at = coordinates(node.family.where)[k]
+            zero = node.op == "share" and any(at[axis] for (axis, _), place in axes if place == "share")
+            copies = tuple(
+                LocalCopy(key, part.taken, part.put)
+                for key in node.reads[0]
+                for part in parts(self.graph.values[key], want)
+                if part.source == part.target == device
+            )
+            self.emitter.emit(
+                device,
+                node,
+                Copy,
+                sources=node.reads[0],
+                target=target,
+                copies=() if zero else copies,
+                shape=_local(want)[device],
+                dtype=want.tensor.dtype,
+            )
+
+
+def _local(value: Value) -> dict[int, Shape]:
+    return local_shapes(value.tensor, value.layout, value.samples, value.inner)
+
+
+def _boxes(value: Value) -> dict[int, Box]:
+    boxes = value.layout.boxes(value.tensor, 0, value.samples, value.inner)
+    return dict(zip(devices_of(value.layout.where), boxes, strict=True))
+
+
+def _unless_whole(box: Box, shape: Shape) -> Box | None:
+    """A box, or None where it is all there is."""
+    return None if shape_of(box) == tuple(shape) else box

@@ -1,0 +1,110 @@
+"""Instructions appended to the devices' lists, with their waits; tags, communicators, and messages without data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from piperlang.elaborate.values import Slice
+from piperlang.ir.graph import Family, Graph, Key, Node
+from piperlang.ir.held import along
+from piperlang.ir.layout import devices_of
+from piperlang.plan.instructions import SYNC, Instruction, Message, Receive, Send
+from piperlang.plan.plan import DevicePlan, Group
+
+
+class Emitter:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        every = sorted({device for family in graph.families for device in _devices(family)})
+        self.devices = {device: DevicePlan(device) for device in every}
+        self.groups: dict[Group, int] = {}
+        self._made: dict[int, dict[Key, int]] = {device: {} for device in every}
+        self._at: dict[int, dict[int, list[int]]] = {device: {} for device in every}
+        self._tags: dict[tuple[int, int], int] = {}
+        self.before: dict[int, list[int]] = {node: list(earlier) for node, earlier in graph.after.items()}
+        """Temporal edges: which nodes a node comes after."""
+        for order in graph.orders:
+            for earlier, later in order.fences(lambda node: graph.nodes[node].stream):
+                for node in later:
+                    self.before.setdefault(node, []).extend(earlier)
+
+    def emit(
+        self,
+        device: int,
+        node: Node,
+        make: type[Instruction],
+        *,
+        on: str | None = None,
+        after: Sequence[int] = (),
+        **fields: Any,
+    ) -> int:
+        """`on`: another stream than the node's; `after`: instructions that must have ended. Returns its place."""
+        plan, made = self.devices[device], self._made[device]
+        stream = on or node.stream
+        instruction = make(stream, node.id, (), **fields)
+        earlier = {made[key] for key in instruction.reads if key in made} | set(after)
+        earlier |= {i for other in self.before.get(node.id, ()) for i in self._at[device].get(other, ())}
+        waits = tuple(sorted(i for i in earlier if plan.instructions[i].stream != stream))
+        index = len(plan.instructions)
+        plan.instructions.append(replace(instruction, waits=waits) if waits else instruction)
+        for key in instruction.writes:
+            made[key] = index
+        self._at[device].setdefault(node.id, []).append(index)
+        return index
+
+    def synchronize(self, node: Node) -> None:
+        """A temporal edge between nodes that share no device takes a message."""
+        here = _devices(node.family)
+        for other in dict.fromkeys(self.before.get(node.id, ())):
+            earlier = self.graph.nodes[other]
+            there = _devices(earlier.family)
+            if set(here) & set(there):
+                continue
+            pairs = zip(there, here, strict=True) if len(there) == len(here) else product(there, here)
+            for source, target in pairs:
+                tag = self.tag(source, target)
+                ended = self._at[source].get(other, ())
+                self.emit(
+                    source,
+                    earlier,
+                    Send,
+                    on=f"{SYNC}>",
+                    after=ended,
+                    value=None,
+                    messages=(Message(target, tag, None, (1,)),),
+                    dtype="uint8",
+                )
+                index = self.emit(
+                    target,
+                    earlier,
+                    Receive,
+                    on=f"{SYNC}<{source}",
+                    target=f"now:{other}>{node.id}",
+                    messages=(Message(source, tag, None, (1,)),),
+                    local=(),
+                    shape=(1,),
+                    dtype="uint8",
+                )
+                self._at[target].setdefault(other, []).append(index)
+
+    def tag(self, source: int, target: int) -> int:
+        """Messages between two devices are numbered in the order of the sequence."""
+        tag = self._tags.get((source, target), 0)
+        self._tags[source, target] = tag + 1
+        return tag
+
+    def group(self, members: Sequence[int], stream: str) -> int:
+        return self.groups.setdefault(Group(tuple(members), stream), len(self.groups))
+
+    @staticmethod
+    def along(where: Slice, axes: Sequence[str]) -> Iterator[list[int]]:
+        """Groups of devices that differ only along some axes."""
+        devices = devices_of(where)
+        yield from ([devices[k] for k in group] for group in along(where, axes))
+
+
+def _devices(family: Family) -> tuple[int, ...]:
+    return tuple(device for where in (family.where, *family.beyond) for device in devices_of(where))

@@ -1,0 +1,86 @@
+"""A plan: one list of instructions per device, and what they refer to. No strategy, no mesh, no graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from piperlang.ir.graph import Key
+from piperlang.ir.layout import Box
+from piperlang.ir.model import Arrangement, Slot
+from piperlang.plan.instructions import Instruction, Interval
+
+VERSION = 3
+
+
+class StageProgram(NamedTuple):
+    """What a compute instruction runs: one pass of one chunk, for a number of samples and one sharding."""
+
+    op: str
+    chunk: int
+    samples: int
+    sharding: Arrangement
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    loss: int | None
+    """Which output is the loss."""
+    routed: bool
+    """Its experts are divided over devices, so its tokens are dispatched."""
+
+
+class ParameterShard(NamedTuple):
+    """What a device keeps of a weight between steps."""
+
+    weight: str
+    box: Box
+    interval: Interval | None
+    """Of the flattened box, where ZeRO divides it further."""
+    first: bool
+    """Of the devices that keep the same weight, the first."""
+
+
+class Feed(NamedTuple):
+    """A slice of the batch."""
+
+    key: Key
+    name: str
+    box: Box
+    """In the whole batch."""
+
+
+class Group(NamedTuple):
+    """A communicator."""
+
+    members: tuple[int, ...]
+    stream: str
+
+
+@dataclass
+class DevicePlan:
+    device: int
+    instructions: list[Instruction] = field(default_factory=list)
+    feeds: list[Feed] = field(default_factory=list)
+    weights: dict[Key, ParameterShard] = field(default_factory=dict)
+    next: dict[Key, Key] = field(default_factory=dict)
+    """Which value becomes the weight of the next step."""
+    losses: dict[Key, float] = field(default_factory=dict)
+    """Losses made here, and what each counts for; the same loss is counted on one device only."""
+
+
+@dataclass
+class Plan:
+    """Everything that is needed to run steps, except the model's own code and weights."""
+
+    devices: list[DevicePlan]
+    programs: list[StageProgram]
+    names: list[str]
+    """Names of nodes, for messages."""
+    lines: list[str]
+    """The line of the script behind each node."""
+    samples: int
+    combine: str
+    groups: list[Group]
+    seconds: float = 0.0
+    """The estimated step time."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Provenance: model, script, versions."""

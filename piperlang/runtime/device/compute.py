@@ -1,0 +1,60 @@
+"""Passes of stage programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piperlang.capture.random import mix
+from piperlang.ir.graph import Key
+from piperlang.plan.instructions import Compute
+from piperlang.plan.plan import StageProgram
+from piperlang.runtime.device.values import DeviceValues
+
+
+def compute(device: DeviceValues, x: Compute) -> None:
+    program, piece = device.programs[x.program], device.pieces[x.program]
+    given: dict[Any, Any] = {}
+    for slot, keys in zip(program.inputs, x.inputs, strict=True):
+        name = slot[0]
+        if name in ("saved", "kept"):
+            given.update(device.values[keys[0]])
+        elif name == "grad_output":
+            given[slot] = _gradient(device, slot[1], keys, x, program)
+        elif name == "rng":
+            state = [mix(device.seed, device.step), x.first_sample, *x.coordinates]
+            given[slot] = torch.tensor(state, device=device.where)
+        else:
+            given[slot] = device.values[keys[0]]
+    taken = [given[slot] for slot in piece.takes]
+    results = piece.call(taken)
+    _store(device, x, program, dict(zip(piece.gives, results, strict=True)), (taken, results))
+
+
+def _gradient(
+    device: DeviceValues, output: int, keys: Sequence[Key], x: Compute, program: StageProgram
+) -> torch.Tensor:
+    if output == program.loss:
+        assert x.loss_share is not None
+        return torch.tensor(x.loss_share / device.count, device=device.where, dtype=device.loss_dtype)
+    if not keys:
+        zero = next(zero for zero in x.zeros if zero.output == output)
+        return torch.zeros(zero.shape, dtype=getattr(torch, zero.dtype), device=device.where)
+    total: torch.Tensor = device.values[keys[0]]
+    for key in keys[1:]:
+        total = total + device.values[key]
+    return total
+
+
+def _store(device: DeviceValues, x: Compute, program: StageProgram, gave: Mapping[Any, Any], around: Any) -> None:
+    saved = {slot: value for slot, value in gave.items() if slot[0] == "saved"}
+    kept = {slot: value for slot, value in gave.items() if slot[0] == "kept"}
+    if program.op == "R":
+        written: list[Any] = [saved]
+    else:
+        written = [gave[slot] for slot in program.outputs if slot[0] not in ("saved", "kept")]
+        written += [saved] if program.op == "F" else [kept] if kept else []
+    for key, value in zip(x.outputs, written, strict=False):
+        device.put(key, value, around)

@@ -1,0 +1,149 @@
+"""Parameters and gradients: collectives in buckets, the global norm, optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from piperlang.ir.graph import Key
+from piperlang.plan.instructions import (
+    GatherParameters,
+    GradientNorm,
+    Interval,
+    ParameterUpdate,
+    ReduceGradients,
+    ScatterGradients,
+    Shards,
+    Update,
+)
+from piperlang.plan.sums import travels_alone
+from piperlang.runtime.device.values import DeviceValues
+
+
+def gather(device: DeviceValues, x: GatherParameters) -> None:
+    """A large weight in equal shards arrives where it stays; the others share one message."""
+    alone, together = _apart(x.shards)
+    for one in alone:
+        part = device.values[one.sources[0]]
+        whole = _again(device, one.target)
+        if whole is None:
+            whole = part.new_empty(one.shape)
+        else:
+            part = part.clone()  # it is a view of the whole, and backends differ in what they allow there
+        device.comm.gather_into(x.group, whole.view(-1), part.view(-1))
+        device.values[one.target] = whole
+    # A message is of one dtype: torch.cat would convert.
+    for dtype in dict.fromkeys(device.values[one.sources[0]].dtype for one in together):
+        alike = [one for one in together if device.values[one.sources[0]].dtype == dtype]
+        _gather_together(device, x.group, alike)
+
+
+def _gather_together(device: DeviceValues, group: int, together: Sequence[Shards]) -> None:
+    sizes = [max(high - low for low, high in one.cuts) for one in together]
+    flat = [device.values[one.sources[0]].flatten() for one in together]
+    mine = torch.cat([_padded(part, size) for part, size in zip(flat, sizes, strict=True)])
+    everyone = mine.new_empty(len(together[0].cuts), mine.numel())
+    device.comm.gather_into(group, everyone.view(-1), mine)
+    start = 0
+    for one, size in zip(together, sizes, strict=True):
+        parts = [part[start : start + high - low] for part, (low, high) in zip(everyone, one.cuts, strict=True)]
+        whole = _again(device, one.target)
+        joined = torch.cat(parts) if whole is None else torch.cat(parts, out=whole.view(-1))
+        device.values[one.target] = joined.view(one.shape)
+        start += size
+
+
+def _again(device: DeviceValues, key: Key) -> torch.Tensor | None:
+    """The storage of a weight before its update, if it is gathered to be kept: nothing reads the old one any more."""
+    old = device.before.get(key)
+    return None if old is None else device.values[old]
+
+
+def scatter(device: DeviceValues, x: ScatterGradients) -> None:
+    """A large gradient in equal shards is sent from where it is; the others share one message."""
+    me = device.rank(x.group)
+    alone, together = _apart(x.shards)
+    for one in alone:
+        total = device.total(one.sources)
+        low, high = one.cuts[me]
+        mine = total.new_empty(high - low)
+        device.comm.scatter_into(x.group, mine, total.contiguous().view(-1))
+        device.put(one.target, mine)
+    if not together:
+        return
+    totals = [device.total(one.sources).flatten() for one in together]
+    sizes = [max(high - low for low, high in one.cuts) for one in together]
+    parts = torch.cat(
+        [
+            _padded(total[slice(*one.cuts[rank])], size)
+            for rank in range(len(together[0].cuts))
+            for one, total, size in zip(together, totals, sizes, strict=True)
+        ]
+    )
+    mine = parts.new_empty(sum(sizes))
+    device.comm.scatter_into(x.group, mine, parts)
+    start = 0
+    for one, size in zip(together, sizes, strict=True):
+        low, high = one.cuts[me]
+        device.put(one.target, mine[start : start + high - low].clone())
+        start += size
+
+
+def reduce(device: DeviceValues, x: ReduceGradients) -> None:
+    totals = [device.total(one.sources) for one in x.shards]
+    flat = torch.cat([total.flatten() for total in totals])
+    if x.share is not None and x.share != 1.0:
+        flat *= x.share
+    device.comm.all_reduce(x.group, flat)
+    start = 0
+    for one, total in zip(x.shards, totals, strict=True):
+        device.values[one.target] = flat[start : start + total.numel()].view(total.shape)
+        start += total.numel()
+
+
+def norm(device: DeviceValues, x: GradientNorm) -> None:
+    """What to scale all gradients by, so that their norm is at most the limit; torch's own rule."""
+    parts = [_gradient_part(device.total(term.gradients), term.gradient_part) for term in x.terms if term.counts]
+    squares = [
+        torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).double().square()
+        for part in parts
+    ]
+    none = torch.zeros(1, dtype=torch.float64, device=device.where)
+    total = torch.stack(squares).sum().view(1) if squares else none
+    device.comm.all_reduce(x.group, total)
+    device.values[x.target] = (x.limit / (total.sqrt() + 1e-6)).clamp(max=1.0)
+
+
+def update(device: DeviceValues, x: Update) -> None:
+    """In place: nothing reads the old weights any more."""
+    scale = None if x.scale is None else device.values[x.scale]
+    weights, gradients = [], []
+    for change in x.parameters:
+        gradient = device.total(change.gradients)
+        if device.last_gradients is not None:
+            device.last_gradients[change.old] = gradient.detach().clone()
+        weights.append(updated_part(device.values[change.old], change))
+        gradient = _gradient_part(gradient, change.gradient_part)
+        gradients.append(gradient if scale is None else gradient * scale.to(gradient.dtype))
+    device.optimizers.update(device.plan.device, x.writes[0], weights, gradients)
+    for change, weight in zip(x.parameters, weights, strict=True):
+        device.values[change.new] = weight
+
+
+def updated_part(weight: torch.Tensor, change: ParameterUpdate) -> torch.Tensor:
+    """The part of a kept weight that an update changes: a view."""
+    return weight if change.part is None else weight.view(-1)[slice(*change.part)]
+
+
+def _gradient_part(gradient: torch.Tensor, part: Interval | None) -> torch.Tensor:
+    return gradient if part is None else gradient.flatten()[slice(*part)]
+
+
+def _apart(shards: Sequence[Shards]) -> tuple[list[Shards], list[Shards]]:
+    """Weights with a message of their own, and those that share one."""
+    return [one for one in shards if travels_alone(one)], [one for one in shards if not travels_alone(one)]
+
+
+def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
+    return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])

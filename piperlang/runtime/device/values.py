@@ -1,0 +1,112 @@
+"""The values and weights of one device during a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.differentiate import Piece
+from piperlang.ir.graph import Key
+from piperlang.plan.plan import DevicePlan, Group, ParameterShard, StageProgram
+from piperlang.plan.sums import reads, sums
+from piperlang.runtime.boxes import take
+from piperlang.runtime.comm import Comm
+from piperlang.runtime.optimize import Optimizers, added
+
+
+class DeviceValues:
+    optimizers: Optimizers
+    """Of the process; only a plan with updates needs any."""
+    loss_dtype = torch.float32
+
+    def __init__(
+        self,
+        plan: DevicePlan,
+        programs: Sequence[StageProgram],
+        groups: Sequence[Group],
+        pieces: Sequence[Piece],
+        weights: Mapping[str, torch.Tensor],
+        comm: Comm,
+        where: torch.device,
+        seed: int,
+        kept: dict[Key, torch.Tensor] | None = None,
+    ) -> None:
+        """`kept`: weights of another device's plan in the same process, to work on those."""
+        self.plan, self.programs, self.groups, self.pieces = plan, programs, groups, pieces
+        self.comm, self.where, self.seed = comm, where, seed
+        self.kept: dict[Key, torch.Tensor] = (
+            {key: self._part(weights[shard.weight], shard) for key, shard in plan.weights.items()}
+            if kept is None
+            else kept
+        )
+        self.values: dict[Key, Any] = {}
+        self.sums = sums(plan)
+        self.reads = {id(instruction): reads(instruction, self.sums) for instruction in plan.instructions}
+        """What each instruction reads, sums in place of their parts."""
+        self.uses: dict[Key, int] = {}
+        for keys in self.reads.values():
+            for key in keys:
+                self.uses[key] = self.uses.get(key, 0) + 1
+        self.permanent = set(plan.next.values()) | set(plan.losses)
+        self.before = {new: old for old, new in plan.next.items()}
+        self.left: dict[Key, int] = {}
+        self.last_gradients: dict[str, Any] | None = None
+
+    def _part(self, weight: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
+        local = take(weight, shard.box)
+        if shard.interval is not None:
+            local = local.flatten()[slice(*shard.interval)]
+        return local.detach().clone(memory_format=torch.contiguous_format).to(self.where)
+
+    def begin(self, step: int, feeds: dict[Key, torch.Tensor], count: float) -> None:
+        """`feeds` is emptied: its tensors are freed after their last read, so the caller must not keep them."""
+        self.values = {**self.kept, **{key: value.to(self.where, non_blocking=True) for key, value in feeds.items()}}
+        feeds.clear()
+        self.left = dict(self.uses)
+        self.step, self.count = step, count
+
+    def end(self) -> float:
+        """What this device's losses count for; keeps the new weights."""
+        loss = sum(float(self.values[key]) * share / self.count for key, share in self.plan.losses.items())
+        for old, new in self.plan.next.items():
+            self.kept[old] = self.values[new]
+        self.values = {}
+        return loss
+
+    def rank(self, group: int) -> int:
+        return self.groups[group].members.index(self.plan.device)
+
+    def put(self, key: Key, value: Any, around: Any = ()) -> None:
+        """Keep a value if an instruction reads it. `around`: tensors it may share storage with."""
+        if key in self.sums:
+            self._accumulate(self.sums[key], value, around)
+        elif key in self.plan.losses:
+            # Kept to the end of the step: torch may return a scalar as a view of a buffer as large as what was reduced.
+            self.values[key] = value.clone()
+        elif key in self.uses or key in self.permanent:
+            self.values[key] = value
+
+    def _accumulate(self, total: Key, value: torch.Tensor, around: Any) -> None:
+        """Gradients of microbatches are added up as they come, in float32 where they are in half precision."""
+        known = self.values.get(total)
+        if known is None:
+            # It must be ours alone to add to: two weights that are added up in the model have one gradient, and one
+            # tensor for it.
+            half = value.dtype in (torch.bfloat16, torch.float16)
+            self.values[total] = value.to(torch.float32) if half else value.clone() if _shares(value, around) else value
+        else:
+            known += value
+
+    def total(self, keys: Sequence[Key]) -> torch.Tensor:
+        """A gradient: what has been added up already, or its parts."""
+        return self.values[self.sums[keys[0]]] if keys[0] in self.sums else added([self.values[key] for key in keys])
+
+
+def _shares(value: torch.Tensor, around: Any) -> bool:
+    """Whether others among the tensors around it share its storage."""
+    storage = value.untyped_storage().data_ptr()
+    tensors = [one for one in pytree.tree_leaves(around) if isinstance(one, torch.Tensor)]
+    return sum(one.untyped_storage().data_ptr() == storage for one in tensors) > 1
