@@ -1198,11 +1198,11 @@ WORKERS = [
         ("AssertionError: not here", "it was at update of"),
     ),
 ]
-"""Ray is started for the first of them, and once more after an operator has failed: no more than four."""
+"""Ray is started for the first of them, and once more after an operator has failed."""
 
 
 @every(WORKERS)
-def test_on_workers(mistake: Mistake, cluster: Cluster, tmp_path: Path) -> None:
+def test_on_workers(mistake: Mistake, worker: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(mistake.text)
     file = load_model(path)
@@ -1212,7 +1212,7 @@ def test_on_workers(mistake: Mistake, cluster: Cluster, tmp_path: Path) -> None:
     make: Callable[..., Any] | None = shipped(file, "model")
     assert make is not None
     training = Training(make, shipped(file, "optimizer") or default_optimizer)
-    with pytest.raises(PiperError) as found, Job(lower(graph), captured, training, timeout=30, cluster=cluster) as job:
+    with pytest.raises(PiperError) as found, Job(lower(graph), captured, training, timeout=30, cluster=worker) as job:
         list(map(job.step, (first, next(batches))))
     (diagnostic,) = found.value.diagnostics
     assert diagnostic.code == mistake.code

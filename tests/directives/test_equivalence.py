@@ -1,5 +1,5 @@
 """A schedule never changes the mathematics: every directive alone, and every pair of directives, on every kind of
-model."""
+model. Their plans are right, too."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ import pytest
 from tests.support.directive_scripts import PAIRS, SHARD, SINGLES, TAGS, script
 from tests.support.equivalence import assert_same, program
 from tests.support.models import CASES
+from tests.support.plan_runs import right_plan
+
+each_model = pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.xdist_group(f"model {name}")) for name in CASES]
+)
+"""All tests of a model go to one process, which traces it once."""
 
 
-@pytest.mark.parametrize("model", CASES)
+@each_model
 @pytest.mark.parametrize("names", SINGLES, ids="+".join)
 def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
-    assert_same(CASES[model], program(model), script(model, *names))
+    right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 
 
-@pytest.mark.parametrize("model", CASES)
+@each_model
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
 def test_a_pair_of_directives(model: str, names: tuple[str, ...]) -> None:
-    assert_same(CASES[model], program(model), script(model, *names))
+    right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 
 
 @pytest.mark.parametrize(

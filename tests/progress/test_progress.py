@@ -24,11 +24,10 @@ from piperlang.progress import Began, Ended, Message, Row, Stepping, Stopped, Wo
 from piperlang.progress.lines import Pace, bar_fields, clock, default_every, row_line, wrapped
 from piperlang.progress.plain import Plain
 from tests.support import ROOT
-from tests.support.terminal import PIPERC, terminal
+from tests.support.terminal import PIPERC, rows_of, terminal
 
 MLP = [str(ROOT / "examples" / "01_mlp" / "model.py"), str(ROOT / "examples" / "01_mlp" / "both.piper")]
 INLINE = [*PIPERC, *MLP, "--executor", "inline"]
-STEP = re.compile(r"step +(\d+)  loss \d+\.\d{6}  [\d,]+ samples/s(  [\d.]+ ms)?(  [\d,]+ MiB)?")
 BAR = re.compile(r"\S+ *  (\d+)/(\d+)  loss \d\.\d{4}  [\d,]+( samples)?/s  ETA \d+:\d\d")
 ROW = Row(10, 1.069707, 0.0516, 2481.0, 385 * 2**20)
 
@@ -72,10 +71,6 @@ def acting(steps: int, on_step: str = "pass") -> list[str]:
         "-c",
         ACTION.replace("STEPS", str(steps)).replace("def on_step(step): pass", f"def on_step(step):\n    {on_step}"),
     ]
-
-
-def rows_of(lines: list[str]) -> list[int]:
-    return [int(found[1]) for line in lines if (found := STEP.fullmatch(line))]
 
 
 def write(folder: Path, more: str) -> list[str]:
@@ -370,24 +365,6 @@ def test_a_log_with_colours_and_a_width() -> None:
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"(\x1b\[2m)?traced 0\.\d s \(19 nodes\)(\x1b\[0m)?", lines[0])
     assert lines[1:] == ["step    0  loss 1.000000", "step   19  loss 0.050000", "trained"]
-
-
-def test_a_run_on_workers_in_a_log(tmp_path: Path) -> None:
-    done = run(
-        [
-            *PIPERC,
-            MLP[0],
-            str(ROOT / "examples" / "01_mlp" / "data.piper"),
-            "--steps",
-            "3",
-            "--out",
-            str(tmp_path / "run"),
-        ]
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert any(re.fullmatch(r"workers (\d)/\1 \d+\.\d s", line) for line in lines)
-    assert rows_of(lines) == [0, 1, 2]
 
 
 def test_a_reader_that_leaves() -> None:

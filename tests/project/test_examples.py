@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from piperlang.capture import program
 from piperlang.capture.model_file import load_model
 from piperlang.cli.main import main
 from piperlang.plan.summary import bytes_text as size_text
-from piperlang.runtime import numerics
 from tests.support import ROOT
+from tests.support.processes import processes
+from tests.support.terminal import rows_of
+from tests.support.traced import traced_once
 
 MISTAKES = "90_mistakes"
 """Broken on purpose, and tested in test_mistake_examples.py."""
@@ -98,20 +99,7 @@ def plain(model: Path, steps: int, seed: int = 0) -> list[float]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once() -> Iterator[None]:
-    """Each model is traced and differentiated once for all of its schedules, which takes most of the time."""
-    doubled, capture = cache(numerics.capture_doubled), program.capture
-    known: dict[object, program.Program] = {}
-
-    def remembered(
-        make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
-    ) -> program.Program:
-        if make not in known:
-            known[make] = capture(make, loss, batch, seed)
-        return known[make]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numerics, "capture_doubled", doubled)
-        patch.setattr(program, "capture", remembered)
+    with traced_once():
         yield
 
 
@@ -162,20 +150,6 @@ def temporary() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def processes(folder: Path) -> list[str]:
-    """The processes that were started with this folder for temporary files, but for those that have ended."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in words + environment:
-            found.append(words.replace(b"\0", b" ").decode(errors="replace"))
-    return found
-
-
 def main_job() -> list[str]:
     """What the first command of the README gives to piperc."""
     command = next(
@@ -186,12 +160,21 @@ def main_job() -> list[str]:
     return shlex.split(command.partition(".venv/bin/piperc ")[2])
 
 
-def train(arguments: list[str], out: Path, temporary: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of a job on Ray workers, which must leave nothing but its run folder."""
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    out: str
+
+
+def train(arguments: list[str], out: Path, temporary: Path) -> Trained:
+    """A job on Ray workers, which must leave nothing but its run folder."""
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "piperlang.cli.main", *arguments, "--json", "--out", str(out)]
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "piperlang.cli.main", *arguments, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert "--json" in arguments or done.stderr == ""  # beside JSON, standard error is for people
     assert processes(temporary) == []
     assert list(temporary.glob("piper-*")) == []
     assert sorted(path.name for path in out.iterdir()) == [
@@ -205,21 +188,24 @@ def train(arguments: list[str], out: Path, temporary: Path) -> tuple[list[float]
     ]
     assert json.loads((out / "plan.json").read_text(encoding="utf-8"))
     assert (out / "schedule.piper").read_text(encoding="utf-8") == (ROOT / arguments[1]).read_text(encoding="utf-8")
-    losses = losses_of(done.stdout)
-    assert losses == losses_of((out / "metrics.jsonl").read_text(encoding="utf-8"))
-    return losses, torch.load(out / "weights.pt")
+    losses = losses_of((out / "metrics.jsonl").read_text(encoding="utf-8"))
+    assert "--json" not in arguments or losses == losses_of(done.stdout)
+    return Trained(losses, torch.load(out / "weights.pt"), done.stdout)
 
 
 def test_the_main_job(tmp_path: Path, temporary: Path) -> None:
     """On workers it trains like the plain model, comes out the same to the last bit when run again, and prints what the
-    README shows."""
+    README shows: as a log the first time, as JSON the second time."""
     model, _, flag, steps = arguments = main_job()
     assert flag == "--steps"
-    losses, weights = train(arguments, tmp_path / "first", temporary)
+    losses, weights, log = train(arguments, tmp_path / "first", temporary)
+    lines = log.splitlines()
+    assert any(re.fullmatch(r"workers (\d)/\1 \d+\.\d s", line) for line in lines)
+    assert rows_of(lines) == [*range(0, int(steps), 5), int(steps) - 1]
     assert losses == pytest.approx(plain(ROOT / model, int(steps)), rel=LIMIT)
     assert losses[-1] < losses[0] / 3
 
-    again, same = train(arguments, tmp_path / "second", temporary)
+    again, same, _ = train([*arguments, "--json"], tmp_path / "second", temporary)
     assert again == losses
     assert same.keys() == weights.keys()
     assert all(torch.equal(same[name], weights[name]) for name in weights)
@@ -232,8 +218,8 @@ def test_the_main_job(tmp_path: Path, temporary: Path) -> None:
 @schedules(lambda name: False)
 def test_a_schedule_on_workers(schedule: Path, tmp_path: Path, temporary: Path) -> None:
     model = schedule.parent / "model.py"
-    losses, _ = train([str(model), str(schedule), "--steps", str(STEPS)], tmp_path / "run", temporary)
-    assert losses == pytest.approx(plain(model, STEPS), rel=LIMIT)
+    arguments = [str(model), str(schedule), "--steps", str(STEPS), "--json"]
+    assert train(arguments, tmp_path / "run", temporary).losses == pytest.approx(plain(model, STEPS), rel=LIMIT)
 
 
 # -------------------------------------------------------------------------------------------------------- their pages

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
-from functools import cache
+from collections.abc import Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -29,9 +29,12 @@ from piperlang.repl.model import open_model
 from piperlang.repl.reading import inputs
 from piperlang.repl.session import Screen, Session
 from tests.support import ROOT
+from tests.support.traced import traced_once
 
 GPT = ROOT / "examples" / "02_gpt" / "model.py"
 MLP = ROOT / "examples" / "01_mlp" / "model.py"
+
+pytestmark = pytest.mark.xdist_group("repl")  # models are traced once, in one process
 
 
 def repl(lines: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -39,24 +42,30 @@ def repl(lines: str, *arguments: str, cwd: Path | None = None) -> subprocess.Com
     return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
-_opened = cache(open_model)
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once() -> Iterator[None]:
+    with traced_once():
+        yield
 
 
-def repl_here(lines: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
-    """The same in this process, with a model that is traced once for all: where what is answered is looked at, and not
-    how a process ends."""
+def repl_here(
+    lines: str, *arguments: str | Path, monkeypatch: pytest.MonkeyPatch, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The same in this process: where what is answered is looked at, and not how a process ends."""
     out, err = io.StringIO(), io.StringIO()
-    monkeypatch.setattr("piperlang.repl.model.open_model", _opened)
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main(["repl", str(model)])
+    with redirect_stdout(out), redirect_stderr(err), chdir(cwd or Path.cwd()):
+        code = main(["repl", *map(str, arguments)])
     return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 
 def piperc(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "piperlang", *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Another command, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(list(arguments))
+    assert code == 0, err.getvalue()
+    return out.getvalue()
 
 
 SCRIPTED = """\
@@ -106,7 +115,7 @@ def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
     assert out.count("trained 3 steps on 2 devices") == 1
     # The saved script is canonical, compiles, gives the graph of the session and trains the same.
     assert piperc("fmt", "--check", str(script)) is not None
-    assert piperc("graph", str(GPT), str(script), *_verbose()) == graph.read_text()
+    assert piperc("graph", str(GPT), str(script), "-v") == graph.read_text()
     rows = [
         json.loads(line)
         for line in piperc(
@@ -116,17 +125,11 @@ def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
     assert [round(row["loss"], 4) for row in rows] == [round(loss, 4) for loss in losses]
 
 
-def _verbose() -> list[str]:
-    """`piperc graph` prints everything: with -v where it has that flag."""
-    help = subprocess.run(
-        [sys.executable, "-m", "piperlang", "graph", "--help"], capture_output=True, text=True, timeout=600
-    ).stdout
-    return ["-v"] if " -v" in help else []
-
-
 def test_a_refused_statement_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     done = repl_here(
-        "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=0] on gpu[pp=1]\n:list\n", GPT, monkeypatch
+        "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=0] on gpu[pp=1]\n:list\n",
+        GPT,
+        monkeypatch=monkeypatch,
     )
     assert "error[P0401]: stage=0 is placed twice" in done.stderr
     assert done.stdout.endswith("   1  mesh gpu = pp: 2\n   2  place [stage=0] on gpu[pp=0]\n")
@@ -134,16 +137,18 @@ def test_a_refused_statement_leaves_the_state_as_it_was(monkeypatch: pytest.Monk
 
 def test_a_circle_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "split batch into 2 as mb\norder [stage=1, pass=F, mb=0] -> [stage=0, pass=F, mb=0]\n:list\n"
-    done = repl_here(text, GPT, monkeypatch)
+    done = repl_here(text, GPT, monkeypatch=monkeypatch)
     assert "error[P0501]" in done.stderr
     assert done.stdout.endswith("   1  split batch into 2 as mb\n")
 
 
-def test_training_goes_on_where_it_ended() -> None:
+def test_training_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when something else has drawn random numbers between the runs; a changed script starts anew."""
-    done = repl(":run 2 inline\n:numerics\n:run 2 inline\nsplit batch into 2 as mb\n:run 1 inline\n", str(MLP))
+    text = ":run 2 inline\n:numerics\n:run 2 inline\nsplit batch into 2 as mb\n:run 1 inline\n"
+    done = repl_here(text, MLP, monkeypatch=monkeypatch)
     apart = re.findall(r"step +(\d+)  loss ([\d.]+)", done.stdout)
-    whole = re.findall(r"step +(\d+)  loss ([\d.]+)", repl(":run 4 inline\n", str(MLP)).stdout)
+    again = repl_here(":run 4 inline\n", MLP, monkeypatch=monkeypatch)
+    whole = re.findall(r"step +(\d+)  loss ([\d.]+)", again.stdout)
     assert done.returncode == 0, done.stderr
     assert apart[:4] == whole
     assert "going on after step 1" in done.stdout
@@ -191,7 +196,7 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
 :why [stage=2, pass=F, mb=0] before [stage=2, pass=F, mb=0]
 :why [stage=2, pass=F] before [stage=2, pass=F]
 """
-    done = repl_here(text, GPT, monkeypatch)
+    done = repl_here(text, GPT, monkeypatch=monkeypatch)
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
     assert "  -> F[stage=0, mb=0] on gpu[pp=0]  ordered by session:5" in done.stdout
     assert "  -> recv.F[stage=2, mb=0] on gpu[pp=1]  reads " in done.stdout
@@ -218,7 +223,7 @@ split batch into 4 as mb
 :plan
 :list
 """
-    done = repl_here(text, GPT, monkeypatch)
+    done = repl_here(text, GPT, monkeypatch=monkeypatch)
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
     assert "nodes     19 new, 12 gone, 0 changed" in done.stdout  # two of its updates have the same name
     assert "missing   [stage=2], [stage=3] have no place" in done.stdout
@@ -240,7 +245,7 @@ def test_tags_are_cut_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> Non
         'tag part="up" at blocks[*].up\ntag part="down" at blocks[*].dwn\ntag part="down" at blocks[*].down\n:count'
         ' [part=*]\n:show [part="up", pass=F]\n'
     )
-    done = repl_here(text, GPT, monkeypatch)
+    done = repl_here(text, GPT, monkeypatch=monkeypatch)
     assert "did you mean `blocks.0.down`?" in done.stderr or "P0306" in done.stderr
     assert "the model is cut when a directive uses the chunks" in done.stdout
     assert "16 nodes: 8 F, 8 B" in done.stdout
@@ -305,8 +310,8 @@ def test_a_model_without_torch_says_what_installs_it() -> None:
 
 
 @pytest.mark.parametrize(("strict", "lines"), [(False, "1\n3\n"), (True, "1\n")])
-def test_strict_ends_at_the_first_error(strict: bool, lines: str) -> None:
-    done = repl("1\nlet x = y\n3\n", *(["--strict"] if strict else []))
+def test_strict_ends_at_the_first_error(strict: bool, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = repl_here("1\nlet x = y\n3\n", *(["--strict"] if strict else []), monkeypatch=monkeypatch)
     assert (done.returncode, done.stdout) == (1, lines)
     assert "error[P0201]" in done.stderr
 
@@ -365,7 +370,7 @@ def test_every_mistake_is_a_diagnostic(
     assert (code, says in said, "Traceback" in said) == (1, True, False), said
 
 
-def test_usage_of_the_command_line(tmp_path: Path) -> None:
+def test_usage_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, says in [
         (["s.piper", "m.py"], "the model comes first"),
         (["m.txt"], "neither a model nor a script"),
@@ -373,11 +378,11 @@ def test_usage_of_the_command_line(tmp_path: Path) -> None:
         (["nowhere.py"], "cannot read nowhere.py"),
         (["nowhere.piper"], "cannot read nowhere.piper"),
     ]:
-        done = repl("", *arguments, cwd=tmp_path)
+        done = repl_here("", *arguments, monkeypatch=monkeypatch, cwd=tmp_path)
         assert (done.returncode, says in done.stderr) == (2, True), (arguments, done.stderr)
 
 
-def test_loading_keeps_comments_and_may_import_neighbours(tmp_path: Path) -> None:
+def test_loading_keeps_comments_and_may_import_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "common.piper").write_text(
         "def both(gpu):\n    place [stage=0] on gpu[pp=0]\n    place [stage=1] on gpu[pp=1]\n"
     )
@@ -386,12 +391,13 @@ def test_loading_keeps_comments_and_may_import_neighbours(tmp_path: Path) -> Non
         " ranks\nboth(gpu)  # all of them\n"
     )
     (tmp_path / "s.piper").write_text(script)
-    done = repl(
+    done = repl_here(
         ":undo\n:redo\n:save copy.piper\nplace [stage=9] on gpu[pp=0]\n:load s.piper\n:save sub/copy.piper\n:save"
         " copy.piper\n:save! copy.piper\n",
         "s.piper",
         "-p",
         "ranks=2",
+        monkeypatch=monkeypatch,
         cwd=tmp_path,
     )
     assert "saved copy.piper: 8 lines; compile it with -p ranks=2" in done.stdout
@@ -404,14 +410,15 @@ def test_loading_keeps_comments_and_may_import_neighbours(tmp_path: Path) -> Non
     assert not (tmp_path / "sub").exists()
 
 
-def test_costs_change_the_grid() -> None:
-    done = repl(ORDERS + ":cost F=1 I=1 W=1 stage=1:2\n:cost\n")
+def test_costs_change_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = repl_here(ORDERS + ":cost F=1 I=1 W=1 stage=1:2\n:cost\n", monkeypatch=monkeypatch)
     assert "(F=I=W=1, B=2, stage=1 takes 2 times that, communication free, stages in a chain)" in done.stdout
     assert "device 1 | .  F0--- B0--------- F1--- B1---------" in done.stdout
 
 
-def test_help_and_explain() -> None:
-    done = repl(":help\n:help :run\n:help one_f_one_b\n:help place\nlet x = y\n:explain\n:explain P0302\n")
+def test_help_and_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ":help\n:help :run\n:help one_f_one_b\n:help place\nlet x = y\n:explain\n:explain P0302\n"
+    done = repl_here(text, monkeypatch=monkeypatch)
     names = (
         ":undo",
         ":redo",
@@ -452,12 +459,13 @@ def test_nothing_that_is_printed_steers_the_terminal() -> None:
     assert "\x07" not in done.stdout + done.stderr
 
 
-def test_the_session_of_the_readme(tmp_path: Path) -> None:
+def test_the_session_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a newcomer pastes works: a model of `init`, the lines of README, the saved script trained."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"^```text\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert main(["init", str(tmp_path / "my_job")]) == 0
-    done = repl(lines.replace(":run 3", ":run 3 inline"), "--strict", "my_job/model.py", cwd=tmp_path)
+    text = lines.replace(":run 3", ":run 3 inline")
+    done = repl_here(text, "--strict", "my_job/model.py", monkeypatch=monkeypatch, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "same mathematics" in done.stdout
     found = piperc("check", str(tmp_path / "my_job" / "model.py"), str(tmp_path / "my_job" / "mine.piper"), "--json")
@@ -519,8 +527,9 @@ def test_every_axis_without_a_use_is_named() -> None:
     assert "missing   axes a.pp, b.x, b.y, c.q, c.r, c.s and 1 more have no use [P0404]" in answer
 
 
-def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along() -> None:
-    done = repl("mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n", str(GPT))
+def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n"
+    done = repl_here(text, GPT, monkeypatch=monkeypatch)
     assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
     assert "gpu.dp has no use" not in done.stdout
     # Opening is told in the words of other commands.
@@ -561,13 +570,13 @@ def test_opening_a_model_gives_a_sign_of_life(
     assert said.out == ""
 
 
-def test_an_order_between_two_steps_is_answered_and_shown() -> None:
+def test_an_order_between_two_steps_is_answered_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nsplit batch into 2 as mb\n"
         "order [stage=0, pass=F, mb=1] -> [stage=0, pass=F, mb=0]\n:orders\n"
     )
     chain = "[stage=0, pass=F, mb=1] -> [stage=0, pass=F, mb=0]"
-    assert repl(text).stdout.endswith(f"  applied   order {chain}\nalso: {chain}\n")
+    assert repl_here(text, monkeypatch=monkeypatch).stdout.endswith(f"  applied   order {chain}\nalso: {chain}\n")
 
 
 def test_statements_and_commands_pasted_together() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
 from piperlang.interrupts import uninterrupted
 from piperlang.plan.lower import lower
@@ -24,7 +23,7 @@ from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
 from piperlang.runtime.job import Job, Training
 from tests.support import ROOT
-from tests.support.equivalence import SAMPLES, compiled, optimizer
+from tests.support.equivalence import SAMPLES, compiled, optimizer, program
 from tests.support.jobs import assert_trains
 from tests.support.models import CASES
 from tests.support.processes import processes
@@ -62,30 +61,60 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 
 class Apart(Cluster):
-    """Workers that share no files with each other or the driver, as far as the job knows."""
+    """Workers that share no files with each other or the driver, as far as the job knows, once `apart` is set."""
+
+    apart = False
 
     @property
     def local(self) -> bool:
-        return False
+        return not self.apart and super().local
 
 
-def test_workers_that_share_no_files() -> None:
-    case = CASES["mlp"]
+def test_a_cluster_from_start_to_end() -> None:
+    """Everything listens on loopback; a process started beside the cluster is not of the cluster; workers that share no
+    files train; a process that writes while the cluster is closed does not keep it from being closed.
+
+    One test, because starting Ray takes longer than all of this."""
     cluster = Apart(2)
+    beside = subprocess.Popen(["sleep", "600"])
+    writing = None
     try:
-        assert_trains(cluster, case, capture(case.model, case.loss, case.batch(SAMPLES)), SCRIPT)
+        only_loopback_is_listened_on(cluster)
+        only_what_ray_started_is_of_the_cluster(cluster, beside)
+        cluster.apart = True
+        case = CASES["mlp"]
+        assert_trains(cluster, case, program("mlp"), SCRIPT)
+        writing = writer(cluster.folder, {MARK: str(cluster.folder)})
+        cluster.close()
+        assert not cluster.folder.exists()
+        assert writing.wait(10) == -signal.SIGKILL
+        assert processes(cluster.folder) == []
+        assert beside.poll() is None
+        cluster.close()  # nothing to do
     finally:
+        for process in (beside, writing):
+            if process is not None:
+                process.kill()
+                process.wait()
         cluster.close()
 
 
-def test_everything_listens_on_loopback() -> None:
+def only_loopback_is_listened_on(cluster: Cluster) -> None:
     case = CASES["mlp"]
-    graph, captured = compiled(capture(case.model, case.loss, case.batch(SAMPLES)), SCRIPT)
-    with Job(lower(graph), captured, Training(case.model, optimizer), timeout=30) as job:
+    graph, captured = compiled(program("mlp"), SCRIPT)
+    with Job(lower(graph), captured, Training(case.model, optimizer), timeout=30, cluster=cluster) as job:
         job.step(case.batch(SAMPLES))
-        found = listening([*processes(job.cluster.folder), os.getpid()])
+        found = listening([*processes(cluster.folder), os.getpid()])
     assert len(found) > 3  # the control store, the scheduler, two workers
     assert set().union(*found.values()) <= LOOPBACK
+
+
+def only_what_ray_started_is_of_the_cluster(cluster: Cluster, beside: subprocess.Popen[bytes]) -> None:
+    """Only the processes that Ray starts carry the mark, not those that the program starts while it has a job."""
+    assert beside.pid not in processes(cluster.folder)
+    assert {"raylet", "gcs_server"} <= {
+        Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes(cluster.folder)
+    }
 
 
 @pytest.fixture
@@ -207,9 +236,7 @@ def test_an_interrupt(temporary: Path, tmp_path: Path) -> None:
     interrupted(job, temporary)
 
 
-@pytest.mark.parametrize(
-    "delay", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.5, pytest.param(3.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("delay", [0.0, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.5, 1.5, 3.0))])
 def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
     job = endless(temporary, tmp_path)
     started(job, temporary)
@@ -217,7 +244,13 @@ def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: P
     interrupted(job, temporary)
 
 
-@pytest.mark.parametrize("wait", [started, lambda job, _: trained(job)], ids=["start-up", "training"])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(started, id="start-up", marks=pytest.mark.slow),
+        pytest.param(lambda job, _: trained(job), id="training"),
+    ],
+)
 def test_an_interrupt_that_is_repeated(
     wait: Callable[[subprocess.Popen[str], Path], None], temporary: Path, tmp_path: Path
 ) -> None:
@@ -271,36 +304,6 @@ def writer(folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]
     while not (folder / "0").exists():
         time.sleep(0.01)
     return process
-
-
-def test_a_process_that_writes_while_the_cluster_is_closed() -> None:
-    cluster = Cluster(1)
-    process = writer(cluster.folder, {MARK: str(cluster.folder)})
-    try:
-        cluster.close()
-        assert not cluster.folder.exists()
-        assert process.wait(10) == -signal.SIGKILL
-        assert processes(cluster.folder) == []
-        cluster.close()  # nothing to do
-    finally:
-        process.kill()
-
-
-def test_processes_started_beside_a_job_are_not_of_the_job() -> None:
-    """Only the processes that Ray starts carry the mark, not those that the program starts while it has a job."""
-    cluster = Cluster(1)
-    beside = subprocess.Popen(["sleep", "60"])
-    try:
-        assert beside.pid not in processes(cluster.folder)
-        assert {"raylet", "gcs_server"} <= {
-            Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes(cluster.folder)
-        }
-        cluster.close()
-        assert beside.poll() is None
-    finally:
-        beside.kill()
-        beside.wait()
-        cluster.close()
 
 
 def test_clear_spares_other_jobs(tmp_path: Path) -> None:

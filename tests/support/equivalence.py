@@ -48,9 +48,10 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-12))
 
 
-def differences(case: Case, traced: Program, script: str, steps: int = 2) -> tuple[float, float, float]:
+def differences(
+    case: Case, traced: Program, graph: Graph, captured: Captured, steps: int = 2
+) -> tuple[float, float, float]:
     """The largest relative difference of losses, gradients and weights over some steps, against plain training."""
-    graph, captured = compiled(traced, script)
     torch.manual_seed(0)
     model = case.model()
     run = Inline(graph, captured, model, optimizer, seed=3)
@@ -81,6 +82,9 @@ def differences(case: Case, traced: Program, script: str, steps: int = 2) -> tup
     return worst[0], worst[1], worst[2]
 
 
-def assert_same(case: Case, traced: Program, script: str) -> None:
-    loss, gradients, weights = differences(case, traced, script)
+def assert_same(case: Case, traced: Program, script: str) -> Graph:
+    """The graph of the script, which trains as plain training does."""
+    graph, captured = compiled(traced, script)
+    loss, gradients, weights = differences(case, traced, graph, captured)
     assert max(loss, gradients, weights) <= LIMIT, (loss, gradients, weights)
+    return graph

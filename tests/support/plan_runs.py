@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from piperlang.ir.graph import Graph
+from piperlang.plan import saved
+from piperlang.plan.check import check
 from piperlang.plan.instruction import Plan
 from piperlang.plan.lower import lower
 from piperlang.runtime.job import Training
@@ -49,6 +51,16 @@ MORE = {
 
 SUBJECTS = {**JOB_SCHEDULES, **MORE, "zero_bubble x states=sharded": CROSSED["zero_bubble x states=sharded"]}
 """Whose mistakes are tried."""
+
+
+def right_plan(graph: Graph) -> Plan:
+    """The plan of a graph, which the check accepts, with and without buffers for sends, and which a file keeps as it
+    is."""
+    plan = lower(graph)
+    check(plan)
+    check(plan, buffered=False)
+    assert saved.load(saved.dump(plan)) == plan
+    return plan
 
 
 @cache

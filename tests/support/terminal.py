@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,12 @@ import pyte
 from tests.support import ROOT
 
 PIPERC = [sys.executable, "-m", "piperlang"]
+STEP = re.compile(r"step +(\d+)  loss \d+\.\d{6}  [\d,]+ samples/s(  [\d.]+ ms)?(  [\d,]+ MiB)?")
+
+
+def rows_of(lines: list[str]) -> list[int]:
+    """The steps that a log or a screen has a row of."""
+    return [int(found[1]) for line in lines if (found := STEP.fullmatch(line))]
 
 
 @dataclass
