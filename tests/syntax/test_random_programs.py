@@ -396,29 +396,34 @@ def clean_layout(source: Source) -> None:
     assert "\n\n\n" not in outside_of_texts
 
 
+def spans_fit(source: Source) -> None:
+    """Every node lies inside the source, and a name's span is the name."""
+    for statement in parse(source)[0].statements:
+        _inside(statement)
+
+
+def _inside(node: tree.Node) -> None:
+    assert 0 <= node.span.start <= node.span.end <= len(node.span.source.text)
+    if isinstance(node, tree.Name | tree.Ident):
+        assert node.span.text == node.text
+    for name in getattr(node, "__slots__", ()):
+        parts = [getattr(node, name, None)]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, tuple):
+                parts.extend(part)
+            elif isinstance(part, tree.Node):
+                _inside(part)
+
+
 @some(150)
 @given(programs())
-def test_programs_parse(text: str) -> None:
+def test_programs(text: str) -> None:
+    """They parse, with spans that fit, format safely and cleanly, and end in a result or in diagnostics. All of it on
+    the same programs: making them takes most of the time."""
     failure = judge(text, examination=lambda text: [d.message for d in parse(Source("random.piper", text))[1]])
     assert failure == ([], None), text
-
-
-@some(120)
-@given(programs())
-def test_programs_format(text: str) -> None:
-    holds(text, examine_layout)
-
-
-@some(50)
-@given(programs())
-def test_layout_is_clean(text: str) -> None:
-    holds(text, clean_layout)
-
-
-@some(150)
-@given(programs())
-def test_programs_end(text: str) -> None:
-    holds(text, examine_meaning)
+    holds(text, spans_fit, examine_layout, clean_layout, examine_meaning)
 
 
 @some(50)
@@ -504,32 +509,6 @@ def test_any_bytes(data: bytes) -> None:
         examine_diagnostics(problem.diagnostics)
         return
     examine_meaning(source)
-
-
-@some(100)
-@given(programs())
-def test_spans_cover_their_text(text: str) -> None:
-    """Every node lies inside the source, and a name's span is the name."""
-    holds(text, spans_fit)
-
-
-def spans_fit(source: Source) -> None:
-    for statement in parse(source)[0].statements:
-        _inside(statement)
-
-
-def _inside(node: tree.Node) -> None:
-    assert 0 <= node.span.start <= node.span.end <= len(node.span.source.text)
-    if isinstance(node, tree.Name | tree.Ident):
-        assert node.span.text == node.text
-    for name in getattr(node, "__slots__", ()):
-        parts = [getattr(node, name, None)]
-        while parts:
-            part = parts.pop()
-            if isinstance(part, tuple):
-                parts.extend(part)
-            elif isinstance(part, tree.Node):
-                _inside(part)
 
 
 @some(100)
