@@ -70,7 +70,7 @@ def differences(
         else:
             eager.zero_grad()
             value = case.loss(model(batch[0]), batch[1])
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
             loss, grads = float(value.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             eager.step()
             weights = {n: p.detach() for n, p in model.named_parameters()}

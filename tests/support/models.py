@@ -67,7 +67,8 @@ class Block(nn.Module):
         q, k, v = (t.view(samples, length, 2, -1).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
         attended = f.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(attended.transpose(1, 2).reshape(samples, length, -1))
-        return x + self.down(f.gelu(self.up(self.second(x))))
+        output: torch.Tensor = x + self.down(f.gelu(self.up(self.second(x))))
+        return output
 
 
 class Gpt(nn.Module):
@@ -89,11 +90,14 @@ class Gpt(nn.Module):
             with annotate("stage", i * self.stages // len(self.blocks)):
                 x = block(x, mask)
         with annotate("stage", self.stages - 1):
-            return self.head(x)
+            output: torch.Tensor = self.head(x)
+            return output
 
 
 class Unet(nn.Module):
     """Skip connections across stages, several tensors on an edge, a layer used twice, a frozen layer, a buffer."""
+
+    scale: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +114,8 @@ class Unet(nn.Module):
         with annotate("stage", 2):
             c = torch.tanh(self.up[0](torch.cat([self.frozen(b), a], -1)))
         with annotate("stage", 3):
-            return self.up[1](torch.cat([c, b + a], -1))
+            output: torch.Tensor = self.up[1](torch.cat([c, b + a], -1))
+            return output
 
 
 class Moe(nn.Module):
@@ -141,7 +146,8 @@ class Moe(nn.Module):
             done = torch.einsum("sech,ehd->secd", hidden, self.down)
         with annotate("stage", 1):
             y = torch.einsum("stec,secd->std", dispatch.to(x.dtype) * weight[..., None, None], done)
-            return self.head(x + y)
+            output: torch.Tensor = self.head(x + y)
+            return output
 
 
 class Experts(nn.Module):
@@ -240,7 +246,8 @@ class Mixture(nn.Module):
             with annotate("stage", i * self.stages // len(self.layers)):
                 x = layer(x)
         with annotate("stage", self.stages - 1):
-            return self.head(x)
+            output: torch.Tensor = self.head(x)
+            return output
 
 
 CASES = {
