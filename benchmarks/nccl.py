@@ -1,5 +1,5 @@
-"""The schedules of tests/test_job.py on CUDA over NCCL, four ranks sharing what GPUs there are, against plain training
-on one, with clipping and evaluation.
+"""The schedules of tests/support/job_schedules.py on CUDA over NCCL, four ranks sharing what GPUs there are, against
+plain training on one, with clipping and evaluation.
 
 python -m benchmarks.nccl [--json]
 """
@@ -21,9 +21,9 @@ from piperlang.plan.rewrite.forward import forward
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
 from piperlang.runtime.numerics import gradient_errors
-from tests.equivalence import SAMPLES, compiled, optimizer, relative
-from tests.models import CASES
-from tests.test_job import SCHEDULES
+from tests.support.equivalence import SAMPLES, compiled, optimizer, relative
+from tests.support.job_schedules import JOB_SCHEDULES
+from tests.support.models import CASES
 
 RANKS = 4
 MAX_NORM = 0.05
@@ -82,7 +82,7 @@ def main() -> None:
     rows = []
     cluster = Cluster(RANKS, cuda=True)
     try:
-        for name, (model, script) in SCHEDULES.items():
+        for name, (model, script) in JOB_SCHEDULES.items():
             started = time.perf_counter()
             script = script.replace("dp: 2", "dp: 1") if "pp: 4" in script else script  # four ranks are what there is
             try:

@@ -20,7 +20,7 @@ import nbformat
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.terminal import PIPERC, terminal  # noqa: E402
+from tests.support.terminal import PIPERC, terminal  # noqa: E402
 
 JOB = ["examples/01_mlp/model.py", "examples/01_mlp/both.piper", "--steps", "200"]
 NOTEBOOK = [

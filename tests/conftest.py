@@ -26,16 +26,26 @@ def _end() -> None:
         _shared.pop().close()
 
 
-@pytest.fixture
-def cluster() -> Cluster:
-    """Eight workers. A test that breaks them leaves none to the next."""
-    if _shared and _shared[0].dead(0):
+def _workers(count: int) -> Cluster:
+    if _shared and (_shared[0].dead(0) or len(_shared[0].workers) != count):
         _end()
     if not _shared:
         from piperlang.runtime.cluster import Cluster
 
-        _shared.append(Cluster(8))
+        _shared.append(Cluster(count))
     return _shared[0]
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """Eight workers. A test that breaks them leaves none to the next."""
+    return _workers(8)
+
+
+@pytest.fixture
+def worker() -> Cluster:
+    """One worker, for tests that break it: eight others take a while to start."""
+    return _workers(1)
 
 
 @pytest.fixture
@@ -60,5 +70,5 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     it looks at the collected items. Slow tests may take their time."""
     if item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.timeout(0))
-    if "cluster" in getattr(item, "fixturenames", ()):
-        item.add_marker(pytest.mark.xdist_group("workers"))
+    for fixture in {"cluster", "worker"} & set(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.xdist_group(fixture))

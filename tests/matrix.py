@@ -3,8 +3,8 @@
     python -m tests.matrix [--only TEXT] [--write]
 
 trains every combination on Ray workers over gloo beside the plain model on one device, and says how far apart they are;
-`--write` puts that into docs/composition.md. tests/test_matrix.py runs some of them in every run of the tests, all of
-them with `-m slow`."""
+`--write` puts that into docs/composition.md. tests/runtime/test_matrix.py runs some of them in every run of the
+tests, all of them with `-m slow`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 
@@ -24,11 +23,12 @@ from piperlang import __version__
 from piperlang.capture.program import Program, capture
 from piperlang.diagnostics import PiperError
 from piperlang.runtime.cluster import Cluster
-from tests.equivalence import LIMIT, compiled
-from tests.jobs import Errors, trained
-from tests.models import Case, Dropless, Gpt, Mixture, Mlp, Unet, balanced, square, tokens, vectors, words
+from tests.support import ROOT
+from tests.support.equivalence import LIMIT, compiled
+from tests.support.jobs import Errors, trained
+from tests.support.models import Case, Dropless, Gpt, Mixture, Mlp, Unet, balanced, square, tokens, vectors, words
 
-PAGE = Path(__file__).parent.parent / "docs" / "composition.md"
+PAGE = ROOT / "docs" / "composition.md"
 SAMPLES, MICROBATCHES = 16, 4
 
 # ------------------------------------------------------------------------------------------------------------- parts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from piperlang import __version__
 from tests.habits import CATEGORIES, HABITS
 from tests.habits.habit import REFUSED, SAME, Habit
 from tests.habits.run import CAUGHT, CRASH, SCHEDULES, TITLES, WRONG, Outcome
+from tests.support import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
+PAGE = ROOT / "docs" / "habits.md"
 HEAD = """# Habits of training code
 
 A schedule must never change the mathematics. This page tries that on {total} habits of training code: custom autograd

@@ -1,0 +1,50 @@
+"""A schedule never changes the mathematics: every directive alone, and every pair of directives, on every kind of
+model. Their plans are right, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.directive_scripts import PAIRS, SHARD, SINGLES, TAGS, script
+from tests.support.equivalence import assert_same, program
+from tests.support.models import CASES
+from tests.support.plan_runs import right_plan
+
+each_model = pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.xdist_group(f"model {name}")) for name in CASES]
+)
+"""All tests of a model go to one process, which traces it once."""
+
+
+@each_model
+@pytest.mark.parametrize("names", SINGLES, ids="+".join)
+def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
+    right_plan(assert_same(CASES[model], program(model), script(model, *names)))
+
+
+@each_model
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+def test_a_pair_of_directives(model: str, names: tuple[str, ...]) -> None:
+    right_plan(assert_same(CASES[model], program(model), script(model, *names)))
+
+
+@pytest.mark.parametrize(
+    "schedule", ["looped_bfs(gpu, 2, 4)", "interleaved_zero_bubble(gpu, 2, 4)", "interleaved(gpu, 2, 4)"]
+)
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_activations_come_back_in_the_order_of_the_script(schedule: str, prefetch: int) -> None:
+    """looped_bfs runs the last microbatch's backward first; zero bubble puts weight halves off until after other
+    microbatches' input halves."""
+    name = schedule.partition("(")[0]
+    text = (
+        f"from std.pipeline import loop, {name}\nmesh gpu = pp: 2\nsplit batch into 4 as mb\nloop(gpu, 2, 2)\noffload"
+        f" [pass=*] with prefetch={prefetch}\n{schedule}\n"
+    )
+    assert_same(CASES["mlp"], program("mlp"), text)
+
+
+@pytest.mark.parametrize("model", ["gpt", "unet"])
+def test_parts_of_a_sum_are_cut_and_joined_as_parts(model: str) -> None:
+    """A stage that is split, some of it divided by features: what is a sum over devices stays one while it is cut."""
+    text = f"{TAGS[model]}\nmesh gpu = tp: 2\nplace [pass=*] on gpu\n{SHARD[model]}\nsplit [stage=0:2] into 2 as half\n"
+    assert_same(CASES[model], program(model), text)

@@ -1,0 +1,370 @@
+"""Workers of a job: what they listen on, clusters that are joined, an interrupt at the keyboard, cleanup, what they
+print."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from piperlang.diagnostics import PiperError
+from piperlang.interrupts import uninterrupted
+from piperlang.plan.lower import lower
+from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
+from piperlang.runtime.job import Job, Training
+from tests.support import ROOT
+from tests.support.equivalence import SAMPLES, compiled, optimizer, program
+from tests.support.jobs import assert_trains
+from tests.support.models import CASES
+from tests.support.processes import processes
+
+SCRIPT = """mesh gpu = pp: 2
+place [stage=0:2] on gpu[pp=0]
+place [stage=2:4] on gpu[pp=1]
+split batch into 2 as mb
+"""
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def listening(pids: list[int]) -> dict[int, set[str]]:
+    """Addresses, as the kernel writes them, on which processes wait for connections."""
+    inodes = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                inodes[words[9]] = words[1].partition(":")[0]
+    found: dict[int, set[str]] = {}
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(fd)
+            except OSError:
+                continue
+            if target.startswith("socket:[") and target[8:-1] in inodes:
+                found.setdefault(pid, set()).add(inodes[target[8:-1]])
+    return found
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+class Apart(Cluster):
+    """Workers that share no files with each other or the driver, as far as the job knows, once `apart` is set."""
+
+    apart = False
+
+    @property
+    def local(self) -> bool:
+        return not self.apart and super().local
+
+
+def test_a_cluster_from_start_to_end() -> None:
+    """Everything listens on loopback; a process started beside the cluster is not of the cluster; workers that share no
+    files train; a process that writes while the cluster is closed does not keep it from being closed.
+
+    One test, because starting Ray takes longer than all of this."""
+    cluster = Apart(2)
+    beside = subprocess.Popen(["sleep", "600"])
+    writing = None
+    try:
+        only_loopback_is_listened_on(cluster)
+        only_what_ray_started_is_of_the_cluster(cluster, beside)
+        cluster.apart = True
+        case = CASES["mlp"]
+        assert_trains(cluster, case, program("mlp"), SCRIPT)
+        writing = writer(cluster.folder, {MARK: str(cluster.folder)})
+        cluster.close()
+        assert not cluster.folder.exists()
+        assert writing.wait(10) == -signal.SIGKILL
+        assert processes(cluster.folder) == []
+        assert beside.poll() is None
+        cluster.close()  # nothing to do
+    finally:
+        for process in (beside, writing):
+            if process is not None:
+                process.kill()
+                process.wait()
+        cluster.close()
+
+
+def only_loopback_is_listened_on(cluster: Cluster) -> None:
+    case = CASES["mlp"]
+    graph, captured = compiled(program("mlp"), SCRIPT)
+    with Job(lower(graph), captured, Training(case.model, optimizer), timeout=30, cluster=cluster) as job:
+        job.step(case.batch(SAMPLES))
+        found = listening([*processes(cluster.folder), os.getpid()])
+    assert len(found) > 3  # the control store, the scheduler, two workers
+    assert set().union(*found.values()) <= LOOPBACK
+
+
+def only_what_ray_started_is_of_the_cluster(cluster: Cluster, beside: subprocess.Popen[bytes]) -> None:
+    """Only the processes that Ray starts carry the mark, not those that the program starts while it has a job."""
+    assert beside.pid not in processes(cluster.folder)
+    assert {"raylet", "gcs_server"} <= {
+        Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes(cluster.folder)
+    }
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A Ray that somebody else has started, with two CPUs. Workers are not niced: on a busy machine they would not get
+    to run."""
+    folder = tempfile.mkdtemp(prefix="pr-", dir="/tmp")
+    code = (
+        f"import ray, sys, time\noptions = dict(include_dashboard=False, logging_level='error', _temp_dir={folder!r},"
+        " object_store_memory=100 * 2**20)\nfound = ray.init(num_cpus=2, _system_config={'worker_niceness': 0},"
+        " **options)\nprint(found.address_info['gcs_address'], flush=True)\nsys.stdin.read()\n"
+    )
+    # Ray starts with tokens unless told otherwise, and a token would have to be handed to whoever joins.
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    server = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    yield server.stdout.readline().strip()
+    server.stdin.close()
+    server.wait(30)
+    subprocess.run(["rm", "-rf", folder], check=True)
+
+
+def piperc(arguments: list[str], out: Path, **options: object) -> subprocess.Popen[str]:
+    example = ROOT / "examples" / "01_mlp"
+    command = [
+        sys.executable,
+        "-m",
+        "piperlang.cli.main",
+        str(example / "model.py"),
+        *arguments,
+        "--json",
+        "--out",
+        str(out),
+    ]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_cluster_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piperlang.runtime.cluster.ROOM", 1.0)
+    monkeypatch.setattr("piperlang.runtime.cluster.Cluster._start", _one_cpu)
+    with pytest.raises(PiperError) as found:
+        Cluster(2)
+    (diagnostic,) = found.value.diagnostics
+    assert diagnostic.code == "P0605"
+    assert "no room for 2 workers" in diagnostic.message
+    assert any("of 1 are free" in note for note in diagnostic.notes), diagnostic.notes
+
+
+def _one_cpu(self: Cluster, count: int, start: object = Cluster._start) -> None:
+    start(self, 1)  # type: ignore[operator]
+
+
+def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
+    job = piperc([str(ROOT / "examples" / "01_mlp" / "pipeline.piper"), "--address", "nowhere"], tmp_path / "run")
+    _, err = job.communicate(timeout=600)
+    assert job.returncode == 1
+    assert "error[P0605]: cannot join a Ray cluster at nowhere" in err
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """TMPDIR of a job: short, because Ray makes sockets there, and empty again when the job has ended."""
+    folder = Path(tempfile.mkdtemp(prefix="pi-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def endless(temporary: Path, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
+    """A job that trains until it is interrupted, in a session of its own, as from a terminal."""
+    environment = {**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    script = tmp_path / "two.piper"
+    script.write_text(SCRIPT)
+    arguments = [str(script), "--steps", "100000", *options]
+    return piperc(arguments, tmp_path / "run", env=environment, start_new_session=True)
+
+
+def trained(job: subprocess.Popen[str]) -> None:
+    """Wait until the job has trained a step."""
+    assert job.stdout is not None
+    line = job.stdout.readline()
+    assert line, job.communicate(timeout=600)[1]
+    assert json.loads(line)["step"] == 0
+
+
+def started(job: subprocess.Popen[str], temporary: Path) -> None:
+    """Wait until the job has made its folder."""
+    while not list(temporary.glob("piper-*")):
+        assert job.poll() is None
+        time.sleep(0.005)
+
+
+def interrupted(job: subprocess.Popen[str], temporary: Path, again: float | None = None) -> None:
+    """Ctrl-C, which goes to all processes of the terminal: exit code 130, no message, no process and no file left."""
+    os.killpg(job.pid, signal.SIGINT)
+    if again is not None:
+        time.sleep(again)
+        os.killpg(job.pid, signal.SIGINT)
+    try:
+        _, err = job.communicate(timeout=600)
+    finally:
+        job.kill()
+    assert job.returncode == 130, err
+    assert err == ""
+    assert processes(temporary) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_an_interrupt(temporary: Path, tmp_path: Path) -> None:
+    job = endless(temporary, tmp_path)
+    trained(job)
+    interrupted(job, temporary)
+
+
+@pytest.mark.parametrize("delay", [0.0, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.5, 1.5, 3.0))])
+def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
+    job = endless(temporary, tmp_path)
+    started(job, temporary)
+    time.sleep(delay)
+    interrupted(job, temporary)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(started, id="start-up", marks=pytest.mark.slow),
+        pytest.param(lambda job, _: trained(job), id="training"),
+    ],
+)
+def test_an_interrupt_that_is_repeated(
+    wait: Callable[[subprocess.Popen[str], Path], None], temporary: Path, tmp_path: Path
+) -> None:
+    """The second one arrives while the job is closed because of the first one."""
+    job = endless(temporary, tmp_path)
+    wait(job, temporary)
+    interrupted(job, temporary, again=0.2)
+
+
+def test_a_cluster_that_is_joined(address: str, temporary: Path, tmp_path: Path) -> None:
+    """A job that is interrupted leaves the cluster as it was: its two CPUs are free for the next job, which ends by
+    itself."""
+    job = endless(temporary, tmp_path, "--address", address)
+    trained(job)
+    interrupted(job, temporary)
+    following = piperc([str(tmp_path / "two.piper"), "--steps", "2", "--address", address], tmp_path / "next")
+    out, err = following.communicate(timeout=600)
+    assert following.returncode == 0, err
+    assert [json.loads(line)["step"] for line in out.splitlines()] == [0, 1]
+
+
+def test_an_interrupt_is_postponed() -> None:
+    done = []
+
+    def block() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert done == ["the rest"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# --------------------------------------------------------------------------------------------------------- cleanup
+
+
+def writer(folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process that writes into a folder as fast as it can, and makes the folder again whenever it is gone."""
+    code = (
+        "import itertools, os, pathlib\n"
+        "folder = pathlib.Path(os.environ['WRITE_TO'])\n"
+        "for i in itertools.count():\n"
+        "    folder.mkdir(exist_ok=True)\n"
+        "    (folder / str(i % 1000)).touch()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={"WRITE_TO": str(folder), **environment}, stderr=subprocess.DEVNULL
+    )
+    while not (folder / "0").exists():
+        time.sleep(0.01)
+    return process
+
+
+def test_clear_spares_other_jobs(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    gone_with_ours, stays = (writer(folder, {MARK: str(folder)}) for folder in (ours, theirs))
+    try:
+        assert clear(ours, 10.0, {os.getpid()})
+        assert not ours.exists()
+        assert gone_with_ours.wait(10) == -signal.SIGKILL
+        assert theirs.exists()
+        assert stays.poll() is None
+    finally:
+        stays.kill()
+        stays.wait()
+
+
+@pytest.fixture
+def janitor(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    process = start_janitor(folder)
+    yield process, folder
+    process.kill()
+    process.wait()
+
+
+def test_a_janitor_finishes_what_the_driver_has_not(janitor: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, folder = janitor
+    writing = writer(folder, {MARK: str(folder)})
+    stop_janitor(process, done=False)
+    assert process.wait(20) == 0
+    assert writing.wait(10) == -signal.SIGKILL
+    assert not folder.exists()
+
+
+def test_a_janitor_ends_when_the_folder_is_gone(janitor: tuple[subprocess.Popen[bytes], Path]) -> None:
+    process, folder = janitor
+    folder.rmdir()
+    assert process.wait(20) == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["ray", "inline"])
+def test_a_job_with_an_all_to_all_prints_no_warning(executor: str, tmp_path: Path) -> None:
+    example = ROOT / "examples" / "03_moe"
+    files = [str(example / "model.py"), str(example / "own_axis.piper")]
+    command = [
+        sys.executable,
+        "-m",
+        "piperlang.cli.main",
+        *files,
+        "--steps",
+        "1",
+        "--executor",
+        executor,
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert job.returncode == 0, job.stderr
+    assert job.stderr == ""

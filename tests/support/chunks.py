@@ -1,0 +1,60 @@
+"""Chunks of a traced model, run one by one without a schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from piperlang.capture.cut import Chunk
+from piperlang.capture.differentiate import Piece, Pieces, value_name
+from piperlang.capture.random import PLACE, mix
+from piperlang.capture.trace import Traced
+from piperlang.elaborate.directive import ModulePath, Tag
+from piperlang.source import Source
+
+SPAN = Source("s.piper", "tag").span(0, 3)
+
+
+def run(
+    traced: Traced,
+    chunks: list[Chunk],
+    pieces: list[Pieces],
+    model: nn.Module,
+    batch: Any,
+    *,
+    halves: bool,
+    first: int = 0,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """One step, chunk by chunk: the loss, and the gradient of every weight by its first name."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    values = {place: tensors[weight.name].detach() for place, weight in traced.weights.items()}
+    values |= dict(zip(traced.batch, torch.utils._pytree.tree_leaves(batch), strict=True))
+    values[PLACE] = torch.tensor([mix(7, 0), first])
+
+    def execute(chunk: Chunk, piece: Piece) -> None:
+        given = piece.run({slot: values[value_name(chunk, slot)] for slot in piece.takes})
+        for slot, value in given.items():
+            name = value_name(chunk, slot)
+            values[name] = values[name] + value if name.startswith("grad:") and name in values else value
+
+    with torch.no_grad():
+        for chunk, piece in zip(chunks, pieces, strict=True):
+            execute(chunk, piece.F)
+        loss = chunks[-1].outputs[0].name
+        count = traced.count(*torch.utils._pytree.tree_leaves(batch)) if traced.count is not None else 1
+        values[f"grad:{loss}"] = torch.ones(()) / count
+        for chunk, piece in reversed(list(zip(chunks, pieces, strict=True))):
+            for part in (piece.I, piece.W) if halves else (piece.B,):
+                if part is not None:
+                    execute(chunk, part)
+    grads: dict[str, torch.Tensor] = {}
+    for place, weight in traced.weights.items():
+        if f"grad:{place}" in values:
+            grads[weight.name] = grads.get(weight.name, torch.zeros(())) + values[f"grad:{place}"]
+    return float(values[loss] / count), grads
+
+
+def tag(key: str, value: int, *paths: tuple[Any, ...]) -> Tag:
+    return Tag(((key, value),), tuple(ModulePath(path, SPAN) for path in paths), span=SPAN)
