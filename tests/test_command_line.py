@@ -278,7 +278,7 @@ def test_github(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert first.startswith(
         "::error file=a%2Cb%3Ac%25.piper,line=1,endLine=1,col=9,endColumn=13,title=P0207%3A requirement not met::"
     )
-    assert first.endswith("::50%25%0Amore: \u00e9: this must hold")
+    assert first.endswith("::50%25%0Amore: \u00e9: this condition is false")
     assert "%0Ahelp: " in second
     assert second.startswith("::error file=d.piper,line=1,")
     assert ran(capsys, "check", BOTH, "--format", "github") == (0, "", "")

@@ -45,7 +45,7 @@ Tagged: TypeAlias = tuple[tuple[tuple[tuple[str, TagValue], ...], tuple[str, ...
 
 def axis_of(unused: Diagnostic) -> str | None:
     """`gpu.dp`, where the diagnostic is that nothing at all uses that axis."""
-    found = re.fullmatch(r"axis `(\w+)` of mesh `(\w+)` has no use", unused.message)
+    found = re.fullmatch(r"axis `(\w+)` of mesh `(\w+)` is not used", unused.message)
     return f"{found[2]}.{found[1]}" if found else None
 
 
