@@ -100,7 +100,7 @@ def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
     assert "open      16 of 32 passes are in no order: the compiler chooses" in out
     assert "device 1 | .    .    2F0* 3F0* 3B0*----- 2B0*----- 2F1*" in out
     assert "% idle (F=I=W=1, B=2, communication free, stages in a chain); * changed" in out
-    assert "numerics  same mathematics" in out
+    assert "numerics  matches plain PyTorch" in out
     losses = [float(x) for x in re.findall(r"^step +\d+  loss ([\d.]+)", out, re.MULTILINE)]
     assert "verified against eager PyTorch" in out
     assert out.count("trained 3 steps on 2 devices") == 1
@@ -367,8 +367,8 @@ def test_every_mistake_is_a_diagnostic(
 
 def test_usage_of_the_command_line(tmp_path: Path) -> None:
     for arguments, says in [
-        (["s.piper", "m.py"], "the model comes first"),
-        (["m.txt"], "neither a model nor a script"),
+        (["s.piper", "m.py"], "the model must come first"),
+        (["m.txt"], "neither a .py nor a .piper file"),
         (["a.py", "b.py"], "one model and one script"),
         (["nowhere.py"], "cannot read nowhere.py"),
         (["nowhere.piper"], "cannot read nowhere.piper"),
@@ -459,7 +459,7 @@ def test_the_session_of_the_readme(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "my_job")]) == 0
     done = repl(lines.replace(":run 3", ":run 3 inline"), "--strict", "my_job/model.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "same mathematics" in done.stdout
+    assert "matches plain PyTorch" in done.stdout
     found = piperc("check", str(tmp_path / "my_job" / "model.py"), str(tmp_path / "my_job" / "mine.piper"), "--json")
     assert json.loads(found)["ok"]
 
