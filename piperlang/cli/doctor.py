@@ -267,7 +267,7 @@ def _terminal() -> Finding:
         what = "standard output is not a terminal"
     else:
         what = f"{shutil.get_terminal_size().columns} columns, {os.environ.get('TERM', 'TERM is not set')}"
-    colors = "colours" if colored(sys.stdout) else "no colors"
+    colors = "colors" if colored(sys.stdout) else "no colors"
     return Finding("terminal", "fine", f"{what}, {colors}, {sys.stdout.encoding}")
 
 
