@@ -1,10 +1,10 @@
-"""Colours for .piper text: a Pygments lexer, used by `pygmentize`, Rich, Sphinx and the REPL.
+"""Syntax highlighting of .piper text: a Pygments lexer, used by `pygmentize`, Rich, Sphinx and the REPL.
 
-Regular expressions alone are enough, as the language promises. Two facts about Pygments carry the design:
+Regular expressions are sufficient for the language. The design rests on two properties of Pygments:
 - where no rule of the current state matches a line end, the lexer goes back to `root`. So a state that belongs to one
-  line (options, mesh axes, tags) just has no rule for the line end, and an open bracket refuses the line end before a
-  word that can only start a statement, as the parser does. One missing bracket does not spoil the rest of the file;
-- what no rule matches becomes an Error token of one character: a bracket that closes nothing, `;`, `$`, `é`.
+  line (options, mesh axes, tags) has no rule for the line end, and an open bracket does not match the line end before a
+  word that can only start a statement, as the parser does. One missing bracket does not affect the rest of the file;
+- what no rule matches becomes an Error token of one character: an unmatched closing bracket, `;`, `$`, `é`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ KEYWORD_TOKENS: dict[str, _TokenType] = {
     **dict.fromkeys(OPERATORS, Operator.Word),
     **dict.fromkeys(CONSTANTS, Keyword.Constant),
 }
-"""The colour of every reserved word."""
+"""The token type of every reserved word."""
 
 
 def _any(choices: Iterable[str]) -> str:
-    """A pattern for one of `choices`, the longest first so that none hides behind its own beginning."""
+    """A pattern for one of `choices`, the longest first, so that a prefix does not match first."""
     return f"(?:{'|'.join(sorted(map(re.escape, choices), key=len, reverse=True))})"
 
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 IDENTIFIER = rf"(?!{_any(KEYWORD_TOKENS)}\b){NAME}"
-"""A name that can be bound: a reserved word in its place keeps its own colour, so the mistake shows."""
+"""A name that can be bound: a reserved word in its place keeps its own color, which shows the error."""
 
 
 def _keywords() -> list[tuple[words, _TokenType]]:
@@ -65,7 +65,7 @@ def _starts(word: str, *states: str) -> tuple[str, _TokenType, tuple[str, ...]]:
 
 
 def _string(quote: str) -> str:
-    """The opening quote of a string that is closed on its line, as the grammar wants it."""
+    """The opening quote of a string that is closed on its line, as the grammar requires."""
     return rf"{quote}(?=[^{quote}\\\n]*(?:\\.[^{quote}\\\n]*)*{quote}(?!{quote}))"
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C where it must not leave something half done."""
+"""Postpones Ctrl-C around operations that must not be interrupted."""
 
 from __future__ import annotations
 

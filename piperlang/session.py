@@ -20,7 +20,7 @@ from piperlang.source import Source
 
 @dataclass(frozen=True)
 class Outlined:
-    """A script evaluated without a model: what it says, or what is wrong with it."""
+    """A script evaluated without a model: its outline, or its problems."""
 
     outline: Outline
     problems: tuple[Diagnostic, ...]
@@ -41,11 +41,11 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A script that has spoken to a graph: what is wrong with it, and the interpreter that knows its names."""
+    """A script applied to a graph: its problems, and the interpreter with its names."""
 
     problems: tuple[Diagnostic, ...]
     interpreter: Interpreter | None = None
-    """None where the script does not parse."""
+    """None if the script does not parse."""
 
     @property
     def params(self) -> Mapping[str, Value]:
@@ -59,8 +59,8 @@ def outline(
     say: Callable[[str], None] = print,
     texts: Mapping[Path, str] | None = None,
 ) -> Outlined:
-    """Parse, check and evaluate `source`; every mistake comes back as a diagnostic. `texts`: of files that it may
-    import, in place of what they hold."""
+    """Parse, check and evaluate `source`; every error is returned as a diagnostic. `texts`: of files that it may
+    import, in place of their contents."""
     graph = Outline()
     found = evaluate(graph, source, path, overrides, say, texts)
     return Outlined(graph, found.problems, found.params)
@@ -74,7 +74,7 @@ def schedule(
     say: Callable[[str], None] = print,
     after: int | None = None,
 ) -> Scheduled:
-    """Apply a script to a captured model, or only its first directives; what is missing at the end is a problem too."""
+    """Apply a script, or only its first directives, to a captured model; missing directives are problems too."""
     scheduler = Scheduler(program, after)
     found = evaluate(scheduler, source, path, overrides, say)
     return Scheduled(scheduler, found.problems or (tuple(scheduler.finish()) if after is None else ()), found.params)
@@ -88,7 +88,7 @@ def evaluate(
     say: Callable[[str], None],
     texts: Mapping[Path, str] | None = None,
 ) -> Evaluated:
-    """Hand every directive of a script to a graph."""
+    """Apply every directive of a script to a graph."""
     try:
         module = from_source(source, path.resolve() if path else None)
     except PiperError as problem:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a text as people count it: line and column from 1."""
+    """A position in a text: line and column, counted from 1."""
 
     line: int
     column: int

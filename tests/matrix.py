@@ -368,22 +368,21 @@ def refused(each: Combination) -> str | None:
 
 HEAD = """# What composes
 
-Every pipeline schedule of the library, with every data strategy, with every way to divide experts or features: {total} combinations, each a script of a few lines, made by
-`tests/matrix.py` from parts. Each is trained three steps on Ray workers over gloo, with {fewest} to {most} processes, beside the plain model on one device. Compared are the loss of every
-step, every device's part of every gradient (whole or divided), and the weights at the end, in float32. A number below is the largest relative difference of all of these; the limit is
-1e-5. `refused` is not a failure: the script is an error with that code, at the line that makes no sense.
+All pipeline schedules of the library, with all data strategies, with all kinds of expert and tensor parallelism: {total} combinations, each a script of a few lines that `tests/matrix.py` generates.
+Each is trained for three steps on Ray workers over gloo, with {fewest} to {most} processes, and compared with the plain model on one device: the loss of every step, every gradient (each device's replica or shard), and
+the final weights, in float32. The numbers below are the largest relative differences; the limit is 1e-5. `refused` is not a failure: the script is rejected with that diagnostic code.
 
 This file is written by `python -m tests.matrix --write`, from a run with piperlang {piperlang}, torch {torch}, ray {ray} and Python {python}. {ran} combinations ran, the largest difference is {worst}; {refused}
-are refused. A test keeps the tables in step with the matrix.
+are refused. A test checks that the tables match the matrix.
 
-- *Data strategies*: `none`; DP (`ddp`), ZeRO-1 to ZeRO-3 (`zero1`, `zero2`, `zero3`) over an axis `dp` of two; hybrid (`hybrid`): ZeRO-3 inside a node of two, copies across two nodes.
-- *Models*: a GPT with tied embeddings (a weight that the first and the last stage share) and an MLP; for experts a mixture of experts in every layer: one expert for each token and what is
-  too much for it dropped, or, without a limit, two and one that all share, nothing dropped, and a loss for choosing unevenly; a U-Net for skips. Two to four stages, four microbatches.
-- *Experts or features over an axis of their own*: what is not divided along it divides the batch there, so no device repeats another's work. With hybrid they share the axis inside the
-  node, which keeps the job at eight processes. *On the data axis*: the axis that divides the batch for the rest divides the experts, as in DeepSeek's models. Without data parallelism
-  there is no such axis: the rest of the model has no use for it, and is refused.
+- *Data strategies*: `none`; DP (`ddp`), ZeRO-1 to ZeRO-3 (`zero1`, `zero2`, `zero3`) over an axis `dp` of two; hybrid (`hybrid`): ZeRO-3 inside a node of two, replicas across two nodes.
+- *Models*: a GPT with tied embeddings (a weight that the first and the last stage share) and an MLP; for experts an MoE in every layer: either capacity-limited with top-1 routing and dropped
+  tokens, or dropless with top-2 routing, a shared expert and a load-balancing loss; a U-Net for skip connections. Two to four stages, four microbatches.
+- *Expert and tensor parallelism on an own axis*: the rest of the model divides the batch along that axis. With hybrid, they use the axis inside the node, which limits the job to eight
+  processes. *On the data axis*: the axis that divides the batch for the rest of the model shards the experts, as in DeepSeek's models. Without data parallelism, the rest of the model does not
+  use that axis, and the script is refused.
 
-One of them, whole:
+One complete script:
 
 ```piper
 {example}```
@@ -428,8 +427,8 @@ def page(results: Mapping[str, Errors | str]) -> str:
         "## And also",
         "",
         (
-            "The same with what a script may say besides, stages on unequal numbers of devices, and several meshes over"
-            " the same devices."
+            "Combinations with further directives, with stages on unequal numbers of devices, and with several meshes"
+            " over the same devices."
         ),
         "",
         "| combination | model | difference |",

@@ -1,9 +1,9 @@
-"""Check schedule scripts: syntax, names, values, and whether what they say fits together. No model is needed.
-Of a folder, all scripts in it are checked.
+"""Check schedule scripts: syntax, names, values, and consistency of the directives. No model is needed.
+For a folder, all scripts in it are checked.
 
-With a model in front (piperc check MODEL.py SCHEDULE.piper) also what only a model can tell: does every selector match,
-is every chunk placed, does the batch come out even, does any order wait for itself. With --numerics, two training steps
-are run both ways, plainly and under the schedule, and compared.
+With a model (piperc check MODEL.py SCHEDULE.piper), the model is traced and also checked: every selector matches,
+every chunk is placed, the batch size is divisible, the order has no deadlock. With --numerics, two training steps
+are run with plain PyTorch and under the schedule, and compared.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "scripts", nargs="+", metavar="[MODEL.py] FILE.piper", help="files or folders; `-` reads standard input"
     )
-    parser.add_argument("--numerics", action="store_true", help="run two steps both ways and compare (needs a model)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and dropout, for --numerics")
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument(
+        "--numerics", action="store_true", help="compare two training steps with plain PyTorch (needs a model)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed of weights and dropout, for --numerics")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_parameters(parser)
 
 
@@ -53,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
         wrong = found.problems or found.outline.finish()
         problems.extend(wrong)
         if not wrong and options.format == "full":
-            print(f"{printable(name)}: fine ({_says(found)})")
+            print(f"{printable(name)}: ok ({_says(found)})")
     result(problems, options.format)
     return exit_code(problems)
 
@@ -64,7 +66,7 @@ def _check(name: str, overrides: dict[str, str]) -> Outlined:
 
 
 def _says(found: Outlined) -> str:
-    """What the script comes to, in a few words."""
+    """A short summary of the script."""
     lanes = found.outline.lanes.lanes
     counts = Counter(
         {

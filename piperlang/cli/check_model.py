@@ -1,4 +1,4 @@
-"""piperc check with a model: compile, verify and, if asked, compare numerically."""
+"""piperc check with a model: compile, verify and, with --numerics, compare numerically."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     if len(scripts) != 1:
         raise error(
             "P0902",
-            f"one model is checked with one script, not with {len(scripts)}",
+            f"expected one script with a model, not {len(scripts)}",
             help="piperc check MODEL.py SCHEDULE.piper",
         )
     options.script = scripts[0]
@@ -70,7 +70,7 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
 
         cut = found.scheduler.schedule.captured
         assert isinstance(cut, Captured)
-        with doing("training two steps both ways"):
+        with doing("comparing two training steps"):
             compared = compare(file, program, graph, cut, options.seed)
         result |= {
             "ok": compared.ok,
@@ -91,11 +91,11 @@ def _devices(graph: Graph) -> set[int]:
 def _tell(model: str, options: argparse.Namespace, result: dict[str, Any]) -> None:
     size = ", ".join(counted(result[f"{what}s"], what) for what in ("device", "chunk", "node"))
     if "loss" not in result:
-        print(f"{options.script}: fine with {model} ({size})")
+        print(f"{options.script}: ok with {model} ({size})")
         return
-    verdict = "same mathematics" if result["ok"] else "DIFFERENT"
+    verdict = "matches plain PyTorch" if result["ok"] else "DIFFERENT"
     print(f"{options.script}: {verdict} ({size})")
-    print(f"  loss after two steps  {result['loss']:.9g}   plain {result['loss_reference']:.9g}")
+    print(f"  loss after two steps  {result['loss']:.9g}   plain PyTorch {result['loss_reference']:.9g}")
     print(
         f"  largest difference    gradients {result['max_grad_rel_err']:.1e}, weights"
         f" {result['max_weight_rel_err']:.1e} (relative{', ' + result['worst'] if result['worst'] else ''})"
@@ -103,6 +103,6 @@ def _tell(model: str, options: argparse.Namespace, result: dict[str, Any]) -> No
     noisy = result["judged_by_gradient"]
     if noisy:
         print(
-            f"  judged by gradient    {', '.join(noisy[:3])}{f' and {len(noisy) - 3} more' if len(noisy) > 3 else ''}:"
+            f"  compared by gradient  {', '.join(noisy[:3])}{f' and {len(noisy) - 3} more' if len(noisy) > 3 else ''}:"
             " elements whose gradient is rounding noise"
         )

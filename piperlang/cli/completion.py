@@ -1,4 +1,4 @@
-"""Print the script that completes commands, options and files in a shell.
+"""Print a shell script that completes commands, options and files.
 
 bash: add `eval "$(piperc completion bash)"` to ~/.bashrc.
 
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------------ what there is to complete
+# ----------------------------------------------------------------------------------------------------- completions
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Anything:
-    """What no shell can know: a number, NAME=VALUE."""
+    """A value without candidates: a number, NAME=VALUE."""
 
 
 Value = Words | Files | Anything
@@ -58,7 +58,7 @@ class Option:
     flags: tuple[str, ...]
     help: str
     value: Value | None
-    """What follows it, if anything does."""
+    """The value that follows it, if any."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Command:
 
 
 def commands() -> list[Command]:
-    """All of them, as their parsers say."""
+    """All commands, from their parsers."""
     from piperlang.cli.main import COMMANDS, command_parser
 
     found = []
@@ -101,7 +101,7 @@ def _value(action: argparse.Action) -> Value | None:
 
 
 def _together(values: list[Value]) -> Value | None:
-    """A model or a schedule: shells complete all operands alike, since options may stand between them."""
+    """A model or a schedule: shells complete all operands alike, since options may be between them."""
     files = [value for value in values if isinstance(value, Files)]
     if len(files) > 1:
         return Files(tuple(dict.fromkeys(suffix for value in files for suffix in value.suffixes)))
@@ -109,7 +109,7 @@ def _together(values: list[Value]) -> Value | None:
 
 
 def _plain(text: str) -> str:
-    """Help without what shells would read as their own."""
+    """Help text without characters that shells interpret."""
     return re.sub(r"[`'\"\[\]\\$:]", "", text).partition(" (default")[0]
 
 
@@ -215,7 +215,7 @@ _piperc() {
             )
             _describe -t commands command commands
             _arguments '--help[print help]' '--version[print the version]' \\
-                '--format[how diagnostics are written]:FORMAT:(@formats@)' '*:model:_files -g "*.py(-.)"'
+                '--format[output format of diagnostics]:FORMAT:(@formats@)' '*:model:_files -g "*.py(-.)"'
             ;;
     esac
 }
@@ -293,7 +293,7 @@ end
 complete -c piperc -f
 complete -c piperc -n '__piperc_is ""' -l help -d 'print help'
 complete -c piperc -n '__piperc_is ""' -l version -d 'print the version'
-complete -c piperc -n '__piperc_is ""' -l format -d 'how diagnostics are written' -x -a '@formats@'
+complete -c piperc -n '__piperc_is ""' -l format -d 'output format of diagnostics' -x -a '@formats@'
 complete -c piperc -n '__piperc_is ""' -a '(__piperc_files .py)'
 @lines@
 """

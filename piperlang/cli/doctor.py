@@ -1,6 +1,6 @@
-"""Tell what this machine has for training, what will be used, what is missing and how to get it.
+"""Show what this machine has for training, what will be used, what is missing and how to install it.
 
-Exits with 1 if training cannot work here. Nothing is started and nothing is left behind.
+Exits with 1 if training cannot work here. It starts no workers and leaves no files.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from piperlang.cli.needs import INSTALL, OLDEST, installed
 from piperlang.cli.report import colored, paint
 
 PATIENCE = 120.0
-"""Seconds that torch and Ray have to be loaded; from a cold network disk it takes long."""
+"""Timeout in seconds for importing torch and Ray; a cold network disk is slow."""
 PORTS = 32
-"""How many ports are tried: a job of eight workers needs about so many."""
+"""Number of ports to try: about what a job of eight workers needs."""
 STORE = 200 * 2**20
 """Bytes of Ray's object store, in /dev/shm."""
 WORKER = 2**29
-"""Bytes that a worker takes before it has a model, roughly: torch and Ray."""
+"""Approximate bytes that a worker uses before it has a model: torch and Ray."""
 
 
 @dataclass(frozen=True)
 class Finding:
     name: str
     state: Literal["fine", "note", "missing"]
-    """A `note` limits what can be done; without what is `missing` training cannot work."""
+    """A `note` is a limitation; if something is `missing`, training cannot work."""
     found: str
     help: str = ""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     torch: dict[str, Any] = {}
     for finding in found(torch):
         findings.append(finding)
-        if not options.json:  # one by one: torch and Ray take their time
+        if not options.json:  # one by one: torch and Ray take long
             _row(_mark(finding.state), f"{finding.name:<9} ", finding.found)
     ok = not any(finding.state == "missing" for finding in findings)
     uses = used(torch) if ok else {}
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def found(torch: dict[str, Any]) -> Iterator[Finding]:
-    """All there is to say; what torch says of itself is left in `torch`."""
+    """All findings; torch's own report is stored in `torch`."""
     with ExitStack() as stack:
         asked = {name: stack.enter_context(_asked(name)) for name in OLDEST if installed(name)}
         yield Finding("Python", "fine", f"{platform.python_version()}, {sys.executable}")
@@ -96,12 +96,12 @@ def _row(mark: str, name: str, text: str) -> None:
 
 def _conclude(findings: list[Finding], uses: dict[str, str], ok: bool) -> None:
     if uses:
-        print("\nused for training")
+        print("\ntraining uses")
         for name, what in uses.items():
             _row("  ", f"{name:<9} ", what)
     helps = dict.fromkeys((finding.help, finding.state) for finding in findings if finding.help)
     if helps:
-        print("\nto do")
+        print("\nnext steps")
         for help, state in helps:
             _row(_mark(state), "", help)
     print("\ntraining works here" if ok else "\ntraining cannot work here; `check`, `fmt`, `orders` and `explain` can")
@@ -135,12 +135,12 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         out, err = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        return {"problem": f"does not load within {PATIENCE:.0f} s"}
+        return {"problem": f"import takes more than {PATIENCE:.0f} s"}
     try:
         found: dict[str, Any] = json.loads(out)
     except ValueError:
         last = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        return {"problem": f"does not load: {last[:200]}"}
+        return {"problem": f"import fails: {last[:200]}"}
     return found
 
 
@@ -150,14 +150,14 @@ def package(name: str, answer: dict[str, Any]) -> Finding:
     if not answer:
         return Finding(name, "missing", "not installed", INSTALL)
     if version is None:
-        return Finding(name, "missing", answer["problem"], f"repair it: pip install --force-reinstall {name}")
+        return Finding(name, "missing", answer["problem"], f"reinstall it: pip install --force-reinstall {name}")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST[name]:
         return Finding(name, "missing", f"{version}, older than {wanted}", f"pip install --upgrade '{name}>={wanted}'")
     return Finding(name, "fine", version)
 
 
 def accelerators(torch: dict[str, Any]) -> Iterator[Finding]:
-    """What torch can compute on, and how its processes talk."""
+    """Devices and communication backends of torch."""
     if torch["gpus"]:
         for number, gpu in enumerate(torch["gpus"]):
             yield Finding(
@@ -206,7 +206,7 @@ def machine() -> Iterator[Finding]:
             "memory",
             "note",
             f"{_size(free)} free of {_size(total)}",
-            f"free some memory: a worker takes {_size(WORKER)} before it has a model",
+            f"free some memory: a worker uses {_size(WORKER)} before it loads a model",
         )
     else:
         yield Finding(
@@ -214,7 +214,7 @@ def machine() -> Iterator[Finding]:
         )
     shared = _free(Path("/dev/shm"))
     if shared is not None:
-        small = f"give /dev/shm {_size(STORE)} or more, with docker by --shm-size=1g: Ray falls back to the disk"
+        small = f"give /dev/shm {_size(STORE)} or more (docker: --shm-size=1g); otherwise Ray uses the disk"
         yield Finding(
             "/dev/shm", "fine" if shared >= STORE else "note", f"{_size(shared)} free", "" if shared >= STORE else small
         )
@@ -246,7 +246,7 @@ def _folder() -> Finding:
 
 
 def _ports() -> Finding:
-    """Whether processes of this machine can talk to each other."""
+    """Whether processes on this machine can connect to each other."""
     try:
         with ExitStack() as stack:
             for _ in range(PORTS):
@@ -257,38 +257,35 @@ def _ports() -> Finding:
             "ports",
             "missing",
             f"127.0.0.1: {(problem.strerror or str(problem)).lower()}",
-            "workers meet at ports of 127.0.0.1; allow processes to listen there",
+            "workers connect through ports of 127.0.0.1; allow processes to listen there",
         )
     return Finding("ports", "fine", f"{PORTS} of 127.0.0.1 tried, all free and reachable")
 
 
 def _terminal() -> Finding:
     if not sys.stdout.isatty():
-        what = "standard output is no terminal"
+        what = "standard output is not a terminal"
     else:
         what = f"{shutil.get_terminal_size().columns} columns, {os.environ.get('TERM', 'TERM is not set')}"
-    colors = "colours" if colored(sys.stdout) else "no colours"
+    colors = "colors" if colored(sys.stdout) else "no colors"
     return Finding("terminal", "fine", f"{what}, {colors}, {sys.stdout.encoding}")
 
 
 def used(torch: dict[str, Any]) -> dict[str, str]:
-    """What a job without further options takes."""
+    """What a job with default options uses."""
     gpus = len(torch["gpus"])
     if not gpus:
-        return {
-            "backend": "gloo, on CPU",
-            "devices": f"a process for every device of a script, all of them on {_cores():g} cores",
-        }
+        return {"backend": "gloo, on CPU", "devices": f"one process per device of the script, on {_cores():g} cores"}
     shared = "workers share it" if gpus == 1 else "with more devices workers share GPUs"
     return {
         "backend": "nccl, on CUDA",
-        "devices": f"a process for every device of a script on {gpus} GPU{'s' if gpus > 1 else ''}; {shared}",
-        "compiler": "Inductor; --no-compile does without",
+        "devices": f"one process per device of the script, on {gpus} GPU{'s' if gpus > 1 else ''}; {shared}",
+        "compiler": "Inductor; --no-compile disables it",
     }
 
 
 def _cores() -> float:
-    """Those that this process may use: a container may have a share of them."""
+    """The cores that this process may use: a container may be limited."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         limit = float(quota) / float(period)

@@ -1,4 +1,4 @@
-"""Explain a diagnostic code: what it means, a script that fails with it, and the same script repaired."""
+"""Explain a diagnostic code: its meaning, a script that fails with it, and the corrected script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from piperlang.diagnostics.explain import page
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", nargs="?", metavar="CODE", help="such as P0302; without one, all codes are listed")
+    parser.add_argument("code", nargs="?", metavar="CODE", help="for example P0302; without it, list all codes")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -22,6 +22,6 @@ def run(options: argparse.Namespace) -> int:
     if code not in CODES:
         full = f"P{code.removeprefix('P').zfill(4)}"  # 302 for P0302
         near = f"did you mean `{full}`?" if full in CODES else did_you_mean(code, CODES)
-        raise error("P0904", f"there is no code `{options.code}`", help=near or "`piperc explain` lists them all")
+        raise error("P0904", f"unknown code `{options.code}`", help=near or "`piperc explain` lists all codes")
     print(page(code).text.rstrip())
     return 0

@@ -1,6 +1,6 @@
-"""Write scripts in the one canonical layout. Comments stay; the meaning never changes.
+"""Format scripts in the canonical layout. Comments are kept; the meaning does not change.
 
-Of a folder, all scripts in it are formatted.
+For a folder, all scripts in it are formatted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="files or folders; `-` formats standard input to standard output",
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
-    parser.add_argument("--diff", action="store_true", help="write nothing; print what would change")
+    parser.add_argument("--diff", action="store_true", help="write nothing; print a diff")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 def _format(name: str, options: argparse.Namespace) -> bool:
     source, path = open_script(name)
     text = format_source(source)
-    # The file as it is on disk: line ends and a byte order mark are part of the layout too.
+    # The bytes on disk: line endings and a byte order mark are part of the layout too.
     before = path.read_bytes() if path is not None else source.text.encode()
     same = text.encode() == before
     if options.diff:
@@ -62,7 +62,7 @@ def _format(name: str, options: argparse.Namespace) -> bool:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write beside the file and move into place: a full disk must not cost anyone a schedule."""
+    """Write a temporary file and rename it, so that a full disk cannot destroy the script."""
     path = path.resolve()
     beside = path.with_name(f".{path.name}.piperc")
     try:
@@ -74,7 +74,7 @@ def _replace(path: Path, text: str) -> None:
             "P0901",
             f"cannot write {path.name}",
             notes=[(problem.strerror or "").lower()],
-            help="check the rights of its folder",
+            help="check the permissions of its folder",
         ) from None
     finally:
         with suppress(OSError):

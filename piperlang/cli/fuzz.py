@@ -1,8 +1,8 @@
-"""Train a model under random schedules and compare each with the plain model, for whoever changes the compiler.
+"""Train a model under random schedules and compare each with plain PyTorch. Meant for compiler developers.
 
-Every case has a seed that makes it again: placements, splits, data parallelism and ZeRO, weights divided where the
-model allows it, schedules of the library or full random orders. A script that fails is made smaller for as long as it
-fails in the same way, shown, and written to a file."""
+Every case is reproducible from its seed: placements, splits, data parallelism and ZeRO, sharded weights where the
+model allows it, schedules of the library or full random orders. A failing script is reduced while it still fails in
+the same way, printed, and written to a file."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--mesh",
         metavar="AXIS=N,...",
-        help="the devices: stages go along an axis `pp`, the batch or weights along all others",
+        help="the mesh: stages are placed along axis `pp`, the batch or weights are divided along the others",
     )
-    where.add_argument("--devices", type=int, metavar="N", help="random meshes of at most so many (default: 8)")
-    parser.add_argument("--count", type=int, default=20, metavar="N", help="how many schedules (default: 20)")
+    where.add_argument("--devices", type=int, metavar="N", help="use random meshes of at most N devices (default: 8)")
+    parser.add_argument("--count", type=int, default=20, metavar="N", help="number of schedules (default: 20)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the first schedule; each further one has the next (default: 0)"
+        "--seed", type=int, default=0, help="seed of the first schedule; the following ones count up (default: 0)"
     )
     parser.add_argument(
         "--executor",
         choices=("graph", "inline", "ray"),
         default="graph",
-        help="simulated devices, threads of this process, or real workers (default: graph)",
+        help="run on simulated devices, threads of this process, or Ray workers (default: graph)",
     )
-    parser.add_argument("--out", metavar="DIR", default=".", help="where scripts that fail are written (default: here)")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each schedule")
+    parser.add_argument(
+        "--out", metavar="DIR", default=".", help="folder for failing scripts (default: current folder)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per schedule")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     devices = 8 if options.devices is None else options.devices
     for name, value in (("count", options.count), ("devices", devices)):
         if value < 1:
-            raise error("P0902", f"`--{name} {value}` leaves nothing to do", help="give at least 1")
+            raise error("P0902", f"--{name} must be at least 1, not {value}", help=f"use `--{name} 1` or more")
     file = load(options.model)
     from piperlang.fuzz.attempt import Bench
     from piperlang.fuzz.traits import Traits
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     finally:
         bench.close()
     if not options.json:
-        print(f"{options.count} schedules, {failed} of them wrong")
+        print(f"{options.count} schedules, {failed} failed")
     return 1 if failed else 0
 
 
@@ -78,7 +80,7 @@ def _mesh(text: str) -> Mesh:
     for part in text.split(","):
         axis, sign, size = (word.strip() for word in part.partition("="))
         if not sign or not axis.isidentifier() or not size.isdigit() or int(size) < 1 or axis in found:
-            raise error("P0902", f"`--mesh {text}` is not understood", help=EXAMPLE)
+            raise error("P0902", f"invalid mesh `--mesh {text}`", help=EXAMPLE)
         found[axis] = int(size)
     return tuple(found.items())
 
@@ -88,21 +90,21 @@ def _check_mesh(traits: Traits, mesh: Mesh | None) -> None:
     if wide > 1 and not traits.divides:
         raise error(
             "P0902",
-            "the model mixes samples, so nothing can divide its batch",
-            help="give a mesh of `pp` alone: `--mesh pp=2`",
+            "the model mixes samples, so its batch cannot be divided",
+            help="use a mesh with the axis `pp` only: `--mesh pp=2`",
         )
     if traits.samples % wide:
         raise error(
             "P0902",
-            f"{traits.samples} samples do not come out even on {wide} devices",
-            help="give a smaller mesh, or batches of more samples in the model file",
+            f"batch size {traits.samples} is not divisible by {wide} devices",
+            help="use a smaller mesh, or larger batches in the model file",
         )
 
 
 def _case(
     options: argparse.Namespace, bench: Bench, traits: Traits, seed: int, mesh: Mesh | None, devices: int
 ) -> bool:
-    """One schedule, written and tried; says what it came to."""
+    """Generate and try one schedule; print the result."""
     from piperlang.fuzz.write import write
 
     started = time.perf_counter()
@@ -119,7 +121,8 @@ def _case(
         row["script"] = script
     else:
         print(
-            f"seed {seed}: {'same mathematics' if outcome.fine else outcome.kind.upper()} ({outcome.what})", flush=True
+            f"seed {seed}: {'matches plain PyTorch' if outcome.fine else outcome.kind.upper()} ({outcome.what})",
+            flush=True,
         )
     if not outcome.fine:
         row |= _shrunk(options, bench, seed, script, outcome)
@@ -134,13 +137,13 @@ def _shrunk(options: argparse.Namespace, bench: Bench, seed: int, script: str, o
     whole = Path(options.out) / f"fuzz-{seed}.piper"
     small = Path(options.out) / f"fuzz-{seed}-small.piper"
     _write(whole, script)
-    with doing(f"making the script of seed {seed} smaller"):
+    with doing(f"reducing the script of seed {seed}"):
         shorter = shrink(script, lambda text: bench.attempt(text).like(outcome))
     _write(small, shorter)
     if not options.json:
         print("".join(f"    {line}\n" for line in shorter.splitlines()), end="")
         print(
-            f"  {small}, made from {whole}; `piperc check {options.model} {small} --numerics` tries it again",
+            f"  {small}, reduced from {whole}; to reproduce, run `piperc check {options.model} {small} --numerics`",
             flush=True,
         )
     return {"small": shorter, "file": str(small)}

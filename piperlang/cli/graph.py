@@ -1,9 +1,9 @@
-"""Print the training graph of a model under a schedule: one node a line, as JSON, or as a drawing.
+"""Print the training graph of a model under a schedule: as text with one node per line, as JSON, or as a drawing.
 
-A line has a node, where it runs, and its weights and results. With -v it has all values by name with their types and
-placements, the stream, and what it waits for.
+A line shows a node, its devices, its weights and its outputs. With -v it also shows all values with their types and
+placements, the stream, and the nodes that it waits for.
 
---after N stops after the first N directives (0: the model as it is), to see what each of them does.
+--after N stops after the first N directives (0: the plain model), to show the effect of each directive.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from piperlang.ir.text import as_json, brief, text
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL.py")
     parser.add_argument("script", metavar="SCHEDULE.piper", help="`-` reads standard input")
-    parser.add_argument("--after", type=int, metavar="N", help="the graph after the first N directives")
+    parser.add_argument("--after", type=int, metavar="N", help="print the graph after the first N directives")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("-v", "--verbose", action="store_true", help="all values, streams and waits of each node")
-    how.add_argument("--json", action="store_true", help="nodes, values and orders as JSON")
-    how.add_argument("--svg", metavar="FILE", help="draw it to a file")
+    how.add_argument("-v", "--verbose", action="store_true", help="print all values, streams and waits of each node")
+    how.add_argument("--json", action="store_true", help="print nodes, values and orders as JSON")
+    how.add_argument("--svg", metavar="FILE", help="write a drawing to a file")
     add_parameters(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.after is not None and options.after < 0:
-        raise error("P0902", f"`--after {options.after}` is below 0", help="count directives from 0")
+        raise error(
+            "P0902", f"--after must be at least 0, not {options.after}", help="`--after 0` prints the plain model"
+        )
     found = scheduled(captured(load_both(options.model, options.script)), options, options.after)
     if found.problems:
         raise PiperError(*found.problems)

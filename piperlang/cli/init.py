@@ -1,7 +1,7 @@
-"""Write a model and a schedule to begin with: model.py and schedule.piper, which run as they are.
+"""Write a starter model and schedule: model.py and schedule.piper, ready to run.
 
 The model is a small transformer with data, loss and optimizer; its blocks are annotated as stages. The schedule runs it
-as a pipeline on two devices. Files that are there already are never written over.
+as a pipeline on two devices. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ FILES = ("model.py", "schedule.piper")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", default=".", metavar="DIR", help="where they go (default: here); made if it is not there"
+        "folder",
+        nargs="?",
+        default=".",
+        metavar="DIR",
+        help="the folder to write to (default: current folder); created if it does not exist",
     )
 
 
@@ -30,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
     if there:
         raise error(
             "P0902",
-            f"{listed(there, 'and')} {'is' if len(there) == 1 else 'are'} in {_named(folder)} already",
-            help="give another folder: `piperc init DIR`",
+            f"{listed(there, 'and')} already {'exists' if len(there) == 1 else 'exist'} in {_named(folder)}",
+            help="choose another folder: `piperc init DIR`",
         )
     written: list[Path] = []
     try:
@@ -49,13 +53,13 @@ def run(options: argparse.Namespace) -> int:
             "P0902",
             f"cannot write to {_named(folder)}",
             notes=[(problem.strerror or str(problem)).lower()],
-            help="give another folder: `piperc init DIR`",
+            help="choose another folder: `piperc init DIR`",
         ) from None
     model, script = (shlex.quote(str(path)) for path in written)
     print(f"wrote {written[0]} and {written[1]}; next:\n")
     if not all(map(installed, ("torch", "ray", "numpy"))):
-        print(f"  {INSTALL}\n      torch and Ray, which trace and train models, are not installed yet")
-    print(f"  piperc orders {script}\n      the order of work on every device")
+        print(f"  {INSTALL}\n      installs torch and Ray, which trace and train models")
+    print(f"  piperc orders {script}\n      shows the order of passes on every device")
     print(f"  piperc check {model} {script} --numerics\n      compares two steps under the schedule with plain PyTorch")
     print(f"  piperc {model} {script} --steps 50\n      trains on two worker processes; no GPU is needed")
     return 0

@@ -1,5 +1,5 @@
-"""Serve an editor: diagnostics while you type, completion, what a directive or a function is, where it is defined,
-formatting. The editor starts this command and speaks the language server protocol on its standard input and output."""
+"""Run the language server: diagnostics while you type, completion, documentation of directives and functions, go to
+definition, formatting. The editor starts this command and uses the language server protocol on stdin and stdout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stdio", action="store_true", help="what it does anyway; some editors say so")
+    parser.add_argument("--stdio", action="store_true", help="the default; accepted because some editors pass it")
 
 
 def run(options: argparse.Namespace) -> int:

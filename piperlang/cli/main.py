@@ -1,6 +1,6 @@
 """`piperc`: one command, a file per subcommand.
 
-Exit codes: 0 fine, 1 diagnostics, 2 usage, 70 our bug, 130 interrupted.
+Exit codes: 0 success, 1 diagnostics, 2 usage error, 70 internal error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from piperlang.syntax.parse import is_file
 
 FINE, DIAGNOSTICS, USAGE, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 COMMANDS = {
-    "train": "train a model under a schedule; `piperc MODEL.py SCHEDULE.piper` is short for it",
+    "train": "train a model under a schedule; short form: `piperc MODEL.py SCHEDULE.piper`",
     "check": "check scripts, alone or with a model",
     "fmt": "format scripts",
     "graph": "print the training graph of a model",
-    "plan": "make, check and save the plan of a step",
-    "run": "train by a saved plan",
-    "fuzz": "compare random schedules with the plain model",
-    "orders": "show the order of work per device",
+    "plan": "compile, check and save the plan of a step",
+    "run": "train with a saved plan",
+    "fuzz": "compare random schedules with plain PyTorch",
+    "orders": "show the order of passes per device",
     "repl": "apply directives one at a time, interactively",
     "explain": "explain a diagnostic code",
-    "init": "write a model and a schedule to begin with",
-    "doctor": "tell what this machine has and what is missing",
-    "completion": "print the completion script of a shell",
-    "lsp": "serve an editor",
+    "init": "write a starter model and schedule",
+    "doctor": "check what this machine has for training",
+    "completion": "print a shell completion script",
+    "lsp": "run the language server",
 }
-"""Each is a module of this folder with `arguments` and `run`, imported when it is asked for: starting must be quick."""
+"""Each is a module of this folder with `arguments` and `run`, imported on use to keep the start fast."""
 
 
 def command_parser(name: str) -> Parser:
@@ -55,7 +55,7 @@ def command_parser(name: str) -> Parser:
         choices=FORMATS,
         default="full",
         metavar="FORMAT",
-        help=f"how diagnostics are written: {', '.join(FORMATS)} (default: full)",
+        help=f"output format of diagnostics: {', '.join(FORMATS)} (default: full)",
     )
     parser.usage = f"piperc {name} [options] {parser.operands()}".rstrip()
     parser.set_defaults(command=name, run=module.run)
@@ -63,12 +63,12 @@ def command_parser(name: str) -> Parser:
 
 
 def top_parser() -> Parser:
-    """The parser of what comes before a command; it knows the commands by name only."""
+    """The top-level parser; it knows the commands by name only."""
     top = Parser(
         prog="piperc",
         usage="piperc MODEL.py SCHEDULE.piper [options]\npiperc COMMAND [options] ...",
-        description="Schedules for distributed training, as a language.",
-        epilog="`piperc COMMAND --help` has the options of one. `--format` may also stand before the command.",
+        description="A language for distributed training schedules.",
+        epilog="`piperc COMMAND --help` lists the options of a command. `--format` is also allowed before the command.",
     )
     top.add_argument(
         "--version", "-V", action="version", version=f"piperc {__version__}", help="print the version and exit"
@@ -80,7 +80,7 @@ def top_parser() -> Parser:
 
 
 def read(words: list[str]) -> tuple[Parser, list[str]]:
-    """Which parser reads a command line, and what of it. `piperc MODEL.py` is short for `piperc train MODEL.py`."""
+    """The parser for a command line, and the words it reads. `piperc MODEL.py` is short for `piperc train MODEL.py`."""
     words = _general_last(words)
     first = words[0]
     if first in ("-h", "--help", "-V", "--version"):
@@ -97,7 +97,7 @@ def read(words: list[str]) -> tuple[Parser, list[str]]:
 
 
 def _general_last(words: list[str]) -> list[str]:
-    """`piperc --format json check S` is `piperc check --format json S`: what every command has may stand before it."""
+    """`piperc --format json check S` is `piperc check --format json S`: a general option may precede the command."""
     general: list[str] = []
     rest = list(words)
     while rest and rest[0].partition("=")[0] == "--format":
@@ -123,26 +123,26 @@ def _no_command(words: list[str]) -> PiperError:
             return model_first("train", model, first)
         return error(
             "P0902",
-            "a schedule alone does not say what to do",
-            help=f"`piperc check {first}` checks it, `piperc MODEL.py {first}` trains a model under it",
+            "missing command",
+            help=f"`piperc check {first}` checks the script, `piperc MODEL.py {first}` trains a model with it",
         )
     if first and is_file(Path(first), folder=True):
         return error("P0902", f"`{first}` is a folder", help=f"`piperc check {first}` checks all scripts in it")
     near = f"did you mean `--{first}`?" if f"--{first}" in top_parser().flags else did_you_mean(first, COMMANDS)
-    return error("P0902", f"`{first}` is not a command", help=near or "`piperc --help` lists the commands")
+    return error("P0902", f"unknown command `{first}`", help=near or "`piperc --help` lists the commands")
 
 
 def _option_first(flag: str, words: list[str]) -> PiperError:
-    """An option where a command is due."""
+    """An option in place of a command."""
     have = elsewhere(flag)
     meant = next(
         ("train" if word.endswith(".py") else word for word in words if word in COMMANDS or word.endswith(".py")), None
     )
     if have:
         where = f"piperc {meant} {flag} ..." if meant in have else f"piperc {have[0]} {flag} ..."
-        return error("P0902", f"`{flag}` stands before the command", help=f"options come after it: {where}")
+        return error("P0902", f"option `{flag}` is before the command", help=f"put options after the command: {where}")
     near = did_you_mean(flag, [*top_parser().flags, "--format"]) if len(flag) > 3 else None
-    return error("P0902", f"`{flag}` is not understood", help=near or "`piperc --help` lists what there is")
+    return error("P0902", f"unknown option `{flag}`", help=near or "`piperc --help` lists the commands and options")
 
 
 def elsewhere(flag: str) -> list[str]:
@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a narrow terminal is no reason to fail
-        elif stream is None:  # closed by whoever started us
+            stream.reconfigure(errors="backslashreplace")  # the encoding of the stream may lack characters
+        elif stream is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     format = _wanted_format(words)
     try:
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone: say nothing more, and keep Python from trying at exit.
+        # The reader of our output is gone: write nothing more, and keep Python from writing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
     except OSError as problem:
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if not words:
         top_parser().print_help()
-        return USAGE  # a script that has lost its arguments must not look like one that worked
+        return USAGE  # a shell script that lost its arguments must not look successful
     parser, rest = read(words)
     _refuse_models(parser, rest)
     options = parser.read(rest, elsewhere)
@@ -202,22 +202,22 @@ def _run(words: list[str]) -> int:
 
 
 def _refuse_models(parser: Parser, words: list[str]) -> None:
-    """A model given to a command that reads schedules or plans alone."""
+    """A model passed to a command that takes only schedules or plans."""
     kinds = set(re.findall(r"\.(py|piper|plan)\b", parser.operands()))
     model = next((word for word in words if word.endswith(".py") and "=" not in word), None)
     if model is not None and kinds and "py" not in kinds:
-        raise error("P0902", f"`{parser.prog}` takes no model", help=f"leave {model} out: {parser.usage}")
+        raise error("P0902", f"`{parser.prog}` takes no model", help=f"remove {model}: {parser.usage}")
 
 
 def _bug() -> int:
-    """Say that the exception being handled is our fault."""
+    """Report the current exception as a bug of piperc."""
     traceback.print_exc()
     print("\nThis is a bug in piperc, not in your script. Please report it with the lines above.", file=sys.stderr)
     return BUG
 
 
 def _wanted_format(words: list[str]) -> str:
-    """The format asked for, even where the command line does not parse."""
+    """The requested format, even if the command line does not parse."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         value = following if word == "--format" else word.removeprefix("--format=")
         if value in FORMATS and word.startswith("--format"):

@@ -1,4 +1,4 @@
-"""Where rows of metrics go besides metrics.jsonl: `--log tensorboard`, `wandb`, `mlflow`, each into the run folder."""
+"""Metrics loggers besides metrics.jsonl: `--log tensorboard`, `wandb`, `mlflow`, each in the run folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Logger(ABC):
 
 
 class TensorBoard(Logger):
-    """An event file in the folder `tensorboard`. That of torch would import all of TensorFlow, where it is there."""
+    """An event file in the folder `tensorboard`. torch's own writer would import TensorFlow if it is installed."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -48,7 +48,7 @@ class TensorBoard(Logger):
 
 
 class WandB(Logger):
-    """A run of Weights & Biases. WANDB_MODE, WANDB_PROJECT and its other variables hold."""
+    """A run of Weights & Biases. WANDB_MODE, WANDB_PROJECT and its other variables apply."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -63,7 +63,7 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """A run of MLflow: in mlflow.db, or where MLFLOW_TRACKING_URI says. MLflow 3 refuses runs in plain folders."""
+    """A run of MLflow: in mlflow.db, or at MLFLOW_TRACKING_URI. MLflow 3 does not accept plain folders."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         import os
@@ -94,7 +94,7 @@ LOGGERS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WandB, 
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Before anything long: P0902 for a package that is not there."""
+    """Checked early: P0902 if a package is not installed."""
     missing = [name for name in dict.fromkeys(names) if find_spec(name) is None]
     if missing:
         what = f"`--log {missing[0]}` needs the package `{missing[0]}`, which is not installed"
@@ -103,13 +103,13 @@ def check_installed(names: Sequence[str]) -> None:
 
 @contextmanager
 def logging_to(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> Iterator[list[Logger]]:
-    """The loggers asked for, closed at the end of the block."""
+    """The requested loggers, closed at the end of the block."""
     with ExitStack() as stack:
         loggers = []
         for name in dict.fromkeys(names):
             try:
                 logger = LOGGERS[name](folder, settings)
-            except Exception as problem:  # of a package that we do not know
+            except Exception as problem:  # any exception of a third-party package
                 raise _not_started(name, problem) from problem
             stack.push(lambda kind, *_, logger=logger: logger.close(failed=kind is not None))
             loggers.append(logger)
@@ -119,7 +119,7 @@ def logging_to(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) 
 def _not_started(name: str, problem: Exception) -> Exception:
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
     help = "run `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else f"try `import {name}` in Python"
-    return error("P0902", f"`--log {name}` does not start", notes=[reason], help=help)
+    return error("P0902", f"cannot start `--log {name}`", notes=[reason], help=help)
 
 
 def log(loggers: Sequence[Logger], record: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A model file and a script from the command line, captured and scheduled."""
+"""Loads, captures and schedules the model file and the script of a command line."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 doing = phase
-"""`with doing("tracing model.py"):` says what takes so long."""
+"""`with doing("tracing model.py"):` reports a phase that may take long."""
 
 
 def load(name: str) -> ModelFile:
     if not name.endswith(".py"):
-        raise error("P0902", f"{name} is no Python file", help="give the model first: MODEL.py SCHEDULE.piper")
+        raise error("P0902", f"{name} is not a Python file", help="pass the model first: MODEL.py SCHEDULE.piper")
     try:
         Path(name).stat()  # before torch is imported, which takes seconds
     except OSError as problem:
@@ -40,22 +40,22 @@ def load(name: str) -> ModelFile:
 
 
 def load_both(model: str, script: str) -> ModelFile:
-    """The model of `MODEL.py SCHEDULE.piper`. A script that does not parse is refused first: loading a model takes
+    """The model of `MODEL.py SCHEDULE.piper`. A script that does not parse is rejected first: loading a model takes
     seconds, tracing it may take minutes."""
     from_source(*open_script(script))
     return load(model)
 
 
 class Batches:
-    """The batches of a job: the first one, which the model is traced with, is also the first that is trained on. Data
-    that ends begins again: another epoch."""
+    """The batches of a job. The model is traced with the first one, which is also the first training batch. Data
+    that ends starts over: a new epoch."""
 
     def __init__(self, file: ModelFile, seed: int) -> None:
         from piperlang.capture.seeding import seed_all
 
         seed_all(seed)
         self.file = file
-        with doing("making the first batch"):
+        with doing("loading the first batch"):
             self.epoch = iter(file.data())
             self.first: tuple[Any, Any] = next(self.epoch)
 
@@ -67,7 +67,7 @@ class Batches:
 
 
 def captured(file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None, cuda: bool | None = None) -> Program:
-    """`cuda`: what it will run on; by default CUDA where there is any."""
+    """`cuda`: whether it will run on CUDA; by default, if a GPU is available."""
     with doing(f"tracing {file.path.name}", "traced") as tracing:
         import torch
 
@@ -91,7 +91,7 @@ def scheduled(program: Program, options: argparse.Namespace, after: int | None =
 
 
 def planned(graph: Graph, options: argparse.Namespace, max_norm: float | None) -> Plan:
-    """The checked plan of a graph, which knows what it was made from."""
+    """The checked plan of a graph, with a record of its sources."""
     from piperlang.plan.files import about
     from piperlang.plan.lower import lower
     from piperlang.plan.rewrite.clip import clipped

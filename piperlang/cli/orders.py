@@ -1,7 +1,7 @@
-"""Show the order of work on every device, without model or devices.
+"""Show the order of passes on every device, without a model or devices.
 
-The grid runs the order with unit costs (F=I=W=1, B=2, free communication, stages in a chain); a `.` is idle time, `&`
-joins what may overlap. --json and --csv give the order as plain data."""
+The grid simulates the order with unit costs (F=I=W=1, B=2, free communication, stages in a chain); `.` is idle time,
+`&` joins passes that may overlap. --json and --csv print the order as plain data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_parameters(parser)
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help='{"devices": [{"device": 0, "order": [[item, ...], ...]}]}')
-    shape.add_argument("--csv", action="store_true", help="a row per item: device, step, stage, pass, mb")
+    shape.add_argument("--csv", action="store_true", help="print a row per item: device, step, stage, pass, mb")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if not any(lane.steps for lane in lanes) and not found.outline.chains:
         raise error(
             "P0502",
-            "this script orders nothing",
+            "this script has no order",
             source.span(0, 0),
             "no `order` statement was reached",
             help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`",

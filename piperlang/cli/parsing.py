@@ -1,4 +1,4 @@
-"""Parsers of the command line whose complaints are diagnostics, and help that fits the terminal."""
+"""Command-line parsers that report errors as diagnostics, and help that fits the terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from piperlang.diagnostics import did_you_mean, error, listed
 
 NARROWEST, WIDEST = 40, 200
-"""Columns that help is wrapped to: below the first words no longer fit, above the second lines are too long to read."""
+"""Minimum and maximum width of help in columns."""
 
-TYPES = {"int": "a whole number", "float": "a number"}
+TYPES = {"int": "an integer", "float": "a number"}
 
 
 class Help(argparse.HelpFormatter):
@@ -58,11 +58,11 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def described(self) -> list[argparse.Action]:
-        """What there is to give, in the order of the help."""
+        """The flags, in the order of the help."""
         return [action for action in self._actions if action.help != argparse.SUPPRESS]
 
     def operands(self) -> str:
-        """`MODEL.py SCHEDULE.piper`: what a command takes besides options."""
+        """`MODEL.py SCHEDULE.piper`: the operands of a command."""
         words = []
         for action in self.described():
             if not action.option_strings:
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, words: Sequence[str], elsewhere: Callable[[str], list[str]]) -> argparse.Namespace:
         """The options of a command line; `elsewhere` names the commands that have a flag."""
         self._refuse_unknown(words, elsewhere)
-        # Options may stand between operands; but where argparse allows that it loses a `--`, and knows no commands.
+        # Options may be between operands; argparse's support for that loses `--` and excludes subcommands.
         plain = "--" in words or self._subparsers is not None
         return self.parse_args(words) if plain else self.parse_intermixed_args(words)
 
@@ -90,24 +90,24 @@ class Parser(argparse.ArgumentParser):
             begins = [known for known in flags if len(flag) > 2 and known.startswith(flag)]
             others = elsewhere(flag)
             if begins:
-                raise error("P0902", f"`{flag}` is not written out", help=f"did you mean {listed(begins)}?")
+                raise error("P0902", f"abbreviated option `{flag}`", help=f"did you mean {listed(begins)}?")
             if others:
                 raise error(
                     "P0902",
-                    f"`{self.prog}` has no `{flag}`",
+                    f"`{self.prog}` has no option `{flag}`",
                     help=f"it is an option of {listed([f'piperc {name}' for name in others], 'and')}",
                 )
             raise error(
                 "P0902",
-                f"`{flag}` is not understood",
+                f"unknown option `{flag}`",
                 help=(did_you_mean(flag, flags) if flag.startswith("--") else None)
-                or f"`{self.prog} --help` lists what there is",
+                or f"`{self.prog} --help` lists the options",
             )
 
     def error(self, message: str) -> NoReturn:
-        """What argparse found, in our words."""
+        """Turns argparse's errors into diagnostics."""
         usage = " ".join((self.usage or self.prog).split())
-        hints = f"`{self.prog} --help` lists what there is"
+        hints = f"`{self.prog} --help` lists the options"
         argument, _, complaint = message.removeprefix("argument ").partition(": ")
         argument = argument.rpartition("/")[2]
         choice = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
@@ -118,12 +118,12 @@ class Parser(argparse.ArgumentParser):
                 "P0902", f"`{choice[1]}` is not one of {', '.join(legal)}", help=did_you_mean(choice[1], legal) or hints
             )
         if value:
-            raise error("P0902", f"`{argument} {value[2]}`: that is not {TYPES.get(value[1], value[1])}", help=hints)
+            raise error("P0902", f"`{argument}` must be {TYPES.get(value[1], value[1])}, not `{value[2]}`", help=hints)
         if "not allowed with argument" in complaint:
             raise error(
                 "P0902",
-                f"`{argument}` and `{complaint.rpartition(' ')[2].rpartition('/')[2]}` exclude each other",
-                help="give one of them",
+                f"`{argument}` and `{complaint.rpartition(' ')[2].rpartition('/')[2]}` cannot be combined",
+                help="use only one of them",
             )
         if complaint.startswith("expected "):
             raise error("P0902", f"`{argument}` needs a value", help=hints)
@@ -131,5 +131,5 @@ class Parser(argparse.ArgumentParser):
             missing = [word.rpartition("] ")[2] for word in message.partition(": ")[2].split(", ")]
             raise error("P0902", f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", help=usage)
         if message.startswith("unrecognized arguments: "):
-            raise error("P0902", f"`{message.partition(': ')[2].split()[0]}` is one argument too many", help=usage)
+            raise error("P0902", f"unexpected argument `{message.partition(': ')[2].split()[0]}`", help=usage)
         raise error("P0902", message, help=hints)

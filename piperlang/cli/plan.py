@@ -1,4 +1,4 @@
-"""Make and check the plan of a model under a schedule, print what it comes to, and save it to run later: piperc run
+"""Compile and check the plan of a model under a schedule, print a summary, and save it to run later: piperc run
 step.plan."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from piperlang.diagnostics import error
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL.py")
     parser.add_argument("script", metavar="SCHEDULE.piper")
-    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan")
-    parser.add_argument("--json", action="store_true", help="the summary as JSON")
+    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan to a file")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_parameters(parser)
 
 

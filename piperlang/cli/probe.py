@@ -1,4 +1,4 @@
-"""What torch and Ray say of this machine, as JSON: `python probe.py torch`.
+"""Reports what torch and Ray detect on this machine, as JSON: `python probe.py torch`.
 
 Runs in a process of its own, since loading either can take long or crash. It imports nothing of piperlang.
 """

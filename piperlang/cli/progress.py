@@ -1,7 +1,7 @@
-"""Which display a command gets.
+"""Selects the progress display of a command.
 
-Training is told on standard output: phases, steps, the end. All other commands have their results there, and tell what
-they are doing on standard error. Either way: a status line on a terminal that can draw one, lines elsewhere.
+Training reports on standard output: phases, steps, the end. All other commands print results there, and report
+progress on standard error. Both use a status line on a capable terminal, and plain lines elsewhere.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TRAINING = ("train", "run")
 
 @contextmanager
 def progress_of(options: argparse.Namespace) -> Iterator[None]:
-    """What `options.run` is doing is shown, until it ends."""
+    """Run `options.run` with a progress display."""
     training, machine = options.command in TRAINING, getattr(options, "json", False)
     people: Watching | None = None
     if training and not machine:
         people = display_on(sys.stdout, keeps_phases=True)
     elif sys.stderr.isatty() or not (machine or options.format == "json"):
         people = display_on(sys.stderr, keeps_phases=False)
-    # What the user's code prints must not stand between lines of JSON.
+    # Output of the user's code must not mix with the lines of JSON.
     apart = redirect_stdout(sys.stderr) if training and machine else nullcontext()
     try:
         with (
@@ -59,6 +59,6 @@ def display_on(stream: TextIO, keeps_phases: bool) -> Watching:
 
 
 def _width_of(stream: TextIO) -> Callable[[], int | None]:
-    """The cells of a terminal. A log has lines of any length, unless COLUMNS says otherwise."""
+    """The width of the terminal. Lines of a log have any length, unless COLUMNS is set."""
     limited = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return lambda: shutil.get_terminal_size().columns - 1 if limited else None

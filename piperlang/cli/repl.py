@@ -1,9 +1,9 @@
 """Apply directives one at a time: piperc repl [MODEL.py [SCHEDULE.piper]].
 
-Each statement is applied at once and answered: what it matched, what communication it added, what is missing, and how
-the estimates changed. `:help` lists the commands. Without a model the session knows orders and placements only.
+Each statement is applied at once. The answer shows what it matched, which communication it added, what is missing, and
+how the estimates changed. `:help` lists the commands. Without a model, the session shows orders and placements only.
 Without a terminal it reads standard input: answers go to standard output, diagnostics to standard error, and the exit
-code is 1 if a statement was refused.
+code is 1 if a statement was rejected.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="*",
         metavar="FILE",
-        help="MODEL.py, traced once and kept; SCHEDULE.piper, whose statements come first",
+        help="MODEL.py is traced once; the statements of SCHEDULE.piper are applied first",
     )
-    parser.add_argument("--strict", action="store_true", help="without a terminal: end at the first error")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout")
+    parser.add_argument("--strict", action="store_true", help="without a terminal: stop at the first error")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of weights, data and dropout")
     add_parameters(parser)
 
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     def tell(problems: Iterable[Diagnostic]) -> None:
         print(render(problems, options.format, paint(sys.stderr)), file=sys.stderr)
 
-    lines = sys.stdin or io.StringIO()  # closed by whoever started us: nothing to read
+    lines = sys.stdin or io.StringIO()  # closed by the parent process: nothing to read
     interactive = lines.isatty() and sys.stdout is not None and sys.stdout.isatty()
     try:
         if script is not None:
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
             raise error(
                 "P0903",
                 f"the script has no parameter `{unknown[0]}`",
-                help="leave it out, or declare it: `param name = value`",
+                help="remove it, or declare it: `param name = value`",
             )
         if not interactive:
             from piperlang.repl.piped import piped
@@ -72,15 +72,17 @@ def _files(files: list[str]) -> tuple[str | None, str | None]:
     models, scripts = [f for f in files if f.endswith(".py")], [f for f in files if f.endswith(".piper")]
     other = next((f for f in files if f not in models and f not in scripts), None)
     if other is not None:
-        raise error("P0902", f"{other} is neither a model nor a script", help="piperc repl [MODEL.py [SCHEDULE.piper]]")
+        raise error(
+            "P0902", f"{other} is neither a .py nor a .piper file", help="piperc repl [MODEL.py [SCHEDULE.piper]]"
+        )
     if len(models) > 1 or len(scripts) > 1:
         raise error(
             "P0902",
-            f"a session has one model and one script, not {len(models)} and {len(scripts)}",
+            f"a session takes one model and one script, not {len(models)} and {len(scripts)}",
             help="`:load FILE` adds a script",
         )
     if models and files[0] != models[0]:
-        raise error("P0902", "the model comes first", help=f"piperc repl {models[0]} {scripts[0]}")
+        raise error("P0902", "the model must come first", help=f"piperc repl {models[0]} {scripts[0]}")
     return models[0] if models else None, scripts[0] if scripts else None
 
 
@@ -98,8 +100,8 @@ def _opened(options: argparse.Namespace, model: str | None) -> Session:
 
 @contextmanager
 def _telling(format: str) -> Iterator[None]:
-    """Opening is told as training tells it, a line for each phase and one at least every two seconds, but on standard
-    error: a session waits for it before it can answer anything."""
+    """Opening reports progress as training does, a line per phase and at least one every two seconds, but on standard
+    error: the session cannot answer before it is done."""
     if format == "json" and not sys.stderr.isatty():
         yield
         return

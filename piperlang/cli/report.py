@@ -1,4 +1,4 @@
-"""Diagnostics to the terminal, scripts from the command line."""
+"""Writes diagnostics to the terminal, and opens the scripts of a command line."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def paint(stream: TextIO) -> Paint:
 
 
 def colored(stream: TextIO) -> bool:
-    """Whether to write colours: NO_COLOR, then FORCE_COLOR, then whether it is a terminal that has any.
+    """Whether to write colors: NO_COLOR, then FORCE_COLOR, then whether it is a terminal that supports them.
 
-    no-color.org and force-color.org: either counts if it is not empty, whatever its value. Neither says which of them
+    no-color.org and force-color.org: either applies if it is not empty, whatever its value. Neither says which one
     wins; here NO_COLOR does, as in Python."""
     if os.environ.get("NO_COLOR"):
         return False
@@ -48,7 +48,7 @@ def report(diagnostics: Iterable[Diagnostic], format: str, stream: TextIO | None
             if len(every) <= LIMIT
             else f"more than {LIMIT} errors"
         )
-        print(f"\n{count}; `piperc explain {every[0].code}` tells more", file=stream)
+        print(f"\n{count}; for details, run `piperc explain {every[0].code}`", file=stream)
 
 
 def result(diagnostics: Iterable[Diagnostic], format: str) -> None:
@@ -66,13 +66,13 @@ def exit_code(diagnostics: Sequence[Diagnostic]) -> int:
 
 
 def say(text: str) -> None:
-    """What a script prints: to stderr, and without characters that would steer the terminal."""
+    """Print the output of a script to stderr, without terminal control characters."""
     print(printable(text, keep="\n\t"), file=sys.stderr)
 
 
 @cache
 def _read_once(stream: TextIO) -> Source:
-    """A command may open its script several times, and standard input can be read once."""
+    """A command may open its script several times, but standard input can be read only once."""
     return decode(stream.buffer.read(MAX_BYTES + 1), "<stdin>")
 
 
@@ -81,13 +81,13 @@ def open_script(name: str) -> tuple[Source, Path | None]:
     if name == "-":
         return _read_once(sys.stdin), None
     if name.endswith(".py"):
-        raise error("P0902", f"{name} is a Python file", help="give the schedule: a .piper file")
+        raise error("P0902", f"{name} is a Python file", help="pass a schedule: a .piper file")
     path = Path(name)
     return read(path, name), path
 
 
 def scripts(names: Iterable[str]) -> tuple[list[str], list[Diagnostic]]:
-    """The scripts that are meant: files as they are given, and every .piper file of folders; and what was wrong with
+    """The scripts to check: files as given, and every .piper file of folders; and the problems with
     folders."""
     found: list[str] = []
     problems: list[Diagnostic] = []
@@ -103,7 +103,7 @@ def scripts(names: Iterable[str]) -> tuple[list[str], list[Diagnostic]]:
                 Diagnostic(
                     "P0901",
                     f"no .piper files in {name}",
-                    helps=("folders are searched for *.piper, hidden folders are not",),
+                    helps=("folders are searched for *.piper; hidden folders are skipped",),
                 )
             )
     return list(dict.fromkeys(found)), problems
@@ -124,13 +124,13 @@ def _inside(folder: str) -> tuple[list[str], list[OSError]]:
 
 
 def _left_out(where: str, name: str) -> bool:
-    """Folders that hold the files of others: hidden ones, virtual environments, packages of npm."""
+    """Folders that are skipped: hidden ones, virtual environments, npm packages."""
     return name.startswith(".") or name == "node_modules" or os.path.exists(os.path.join(where, name, "pyvenv.cfg"))
 
 
 def model_first(command: str, model: str, script: str) -> PiperError:
     short = f"piperc {model} {script}" if command == "train" else f"piperc {command} {model} {script}"
-    return error("P0902", "the model comes first, then the schedule", help=short)
+    return error("P0902", "the model must come before the schedule", help=short)
 
 
 def add_parameters(parser: argparse.ArgumentParser) -> None:
@@ -149,8 +149,8 @@ def parameters(options: argparse.Namespace) -> dict[str, str]:
     for text in options.parameters:
         name, sign, value = text.partition("=")
         if not sign or not name.isidentifier():
-            raise error("P0902", f"`-p {text}` is not understood", help="write `-p name=value`")
+            raise error("P0902", f"invalid parameter `-p {text}`", help="write `-p name=value`")
         if name in found:
-            raise error("P0902", f"parameter `{name}` is given twice", help="give it once")
+            raise error("P0902", f"parameter `{name}` is given twice", help="pass it once")
         found[name] = value
     return found

@@ -1,5 +1,5 @@
-"""Train by a plan that `piperc plan -o FILE` has saved. A plan whose model, script or versions have changed is
-refused."""
+"""Train with a plan that `piperc plan -o FILE` saved. A plan whose model, script or versions have changed is
+rejected."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
         if not all(isinstance(made.get(key), str) for key in ("model", "script")) or made["script"] == "-":
             raise error(
                 "P0505",
-                f"{options.plan} cannot be used",
-                notes=["it does not say which model and script it is of"],
+                f"cannot use {options.plan}",
+                notes=["it does not record its model and script"],
                 help="make it again with `piperc plan MODEL.py SCHEDULE.piper -o FILE`",
             )
         old = files.stale(files.about(Path(made["model"]), Path(made["script"]), made.get("parameters")), made)

@@ -1,6 +1,6 @@
 """Train a model under a schedule: piperc MODEL.py SCHEDULE.piper.
 
-Compiles, checks the plan, starts one worker per device and trains. Leaves a run folder with metrics.jsonl, the script,
+Compiles, checks the plan, starts one worker per device and trains. Writes a run folder with metrics.jsonl, the script,
 the plan, the versions and the trained weights."""
 
 from __future__ import annotations
@@ -38,25 +38,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=10, help="how many (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout")
+    parser.add_argument("--steps", type=int, default=10, help="number of training steps (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of weights, data and dropout (default: 0)")
     parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/SCRIPT-N)")
     parser.add_argument(
-        "--executor", choices=("ray", "inline"), default="ray", help="real workers, or threads of this process"
+        "--executor",
+        choices=("ray", "inline"),
+        default="ray",
+        help="Ray workers, or threads of this process (default: ray)",
     )
-    parser.add_argument("--address", help="of a Ray cluster to join; without it, Ray starts here and ends with the job")
-    parser.add_argument("--devices", type=int, metavar="N", help="refuse a script that wants more")
+    parser.add_argument("--address", help="address of a Ray cluster; by default, a local Ray is started for the job")
+    parser.add_argument("--devices", type=int, metavar="N", help="reject a script that needs more devices")
     parser.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="how long a device waits for another (default: 300)",
+        help="timeout of communication between devices (default: 300)",
     )
     parser.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
-        help="gloo runs on CPU, nccl on CUDA (default: nccl where torch sees a GPU)",
+        help="gloo runs on CPU, nccl on CUDA (default: nccl if torch finds a GPU)",
     )
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="compile chunks with Inductor (default: on CUDA)"
@@ -66,31 +69,30 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help=(
-            "compare the captured program with the eager model before the first step (default: yes, where the memory"
-            " suffices)"
+            "compare the captured program with the eager model before the first step (default: yes, if memory suffices)"
         ),
     )
-    parser.add_argument("--masters", action="store_true", help="keep float32 masters of weights in half precision")
+    parser.add_argument("--masters", action="store_true", help="keep float32 master weights for half-precision weights")
     parser.add_argument(
         "--validate-every",
         type=int,
         metavar="N",
-        help="evaluate on `validation()` of the model file every N steps (default: after the last one)",
+        help="evaluate on `validation()` of the model file every N steps (default: after the last step)",
     )
     parser.add_argument(
         "--log-every",
         type=int,
         metavar="N",
-        help="keep a line of every N-th step (default: about 20 of a run, at least one a minute)",
+        help="print a line every N steps (default: about 20 lines per run, at least one per minute)",
     )
     parser.add_argument(
         "--log",
         choices=tuple(LOGGERS),
         action="append",
         default=[],
-        help="write metrics for this tool, too; may be repeated",
+        help="also write metrics for this tool; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="a line of JSON a step, on standard output")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per step on standard output")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -108,40 +110,40 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_usage(options: argparse.Namespace) -> None:
-    """What can be refused before anything is loaded."""
+    """Checks of the options that need no model."""
     if options.steps < 1:
-        raise error("P0902", f"`--steps {options.steps}` trains nothing", help="train at least 1")
+        raise error("P0902", f"--steps must be at least 1, not {options.steps}", help="`--steps 1` trains one step")
     if options.log_every is not None and options.log_every < 1:
         raise error(
             "P0902",
             f"--log-every must be at least 1, not {options.log_every}",
-            help="`--log-every 1` keeps a line of every step",
+            help="`--log-every 1` prints every step",
         )
     check_installed(options.log)
 
 
 def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches) -> int:
-    """Train by a plan that has been checked."""
+    """Train with a checked plan."""
     if options.devices is not None and len(plan.devices) > options.devices:
         raise error(
             "P0902",
-            f"the script wants {len(plan.devices)} devices, more than {options.devices}",
+            f"the script needs {len(plan.devices)} devices, more than --devices {options.devices}",
             help="use a smaller mesh, or raise --devices",
         )
     if options.validate_every is not None and (file.validation is None or options.validate_every < 1):
         why = (
             f"{Path(options.model).name} has no `validation`"
             if file.validation is None
-            else "that is no number of steps"
+            else "the number must be at least 1"
         )
         raise error(
             "P0902",
-            f"`--validate-every {options.validate_every}` cannot be done: {why}",
-            help="define `def validation()` that yields (input, target) batches, and give a number from 1 on",
+            f"cannot use `--validate-every {options.validate_every}`: {why}",
+            help="define `def validation()` that yields (input, target) batches, and use a number of at least 1",
         )
     if options.backend == "nccl" and not runs_on_cuda(options):
-        why = "threads of one process do not use it" if options.executor == "inline" else "torch sees no GPU"
-        raise error("P0902", f"`--backend nccl` cannot be used: {why}", help="leave --backend out, or use gloo")
+        why = "`--executor inline` runs on the CPU" if options.executor == "inline" else "torch finds no GPU"
+        raise error("P0902", f"cannot use `--backend nccl`: {why}", help="omit --backend, or use gloo")
     folder = _folder(options)
     schedule = found.scheduler.schedule
     _write_about(folder, options, plan, schedule.directives)
@@ -150,7 +152,7 @@ def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan
 
 
 def runs_on_cuda(options: argparse.Namespace) -> bool:
-    """Threads of this process and gloo compute on the CPU."""
+    """The inline executor and gloo run on the CPU."""
     import torch
 
     return options.executor != "inline" and options.backend != "gloo" and torch.cuda.is_available()
@@ -166,7 +168,7 @@ def _folder(options: argparse.Namespace) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise error(
-            "P0902", f"cannot make the run folder {folder}", notes=[str(problem)], help="choose another with --out"
+            "P0902", f"cannot create the run folder {folder}", notes=[str(problem)], help="choose another with --out"
         ) from None
     return folder
 
@@ -198,7 +200,7 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
 def _train(
     options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path, given: Batches
 ) -> None:
-    with doing("importing the runtime"):  # Ray among it
+    with doing("importing the runtime"):  # includes Ray
         from piperlang.capture.held import refuse_use
         from piperlang.capture.model_file import shipped
         from piperlang.runtime.job import Training
@@ -230,7 +232,7 @@ def _train(
             if file.on_step is not None:
                 file.on_step(row.record())
 
-        refuse_use()  # of models that the user's code keeps: what is trained is elsewhere
+        refuse_use()  # models that the user's code still holds; the trained weights are elsewhere
         started = time.perf_counter()
         with (
             _interruptible(folder) as done,
@@ -255,8 +257,8 @@ def _steps(
     batch: Any,
     validates: bool,
 ) -> Iterator[Row]:
-    """Train step by step. The next batch is made while a step trains, but for files with `on_step`, whose data may
-    depend on what it does."""
+    """Train step by step. The next batch is loaded while a step runs, except for files with `on_step`, whose data may
+    depend on it."""
     from piperlang.capture.state import Frozen
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
@@ -271,7 +273,7 @@ def _steps(
         watched.append(Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule)))
     for step in range(options.steps):
         last = step + 1 == options.steps
-        with doing("running the first step") if step == 0 else nullcontext():  # chunks may be compiled in it
+        with doing("running the first step") if step == 0 else nullcontext():  # it may compile chunks
             with located(line_of_function(file.data)):
                 begun = job.begin(batch)
             problem = None
@@ -322,7 +324,7 @@ def _started(
     try:
         yield job
     finally:
-        with doing(f"ending {count} {what}"):
+        with doing(f"stopping {count} {what}"):
             job.close()
 
 
@@ -344,7 +346,7 @@ def _loggers(options: argparse.Namespace, plan: Any, folder: Path) -> Iterator[l
 
 @contextmanager
 def _interruptible(folder: Path) -> Iterator[list[int]]:
-    """Ctrl-C says how far the job came. The block notes its steps in the list it is given."""
+    """On Ctrl-C, report the progress of the job. The block appends its steps to the given list."""
     done: list[int] = []
     try:
         yield done
@@ -355,7 +357,7 @@ def _interruptible(folder: Path) -> Iterator[list[int]]:
 
 @contextmanager
 def _weights_kept(job: Any, folder: Path, done: list[int]) -> Iterator[None]:
-    """Code of the user's that fails between steps (data, validation, `on_step`) costs no weights: workers still have
+    """If user code fails between steps (data, validation, `on_step`), save the weights: the workers still have
     them."""
     try:
         yield
@@ -377,7 +379,7 @@ def _save(job: Any, folder: Path) -> None:
 def _verify(
     options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, Any], training: Any, folder: Path
 ) -> None:
-    """The captured program beside the eager model, before anything is started."""
+    """Compare the captured program with the eager model before workers start."""
     from piperlang.runtime.guard import Verified, verify
 
     with doing("verifying against eager PyTorch"):
@@ -389,7 +391,7 @@ def _verify(
 def _evaluation(
     options: argparse.Namespace, file: ModelFile, plan: Any, batch: tuple[Any, Any]
 ) -> tuple[Any, Any] | None:
-    """The plan for validation, if the model file has any, and the pieces it runs: of the model in evaluation mode."""
+    """The plan for validation, if the model file has any, and its stage programs, for the model in evaluation mode."""
     if file.validation is None:
         return None
 

@@ -1,4 +1,4 @@
-"""A diagnostic is data: what is wrong, where, why and how to repair it. Rendering is somebody else's work."""
+"""A diagnostic as data: the error, its location, the reason and a fix. Rendering is separate (render.py)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from piperlang.diagnostics.codes import CODES
 from piperlang.source import Span
 
 LIMIT = 20
-"""Diagnostics shown per run: past that, the first ones matter more than the rest."""
+"""Maximum number of diagnostics shown per run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A second place that explains the first."""
+    """A secondary location that explains the primary one."""
 
     span: Span
     text: str
@@ -22,7 +22,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One entry of a call trail: which function was called, and where."""
+    """One entry of the call stack: the called function, and the location of the call."""
 
     function: str
     span: Span
@@ -38,18 +38,18 @@ class Diagnostic:
     notes: tuple[str, ...] = ()
     helps: tuple[str, ...] = ()
     trail: tuple[Call, ...] = ()
-    """Calls that led here, outermost first."""
+    """The call stack, outermost call first."""
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
             raise KeyError(f"diagnostic code {self.code} is not in the table")
 
     def within(self, trail: tuple[Call, ...]) -> Diagnostic:
-        """The same diagnostic, known to have happened under `trail`."""
+        """The same diagnostic with the call stack `trail`."""
         return self if self.trail or not trail else replace(self, trail=trail)
 
     def seen_by_user(self) -> Diagnostic:
-        """Point first at the user's own line when the error arose inside the standard library.
+        """Make the user's own line the primary location of an error inside the standard library.
 
         The user wrote the call, not the library, so the innermost call outside the library becomes the primary
         span and the library's line a secondary label. Calls of the user's own functions stay as labels.
@@ -73,14 +73,14 @@ def _came_from(call: Call) -> Label:
 
 
 class PiperError(Exception):
-    """Carries one or more diagnostics to whoever shows them; never reaches a user as a traceback."""
+    """Carries one or more diagnostics to the code that shows them; never shown as a traceback."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         super().__init__("; ".join(d.message for d in diagnostics))
         self.diagnostics = diagnostics
 
     def __reduce__(self) -> tuple[type[PiperError], tuple[Diagnostic, ...]]:
-        """Workers send it to the driver."""
+        """Picklable: workers send it to the driver."""
         return type(self), self.diagnostics
 
 
@@ -94,6 +94,6 @@ def error(
     notes: Iterable[str] = (),
     help: str | None = None,
 ) -> PiperError:
-    """The usual way to report one mistake: `raise error("P0201", ...)`."""
+    """The usual way to report one error: `raise error("P0201", ...)`."""
     helps = (help,) if help else ()
     return PiperError(Diagnostic(code, message, span, label, tuple(also), tuple(notes), helps))

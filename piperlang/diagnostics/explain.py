@@ -1,16 +1,16 @@
-"""The pages behind `piperc explain CODE`: a text per code with scripts that a test runs.
+"""The pages of `piperc explain CODE`: one per code, with scripts that a test runs.
 
-A page is Markdown. Its fenced blocks say in the info string what they are: ```piper failing``` must give the code,
-```piper repaired``` must come out clean. Further words of the info string, in this order:
+A page is Markdown. The info string of its fenced blocks tells their role: ```piper failing``` must give the code,
+```piper repaired``` must give no diagnostic. Further words of the info string, in this order:
 
 - `file=b.piper`: the name of the file (otherwise schedule.piper). Consecutive blocks of one role with different names
-  are the files of one example; the first of them is the script that is run, and its words count for the example.
-- `encoding=latin-1`: how the text is saved, where UTF-8 is not what the example is about.
-- `times=100_000`: the text is written that many times over, for files too long to print.
+  are the files of one example; the first of them is the script that is run, and its words apply to the example.
+- `encoding=latin-1`: the encoding of the file, if not UTF-8.
+- `times=100_000`: the text is repeated that many times, for files too long to print.
 - The command line without `piperc`: `orders`, `-p ranks=2`, `check other.piper`. The first word is the command unless
-  it is an option (then `check`); the script's name is added where no `.piper` file is named.
+  it is an option (then `check`); the script's name is added if no `.piper` file is named.
 
-What shows only with a model has one block ```python model```: it is the model.py that all scripts of the page are
+A page that needs a model has one block ```python model```: it is the model.py that all scripts of the page are
 checked with.
 
 The pages of P08 are about models: their blocks are ```python failing``` and ```python repaired```, each a model.py.

@@ -1,4 +1,4 @@
-"""A file that cannot be read: why, and which one was perhaps meant."""
+"""The diagnostic for a file that cannot be read, with a suggestion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from piperlang.diagnostics.suggest import did_you_mean
 
 def unreadable(path: Path, problem: Exception, shown: str | None = None) -> PiperError:
     reason = getattr(problem, "strerror", None) or (
-        "it is no text" if isinstance(problem, UnicodeDecodeError) else str(problem)
+        "it is not text" if isinstance(problem, UnicodeDecodeError) else str(problem)
     )
     near = did_you_mean(path.name, _beside(path)) if isinstance(problem, FileNotFoundError) else None
     return error(

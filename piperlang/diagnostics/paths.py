@@ -1,4 +1,4 @@
-"""Paths as programs want them: relative to the current folder where they are inside it, with forward slashes."""
+"""Paths for machine-readable output: relative to the current folder if inside it, with forward slashes."""
 
 from __future__ import annotations
 

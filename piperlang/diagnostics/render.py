@@ -1,5 +1,5 @@
-"""Diagnostics as text: `full` for people, `concise` for grep, `json` for programs, `github` and `sarif` for what shows
-them beside the code."""
+"""Diagnostics as text: `full` for people, `concise` for grep, `json` for programs, `github` and `sarif` for tools
+that show them next to the code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from piperlang.source import Source, Span
 FORMATS = ("full", "concise", "json", "github", "sarif")
 FOR_PROGRAMS = ("json", "github", "sarif")
 MOST = 2_000
-"""Characters of one message."""
+"""Maximum number of characters of one message."""
 WIDTH = 140
-"""Characters of a source line that are quoted at most."""
+"""Maximum number of quoted characters of a source line."""
 
 
 @dataclass(frozen=True)
 class Paint:
-    """Terminal colours, or none."""
+    """Terminal colors, or none."""
 
     on: bool = False
 
@@ -67,7 +67,7 @@ def _for_programs(diagnostics: list[Diagnostic], format: str) -> str:
 
 
 def _first_of_each_file(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
-    """One broken script of a folder must not hide the others."""
+    """Limit the diagnostics per file: one script of a folder must not hide the others."""
     seen = Counter[str]()
     found = []
     for d in diagnostics:
@@ -79,7 +79,7 @@ def _first_of_each_file(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
 
 
 def _printable(d: Diagnostic) -> Diagnostic:
-    """Without characters that would steer a terminal: messages quote what scripts say."""
+    """Escape terminal control characters: messages may quote scripts."""
     return replace(
         d,
         message=printable(d.message),
@@ -91,7 +91,7 @@ def _printable(d: Diagnostic) -> Diagnostic:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with everything that is not printable, but for `keep`, written as an escape."""
+    """The text with non-printable characters escaped, except those in `keep`."""
     if len(text) > MOST and not keep:
         text = text[:MOST] + " ..."
     if text.isprintable():
@@ -199,7 +199,7 @@ def _mark(label: Label, primary: bool) -> _Mark:
 
 
 def _window(line: str, start: int) -> tuple[str, int]:
-    """The part of a long line around `start`, and how far it was shifted. Control characters become blanks."""
+    """The part of a long line around `start`, and how far it was shifted. Control characters become spaces."""
     clean = "".join(char if char.isprintable() else " " for char in line)
     if len(clean) <= WIDTH:
         return clean, 0

@@ -22,7 +22,7 @@ def github(d: Diagnostic) -> str:
 
 
 def paragraphs(d: Diagnostic) -> str:
-    """All that a diagnostic says, in lines."""
+    """All texts of a diagnostic, as lines."""
     return "\n".join(
         [
             d.message + (f": {d.label}" if d.label else ""),

@@ -54,7 +54,7 @@ def _result(d: Diagnostic, rule: int) -> dict[str, Any]:
         found["locations"] = [_location(d.span)]
     also = [
         label for label in d.also if not label.span.source.library
-    ]  # the library is no file of the user's repository
+    ]  # the library is not a file of the user's repository
     if also:
         found["relatedLocations"] = [
             {"id": number, "message": {"text": label.text}, **_location(label.span)}

@@ -1,4 +1,4 @@
-"""Did you mean: the legal word nearest to what was written."""
+""" "Did you mean" suggestions: the valid word closest to a misspelled one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 MANY = 500
 LONGEST = 60
-"""Characters of a word that may have been misspelt; comparing longer ones takes time and helps nobody."""
+"""Maximum length of a misspelled word; longer ones are not compared."""
 
 
 def nearest(word: str, legal: Iterable[str]) -> str | None:
-    """The closest of `legal` to `word`, or None when nothing is close enough to be worth a question."""
+    """The closest of `legal` to `word`, or None if nothing is close enough."""
     if len(word) > LONGEST:
         return None
     options = sorted({option for option in legal if option and len(option) <= LONGEST and not option.startswith("_")})
@@ -21,7 +21,7 @@ def nearest(word: str, legal: Iterable[str]) -> str | None:
         if len(option) > 1 and len(word) > 1 and (word.startswith(option) or option.startswith(word)):
             return option
     allowed = max(1, len(word) // 3)
-    if len(options) > MANY:  # only those that begin alike
+    if len(options) > MANY:  # only those with the same beginning
         options = [option for option in options if option[0] == word[0]][:MANY]
     scored = [
         (distance(word, option, allowed), option) for option in options if abs(len(option) - len(word)) <= allowed
@@ -38,7 +38,7 @@ def did_you_mean(word: str, legal: Iterable[str]) -> str | None:
 
 
 def distance(a: str, b: str, limit: int) -> int:
-    """Edits (insert, delete, replace, swap of neighbours) from a to b; anything past `limit` is `limit + 1`."""
+    """Edit distance (insert, delete, replace, swap of neighbors) from a to b; more than `limit` is `limit + 1`."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):

@@ -1,4 +1,4 @@
-"""Operators on values. Integers have 64 bits and lists a length limit, so that no expression can eat the machine."""
+"""Operators on values. Integers have 64 bits and lists a length limit, so that no expression can exhaust memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from piperlang.syntax.tree import Size
 
 MAX_INTEGER = 2**63
 MAX_ITEMS = 1_000_000
-"""Longest list, range or string a script can make."""
+"""Longest list, range or string that a script can create."""
 
 _NUMERIC: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
@@ -60,15 +60,15 @@ def _divide(op: str, left: Any, right: Any, span: Span) -> Any:
             "P0212",
             "division by zero",
             span,
-            "the right side is 0 here",
-            help="guard it with `if`, or `require` a size above 0",
+            "the divisor is 0",
+            help="guard the division with `if`, or `require` a value above 0",
         ) from None
     except OverflowError:
         raise error("P0211", "this number is too large", span) from None
 
 
 def _sized(op: str, left: Value, right: Value, span: Span) -> Value:
-    """Sizes add and compare with sizes, scale by numbers, and divide into numbers; `25MB + 1` says too little."""
+    """Sizes add and compare with sizes, scale by numbers, and divide into numbers; `25MB + 1` is ambiguous."""
     if isinstance(left, Size) and isinstance(right, Size):
         if op in ("+", "-"):
             return Size(int(bounded(_NUMERIC[op](left.bytes, right.bytes), span)))
@@ -84,13 +84,16 @@ def _sized(op: str, left: Value, right: Value, span: Span) -> Value:
 
 def _whole(count: float, span: Span) -> Size:
     if abs(count) >= MAX_INTEGER:
-        raise error("P0211", "this size is too large", span, "sizes have 64 bits")
+        raise error("P0211", "this size is too large", span, "sizes are limited to 64 bits")
     return Size(int(count))
 
 
 def _cannot(op: str, left: Value, right: Value, span: Span) -> Exception:
     return error(
-        "P0204", f"`{op}` does not work on {kind(left)} and {kind(right)}", span, f"{kind(left)} {op} {kind(right)}"
+        "P0204",
+        f"`{op}` is not supported between {kind(left)} and {kind(right)}",
+        span,
+        f"{kind(left)} {op} {kind(right)}",
     )
 
 
@@ -98,15 +101,15 @@ def power(base: Value, exponent: Value, span: Span) -> Value:
     if not (number(base) and number(exponent)):
         raise _cannot("**", base, exponent, span)
     if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 64:
-        raise error("P0211", "this number is too large", span, "integers have 64 bits")
+        raise error("P0211", "this number is too large", span, "integers are limited to 64 bits")
     try:
         result: Any = base**exponent  # type: ignore[operator]
     except ZeroDivisionError:
-        raise error("P0212", "zero has no negative power", span) from None
+        raise error("P0212", "zero cannot be raised to a negative power", span) from None
     except OverflowError:
         raise error("P0211", "this number is too large", span) from None
     if isinstance(result, complex):
-        raise error("P0212", "a negative number has no such power", span)
+        raise error("P0212", "a negative number cannot be raised to a fractional power", span)
     return bounded(result, span)
 
 
@@ -114,7 +117,7 @@ def bounded(value: Any, span: Span) -> int | float:
     if isinstance(value, float) and not isfinite(value):
         raise error("P0211", "this number is too large", span, "the result is not finite")
     if isinstance(value, int) and abs(value) >= MAX_INTEGER:
-        raise error("P0211", "this number is too large", span, "integers have 64 bits")
+        raise error("P0211", "this number is too large", span, "integers are limited to 64 bits")
     number: int | float = value
     return number
 
@@ -128,10 +131,10 @@ def check_length(length: int, span: Span) -> None:
     if length > MAX_ITEMS:
         raise error(
             "P0208",
-            f"this would have {length:,} items",
+            f"this value would have {length:,} items",
             span,
-            f"at most {MAX_ITEMS:,}",
-            help="a schedule needs thousands: check the sizes",
+            f"the limit is {MAX_ITEMS:,}",
+            help="a schedule needs at most thousands; check the sizes",
         )
 
 
@@ -145,7 +148,7 @@ def compare(op: str, left: Value, right: Value, span: Span) -> bool:
         return _ORDERING[op](left.bytes, right.bytes)
     if (number(left) and number(right)) or (isinstance(left, str) and isinstance(right, str)):
         return _ORDERING[op](left, right)
-    raise error("P0204", f"{kind(left)} and {kind(right)} have no order", span, f"{kind(left)} {op} {kind(right)}")
+    raise error("P0204", f"cannot compare {kind(left)} with {kind(right)}", span, f"{kind(left)} {op} {kind(right)}")
 
 
 def _contained(item: Value, container: Value, span: Span) -> bool:

@@ -1,4 +1,4 @@
-"""The functions of the language, each a plain Python function of (evaluator, arguments, call)."""
+"""The built-in functions, each a plain Python function of (evaluator, arguments, call)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _extreme(op: str) -> Callable[[Evaluator, Arguments, CallOf], Value]:
     def builtin(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
         items = arguments if len(arguments) != 1 else list(_sequence(name, arguments[0], call.span))
         if not items:
-            raise error("P0205", f"`{name}` of nothing", call.span, "give at least one value")
+            raise error("P0205", f"`{name}` of an empty sequence", call.span, "pass at least one value")
         self.charge(len(items), call.span)
         best = items[0]
         for item in items[1:]:
@@ -119,7 +119,7 @@ def _zip(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
     if len(lengths) > 1:
         raise error(
             "P0205",
-            "`zip` needs lists of one length",
+            "`zip` needs lists of equal length",
             call.span,
             f"lengths {', '.join(map(str, sorted(lengths)))}",
             help="cut the longer one: xs[0:n]",

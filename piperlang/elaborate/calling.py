@@ -1,4 +1,4 @@
-"""Arguments to parameters."""
+"""Binds the arguments of a call to the function's parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def bind_arguments(self: Evaluator, function: Function, call: tree.CallOf) -> dict[str, Value]:
     """Values by parameter name; defaults are evaluated in the function's own module."""
     if len(call.arguments) == len(function.define.parameters) and all(a.name is None for a in call.arguments):
-        # the usual call, without any of the questions below
+        # the common case: positional arguments only
         plain = {
             p.name.text: self.evaluate(a.value) for p, a in zip(function.define.parameters, call.arguments, strict=True)
         }
@@ -39,9 +39,9 @@ def bind_arguments(self: Evaluator, function: Function, call: tree.CallOf) -> di
         elif any(earlier.name is not None for earlier in call.arguments[:position]):
             raise error(
                 "P0205",
-                "an argument without a name after a named one",
+                "positional argument after a named argument",
                 argument.span,
-                help="put it before the named ones",
+                help="put it before the named arguments",
             )
         elif position >= len(order):
             raise error(
@@ -57,12 +57,12 @@ def bind_arguments(self: Evaluator, function: Function, call: tree.CallOf) -> di
             raise error("P0205", f"`{name}` is given twice", argument.span, also=[defined])
         value = self.evaluate(argument.value)
         if value is None:
-            raise error("P0204", "this call gives no value", argument.value.span, "the function returned nothing")
+            raise error("P0204", "this call has no value", argument.value.span, "the function does not return a value")
         bound[name] = value
     missing = [name for name, p in parameters.items() if name not in bound and p.default is None]
     if missing:
         listing = ", ".join(f"`{name}`" for name in missing)
-        raise error("P0205", f"`{function.name}` needs {listing} too", call.span, also=[defined])
+        raise error("P0205", f"`{function.name}` is missing {listing}", call.span, also=[defined])
     _defaults(self, function, bound)
     return bound
 

@@ -24,7 +24,7 @@ def parameter(node: tree.Param, default: Value, overrides: Mapping[str, str]) ->
     if not isinstance(default, bool | int | float | str | tree.Size):
         raise error(
             "P0204",
-            f"a parameter is a number, string, boolean or size, not {kind(default)}",
+            f"a parameter must be a number, string, boolean or size, not {kind(default)}",
             node.value.span,
             kind(default),
             help="use `let` for computed values",
@@ -43,14 +43,14 @@ def parameter(node: tree.Param, default: Value, overrides: Mapping[str, str]) ->
             "P0903",
             f"`{text}` is not {kind(default)}",
             node.span,
-            f"`{name}` is {kind(default)}, by its default",
-            help=f"give it like `-p {name}={brief(default)}`",
+            f"the default of `{name}` is {kind(default)}",
+            help=f"for example, `-p {name}={brief(default)}`",
         )
     return value
 
 
 def _literal(text: str) -> Value:
-    """`4`, `-1.5`, `25MB`, `true`; None when it is nothing of the kind."""
+    """`4`, `-1.5`, `25MB`, `true`; None if it is not a literal."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
@@ -71,10 +71,12 @@ def declare_mesh(self: Evaluator, node: tree.MeshOf) -> Mesh:
     for axis in node.axes:
         name = axis.name.text
         if name in axes:
-            raise error("P0408", f"axis `{name}` twice in one mesh", axis.name.span, help="give each axis its own name")
+            raise error(
+                "P0408", f"duplicate axis `{name}` in one mesh", axis.name.span, help="give each axis its own name"
+            )
         size = self.integer(axis.size)
         if size < 1:
-            raise error("P0408", f"axis `{name}` has size {size}", axis.size.span, "at least 1")
+            raise error("P0408", f"axis `{name}` has size {size}", axis.size.span, "the size must be at least 1")
         axes[name] = size
     mesh = Mesh(node.name.text, tuple(axes.items()), node.span)
     if mesh.size > MAX_DEVICES:
@@ -103,7 +105,7 @@ def options(self: Evaluator, directive: str, settings: tuple[tree.Setting, ...])
         name = setting.name.text
         legal = OPTIONS[directive]
         if name not in legal:
-            label = f"its options are {listed(legal, 'and')}" if legal else "it has no options"
+            label = f"its options are {listed(legal, 'and')}" if legal else "it takes no options"
             raise error(
                 "P0405",
                 f"`{directive}` has no option `{name}`",
@@ -123,19 +125,19 @@ def _option(self: Evaluator, name: str, setting: tree.Setting) -> Value:
     if words is not None:
         word = node.text if isinstance(node, tree.Name) and node.text in words else self.evaluate(node)
         if word not in words:
-            note = "; a sum would change the mathematics" if name == "reduce" else ""
+            note = "; a sum would change the result of training" if name == "reduce" else ""
             raise error(
                 "P0405",
                 f"`{name}` cannot be `{node.span.text}`",
                 node.span,
-                f"it is {listed(words)}{note}",
+                f"it must be {listed(words)}{note}",
                 help=did_you_mean(node.span.text, words),
             )
         return word
     value = self.evaluate(node)
     if name == "bucket":
         if not isinstance(value, tree.Size) or value.bytes < 1:
-            raise error("P0405", "`bucket` is a size above 0", node.span, brief(value), help="bucket=25MB")
+            raise error("P0405", "`bucket` must be a size above 0", node.span, brief(value), help="bucket=25MB")
     elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise error("P0405", f"`{name}` is a whole number of 0 or more", node.span, brief(value), help=f"{name}=1")
+        raise error("P0405", f"`{name}` must be an integer of 0 or more", node.span, brief(value), help=f"{name}=1")
     return value

@@ -1,4 +1,4 @@
-"""Directives: what a script asks of the graph, one at a time, each with where it was written and how it got there."""
+"""Directives: one request of a script to the graph each, with its location and call stack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from piperlang.source import Span
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Where a directive stands, and the calls that led to it, outermost first."""
+    """The location of a directive, and its call stack, outermost call first."""
 
     span: Span
     trail: tuple[Call, ...] = ()
@@ -121,7 +121,7 @@ Directive: TypeAlias = UseMesh | Tag | Place | Replicate | Shard | Split | Strea
 
 
 class Graph(Protocol):
-    """What the evaluator needs of a graph: to hand it each directive, and to ask how it is after that.
+    """The evaluator's interface to the graph: it applies each directive, then queries the result.
 
     The outline of a script alone implements it (elaborate/outline.py), and so does the graph of a model.
     """

@@ -16,11 +16,10 @@ from piperlang.syntax import tree
 from piperlang.syntax.words import BUILTINS
 
 BUDGET = 1_300_000
-"""Steps a script may take: every expression and statement evaluated is one. Far above any schedule, far below
-patience."""
+"""Evaluation budget: every evaluated expression and statement is one step. It is far above what any schedule needs."""
 
 MAX_CONDITIONS = 2_000
-"""In one selector, all alternatives together."""
+"""Conditions in one selector, over all alternatives."""
 
 _BUILTINS = {name: Builtin(name) for name in BUILTINS}
 
@@ -32,7 +31,7 @@ class Evaluator:
         self.locals: dict[str, Value] | None = None
         self.spent = 0
         self.constant: dict[int, tuple[tree.Condition, Condition]] = {}
-        """Conditions that never change, by the identity of their node (kept alive here)."""
+        """Constant conditions, by the identity of their node (kept alive here)."""
         self.budget = BUDGET
 
     def charge(self, steps: int, span: Span) -> None:
@@ -40,9 +39,9 @@ class Evaluator:
         if self.spent > self.budget:
             raise error(
                 "P0208",
-                f"the script takes more than {self.budget:,} steps",
+                f"evaluation budget of {self.budget:,} steps exceeded",
                 span,
-                "the budget ran out here",
+                "budget exceeded here",
                 help="check the ranges of the loops around this line",
             )
 
@@ -80,13 +79,13 @@ class Evaluator:
         if text in _BUILTINS:
             return _BUILTINS[text]
         if text in self.module.failed:
-            raise PiperError  # an earlier diagnostic says why; this one would only repeat it
+            raise PiperError  # already reported by an earlier diagnostic
         raise error(
             "P0203",
             f"`{text}` has no value here",
             node.span,
-            "bound in a branch that was not taken, or further down",
-            help="bind it before, on every path",
+            "it is bound in a branch that was not taken, or further down",
+            help="bind it before this line, on every path",
         )
 
     def attribute(self, node: tree.Attribute) -> Value:
@@ -108,7 +107,7 @@ class Evaluator:
                     "P0201", f"`{base.name}` has no `{name}`", node.name.span, help=did_you_mean(name, base.names)
                 )
             return base.names[name]
-        raise error("P0204", f"{kind(base)} has no parts to name with a dot", node.span, kind(base))
+        raise error("P0204", f"{kind(base)} has no attributes", node.span, kind(base))
 
     # ------------------------------------------------------------------------------------------------- lists
 
@@ -147,9 +146,9 @@ class Evaluator:
         help = f"range({value})" if isinstance(value, int) and not isinstance(value, bool) else None
         raise error(
             "P0204",
-            f"cannot go through {kind(value)}",
+            f"cannot iterate over {kind(value)}",
             node.span,
-            "a list or a range is needed",
+            "expected a list or a range",
             help=help and f"did you mean `{help}`?",
         )
 
@@ -169,25 +168,25 @@ class Evaluator:
         if isinstance(base, Mesh | Slice):
             raise error(
                 "P0305",
-                "a mesh is picked from by axis",
+                "a mesh is indexed by axis",
                 node.span,
                 help=f"write `{node.base.span.text}[{next(iter(_mesh(base).shape))}=...]`",
             )
         if not isinstance(base, tuple | range | str):
-            raise error("P0204", f"{kind(base)} has no items to pick", node.base.span, kind(base))
+            raise error("P0204", f"cannot index {kind(base)}", node.base.span, kind(base))
         if isinstance(node.index, tree.Range):
             low, high = (self.integer(end) if end is not None else None for end in (node.index.low, node.index.high))
             self.charge(len(base), node.span)
             return base[low:high] if isinstance(base, str) else tuple(base[low:high])
         if isinstance(node.index, tree.Everything):
-            raise error("P0204", "`*` picks from module paths and selectors only", node.index.span)
+            raise error("P0204", "`*` is allowed in module paths and selectors only", node.index.span)
         at = self.integer(node.index)
         if not -len(base) <= at < len(base):
             raise error(
                 "P0213",
                 f"index {at} is out of range",
                 node.index.span,
-                f"{len(base)} items, so 0 to {len(base) - 1}" if base else "the list is empty",
+                f"{len(base)} items: valid indices are 0 to {len(base) - 1}" if base else "the list is empty",
             )
         return base[at]
 
@@ -198,7 +197,7 @@ class Evaluator:
             return not self.truth(node.operand)
         value = self.evaluate(node.operand)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise error("P0204", f"`{node.operator}` does not work on {kind(value)}", node.span, kind(value))
+            raise error("P0204", f"`{node.operator}` is not supported for {kind(value)}", node.span, kind(value))
         return -value if node.operator == "-" else value
 
     def power(self, node: tree.Power) -> Value:
@@ -243,11 +242,11 @@ class Evaluator:
                     "P0208",
                     "this selector is too large",
                     node.span,
-                    f"{result.size():,} conditions; at most {MAX_CONDITIONS:,}",
+                    f"{result.size():,} conditions; the limit is {MAX_CONDITIONS:,}",
                 )
         return result
 
-    # ------------------------------------------------------------------------------- values of a wanted kind
+    # ------------------------------------------------------------------------------ values of a required type
 
     def truth(self, node: tree.Expr) -> bool:
         value = self.evaluate(node)
@@ -255,7 +254,7 @@ class Evaluator:
             return value
         raise error(
             "P0204",
-            f"a condition is True or False, not {kind(value)}",
+            f"a condition must be True or False, not {kind(value)}",
             node.span,
             kind(value),
             help="compare it: `x > 0`",
@@ -265,25 +264,27 @@ class Evaluator:
         value = self.evaluate(node)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        hint = "`//` divides to an integer" if isinstance(value, float) else None
-        raise error("P0204", f"an integer is needed, not {kind(value)}", node.span, kind(value), help=hint)
+        hint = "use `//` for integer division" if isinstance(value, float) else None
+        raise error("P0204", f"expected an integer, not {kind(value)}", node.span, kind(value), help=hint)
 
     def text(self, node: tree.Expr, what: str) -> str:
         value = self.evaluate(node)
         if isinstance(value, str):
             return value
-        raise error("P0204", f"{what} is a string, not {kind(value)}", node.span, kind(value))
+        raise error("P0204", f"{what} must be a string, not {kind(value)}", node.span, kind(value))
 
     def selector(self, node: Any) -> Selector:
         value = self.evaluate(node)
         if isinstance(value, Selector):
             return value
-        help = "a selector is written in brackets: `[stage=0]`"
+        help = "write a selector in brackets: `[stage=0]`"
         if isinstance(value, int | str):
-            help = "several values of a tag are written `{0, 1}`"
+            help = "write several values of a tag as `{0, 1}`"
         if kind(value) == "several steps":
-            help = "in a one-line function `&` means may overlap; to join selectors write `(a & b)`"
-        raise error("P0204", f"a selector is needed, not {kind(value)}", node.span, kind(value), help=help)
+            help = (
+                "in a one-line function `a & b` means that the steps may overlap; for an intersection, write `(a & b)`"
+            )
+        raise error("P0204", f"expected a selector, not {kind(value)}", node.span, kind(value), help=help)
 
     def selector_of(self, node: tree.SelectorOf) -> Value:
         conditions = tuple(picking.condition(self, condition) for condition in node.conditions)

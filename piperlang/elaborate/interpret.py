@@ -1,4 +1,4 @@
-"""Statements to directives: runs a script top to bottom, handing each directive to the graph before the next one."""
+"""Statements to directives: runs a script top to bottom and applies each directive to the graph before the next one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from piperlang.syntax.words import RESERVED_KEYS
 MAX_CALLS = 40
 MAX_SPLIT = 65_536
 PRINTING, DIRECTIVE, CALLING = 50, 30, 8
-"""Steps that a line of output, a directive, and a call or a step of an order cost: about as long as they take."""
+"""The cost, in steps of the budget, of a line of output, a directive, and a call or a step of an order."""
 
 
 class _Returned(Exception):
@@ -49,12 +49,12 @@ class Interpreter(Evaluator):
         self.trail: tuple[Call, ...] = ()
         self.active: list[tree.Define] = []
         self.collecting: list[d.Step] | None = None
-        """The steps of the order being read; None outside of one."""
+        """The steps of the current order; None outside of an order."""
 
     # --------------------------------------------------------------------------------------------- whole scripts
 
     def run(self) -> list[Diagnostic]:
-        """Every top-level statement; one that fails is reported and what it would have bound is not missed again."""
+        """Run every top-level statement. One that fails is reported once; later uses of the names it binds are not."""
         problems: list[Diagnostic] = []
         for statement in self.module.script.statements:
             try:
@@ -62,13 +62,15 @@ class Interpreter(Evaluator):
             except PiperError as problem:
                 problems.extend(problem.diagnostics)
                 self.module.failed |= bound_by(statement)
-            except RecursionError:  # expressions, calls and values, each within its limit, can still pile up
+            except (
+                RecursionError
+            ):  # expressions, calls and values within their limits can add up to more than the stack holds
                 problems.append(
                     Diagnostic(
                         "P0107",
-                        "this statement leads too deep",
+                        "this statement nests too deeply",
                         statement.span,
-                        "calls, expressions or lists within each other",
+                        "nested calls, expressions or lists",
                         helps=("name the inner parts with `let`",),
                     )
                 )
@@ -122,7 +124,7 @@ class Interpreter(Evaluator):
         if path in self.importer.loaded:
             return self.importer.loaded[path]
         if path in self.importer.failed:
-            raise PiperError  # told where it was first imported
+            raise PiperError  # reported where it was first imported
         self.importer.failed.add(path)
         module = self.importer.load(path, shown, library)
         self.importer.open.append((path, wanted.span))
@@ -154,7 +156,7 @@ class Interpreter(Evaluator):
     def present(self, node: tree.Expr) -> Value:
         value = self.evaluate(node)
         if value is None:
-            raise error("P0204", "this call gives no value", node.span, "the function returned nothing")
+            raise error("P0204", "this call has no value", node.span, "the function does not return a value")
         return value
 
     def mesh(self, node: tree.MeshOf) -> None:
@@ -174,13 +176,13 @@ class Interpreter(Evaluator):
             if setting.name.text in RESERVED_KEYS:
                 raise error(
                     "P0301",
-                    f"`{setting.name.text}` is a key of every node, not a tag",
+                    f"`{setting.name.text}` is a built-in key and cannot be a tag",
                     setting.name.span,
-                    help="choose another tag",
+                    help="choose another name for the tag",
                 )
             if not isinstance(value, int | str) or isinstance(value, bool):
                 raise error(
-                    "P0204", f"a tag is an integer or a string, not {kind(value)}", setting.value.span, kind(value)
+                    "P0204", f"a tag must be an integer or a string, not {kind(value)}", setting.value.span, kind(value)
                 )
             tags.append((setting.name.text, value))
         paths = tuple(module_path(self, path) for path in node.paths)
@@ -200,10 +202,18 @@ class Interpreter(Evaluator):
         selector = self.settled(node.selector) if node.selector is not None else None
         count = self.integer(node.count)
         if not 1 <= count <= MAX_SPLIT:
-            raise error("P0204", f"cannot split into {count:,}", node.count.span, f"1 to {MAX_SPLIT:,}")
+            raise error(
+                "P0204",
+                f"cannot split into {count:,} microbatches",
+                node.count.span,
+                f"the count must be 1 to {MAX_SPLIT:,}",
+            )
         if node.name.text in RESERVED_KEYS:
             raise error(
-                "P0301", f"`{node.name.text}` is a key of every node", node.name.span, help="call the split `mb`"
+                "P0301",
+                f"`{node.name.text}` is a built-in key and cannot name a split",
+                node.name.span,
+                help="name the split `mb`",
             )
         self.emit(d.Split(selector, count, node.name.text, **self.written(node.span)))
 
@@ -218,15 +228,15 @@ class Interpreter(Evaluator):
         self.emit(make(self.settled(node.selector), options(self, node.kind, node.options), **self.written(node.span)))
 
     def settled(self, node: tree.Expr) -> Selector:
-        """A selector outside an order, where `next` has no meaning."""
+        """A selector outside an order, where `next` is not allowed."""
         selector = self.selector(node)
         keys = selector.next_keys()
         if keys:
             raise error(
                 "P0304",
-                "`next` has a meaning inside an order only",
+                "`next` is only allowed inside an order",
                 node.span,
-                help=f"name the {keys[0]}: `{keys[0]}=0`, or leave it out for all",
+                help=f"write the index: `{keys[0]}=0`, or omit `{keys[0]}` to select all",
             )
         return selector
 
@@ -235,29 +245,33 @@ class Interpreter(Evaluator):
         if isinstance(value, Mesh):
             value = Slice(value)
         if isinstance(value, Slice):
-            self.charge(value.size(), node.span)  # every device is looked at
+            self.charge(value.size(), node.span)  # every device is visited
             return value
         raise error(
             "P0204",
-            f"devices are a mesh or a part of one, not {kind(value)}",
+            f"expected a mesh or a submesh, not {kind(value)}",
             node.span,
             kind(value),
-            help="`gpu` or `gpu[pp=0]`",
+            help="for example, `gpu` or `gpu[pp=0]`",
         )
 
     def axis(self, node: tree.Expr) -> Axis:
         value = self.evaluate(node)
         if isinstance(value, Axis):
             return value
-        hint = f"name the axis: `{value.name}.{value.axes[-1][0]}`" if isinstance(value, Mesh) else "`over gpu.dp`"
-        raise error("P0204", f"an axis of a mesh is needed, not {kind(value)}", node.span, kind(value), help=hint)
+        hint = (
+            f"name the axis: `{value.name}.{value.axes[-1][0]}`"
+            if isinstance(value, Mesh)
+            else "for example, `over gpu.dp`"
+        )
+        raise error("P0204", f"expected a mesh axis, not {kind(value)}", node.span, kind(value), help=hint)
 
     # ------------------------------------------------------------------------------------------------------ orders
 
     def order(self, node: tree.OrderBlock) -> None:
         where = self.where(node.where)
         if self.collecting is not None:
-            raise error("P0111", "an order inside an order", node.span, help="call the function outside the order")
+            raise error("P0111", "nested orders are not allowed", node.span, help="call the function outside the order")
         self.collecting = []
         try:
             self.block(node.body)
@@ -272,7 +286,7 @@ class Interpreter(Evaluator):
             if any(item.next_keys() for item in step.items):
                 raise error(
                     "P0304",
-                    "`next` needs to know where",
+                    "`next` needs an order with devices",
                     step.span,
                     "this order names no devices",
                     help="use `order on MESH:`, or name the microbatch",
@@ -285,7 +299,7 @@ class Interpreter(Evaluator):
             if len(node.steps) > 1 or not isinstance(only, tree.CallOf):
                 raise error(
                     "P0111",
-                    "a step has a meaning inside an order only",
+                    "a step is only allowed inside an order",
                     node.span,
                     help="call this function inside `order on ...:`",
                 )
@@ -293,7 +307,7 @@ class Interpreter(Evaluator):
             if value is not None:
                 raise error(
                     "P0111",
-                    f"this call gives {kind(value)} that goes nowhere",
+                    f"the result of this call, {kind(value)}, is not used",
                     node.span,
                     help="bind it with `let`, or use it in an order or a directive",
                 )
@@ -313,7 +327,11 @@ class Interpreter(Evaluator):
         groups = self.groups(self.evaluate(node), node)
         if len(groups) != 1:
             raise error(
-                "P0204", "one step on each side of `&`", node.span, f"{len(groups)} steps", help="pair them one by one"
+                "P0204",
+                "expected one step on each side of `&`",
+                node.span,
+                f"{len(groups)} steps",
+                help="pair them one by one",
             )
         return groups[0]
 
@@ -329,10 +347,10 @@ class Interpreter(Evaluator):
             return []
         raise error(
             "P0204",
-            f"a step is a selector, not {kind(value)}",
+            f"a step must be a selector, not {kind(value)}",
             node.span,
             kind(value),
-            help="`[stage=0, pass=F, mb=next]`",
+            help="for example, `[stage=0, pass=F, mb=next]`",
         )
 
     # ------------------------------------------------------------------------------------------------------- calls
@@ -366,15 +384,15 @@ class Interpreter(Evaluator):
                 f"`{function.name}` calls itself",
                 node.span,
                 names,
-                help="every script ends: use `for` or `repeat`",
+                help="recursion is not allowed; use `for` or `repeat`",
             )
         if len(self.active) >= MAX_CALLS:
             raise error(
                 "P0107",
                 "calls are nested too deeply",
                 node.span,
-                f"{MAX_CALLS} functions are at work here",
-                help="call fewer functions from within functions",
+                f"{MAX_CALLS} calls are active here",
+                help="reduce the depth of nested calls",
             )
         saved = self.module, self.locals, self.trail, self.collecting
         self.module, self.locals = function.module, arguments
@@ -399,7 +417,7 @@ class Interpreter(Evaluator):
         return None
 
     def result(self, node: tree.Steps) -> Value:
-        """What a one-line function gives: one expression as it is, several steps as steps."""
+        """The value of a one-line function: a single expression's value, or several steps as steps."""
         only = node.steps[0]
         if len(node.steps) == 1:
             if isinstance(only, tree.CallOf):
@@ -421,7 +439,13 @@ class Interpreter(Evaluator):
     def repeat(self, node: tree.Repeat) -> None:
         times = self.integer(node.times)
         if times < 0:
-            raise error("P0204", f"cannot repeat {times} times", node.times.span, "at least 0", help="use max(0, ...)")
+            raise error(
+                "P0204",
+                f"cannot repeat {times} times",
+                node.times.span,
+                "the count must be at least 0",
+                help="use max(0, ...)",
+            )
         for _ in range(times):
             self.block(node.body)
 
@@ -436,7 +460,7 @@ class Interpreter(Evaluator):
     def require(self, node: tree.Require) -> None:
         if not self.truth(node.test):
             message = self.text(node.message, "the message of `require`")
-            raise error("P0207", message.strip() or "a requirement does not hold", node.test.span, "this must hold")
+            raise error("P0207", message.strip() or "requirement not met", node.test.span, "this condition is false")
 
     def print(self, node: tree.Print) -> None:
         values = [self.present(value) for value in node.values]

@@ -1,6 +1,6 @@
 """The order of work per device, with `next` resolved.
 
-Devices that have been given the same orders share one lane, so an order on a slice of 128 replicas is worked out once;
+Devices with identical orders share one lane, so an order on a submesh of 128 replicas is resolved once;
 a lane is divided only when an order names some of its devices and not the others.
 """
 
@@ -20,7 +20,7 @@ from piperlang.elaborate.selector import Conjunction, Selector, TagValue
 from piperlang.elaborate.values import Slice
 
 Item: TypeAlias = dict[str, TagValue]
-"""One piece of work: its tags, `pass` (or `comm`), and its microbatch."""
+"""One pass of a chunk for one microbatch: its tags, `pass` (or `comm`), and its microbatch."""
 
 MAX_ORDERED = 150_000
 
@@ -28,7 +28,7 @@ Point: TypeAlias = tuple[int, ...]
 """A position in each split that divides a chunk."""
 
 TAKES = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
-"""A B is the I and the W of its microbatch at once."""
+"""B is the I and the W of its microbatch combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Lane:
     devices: frozenset[int]
     steps: list[Work] = field(default_factory=list)
     taken: dict[tuple[Chunk, str], dict[Point, d.Step]] = field(default_factory=dict)
-    """For each chunk and half (F, I, W): what is ordered, and by which step."""
+    """For each chunk and pass (F, I, W): the ordered microbatches, and the step that ordered each."""
     lowest: dict[object, int] = field(default_factory=dict)
-    """For each way of asking for `next`: every choice before this one is taken, or does not run here."""
+    """For each query for `next`: every microbatch before this one is already ordered, or does not run here."""
 
     def part(self, devices: frozenset[int]) -> Lane:
         taken = {key: dict(value) for key, value in self.taken.items()}
@@ -65,13 +65,13 @@ class Lanes:
         self._of: dict[int, Lane] = {}
 
     def forget(self) -> None:
-        """After a new placement or split, `next` looks from the start again."""
+        """After a new placement or split, the search for `next` starts over."""
         self.resolver.forget()
         for lane in self.lanes:
             lane.lowest.clear()
 
     def misplaced(self) -> Iterator[Diagnostic]:
-        """Work that was ordered before a `place` put it elsewhere."""
+        """Passes that were ordered before a `place` put their chunk on other devices."""
         for lane in self.lanes:
             for (chunk, _), steps in lane.taken.items():
                 known = self.placements.by_chunk.get(chunk)
@@ -82,7 +82,7 @@ class Lanes:
                         "P0403",
                         f"{shown(chunk)} does not run on device {min(lane.devices)}",
                         step.span,
-                        "ordered there",
+                        "ordered on that device here",
                         (where,),
                         self.placements.notes(chunk),
                         (f"order it on {known[0].where}",),
@@ -104,7 +104,7 @@ class Lanes:
                     items = tuple(
                         item for selector in step.items for item in self._items(lane, selector, step, order.where)
                     )
-                except PiperError as problem:  # the step knows the calls that made it, the order does not
+                except PiperError as problem:  # the step knows its call stack, the order does not
                     raise PiperError(*(x.within(_trail(step, x)) for x in problem.diagnostics)) from None
                 if items:
                     lane.steps.append(Work(items, step))
@@ -112,13 +112,13 @@ class Lanes:
                 if self.ordered > MAX_ORDERED:
                     raise error(
                         "P0208",
-                        f"more than {MAX_ORDERED:,} pieces of work are ordered",
+                        f"more than {MAX_ORDERED:,} passes are ordered",
                         step.span,
                         help="check the sizes of the splits",
                     )
 
     def _covering(self, wanted: frozenset[int]) -> list[Lane]:
-        """Lanes that together are exactly `wanted`; lanes that reach beyond it are divided."""
+        """Lanes whose union is exactly `wanted`; lanes with devices outside it are divided."""
         found = list(
             {id(lane): lane for device in sorted(wanted) if (lane := self._of.get(device)) is not None}.values()
         )
@@ -166,7 +166,7 @@ class Lanes:
             "ordered here",
             also=[Label(p.directive.span, f"placed on {p.where} here") for p in known[:3]],
             notes=self.placements.notes(chunk),
-            help=f"order it on {known[0].where}, or place it here",
+            help=f"order it on {known[0].where}, or place it on these devices",
         )
 
     # ------------------------------------------------------------------------------------------------ microbatches
@@ -180,7 +180,7 @@ class Lanes:
 
         if meant.chooses is None:
             if prod(map(len, meant.values)) > MAX_ORDERED:
-                raise error("P0208", f"this orders more than {MAX_ORDERED:,} pieces of work", selector.span)
+                raise error("P0208", f"this orders more than {MAX_ORDERED:,} passes", selector.span)
             points = [point for point in product(*meant.values) if runs_here(point)]
             if not points:
                 raise self._no_point(meant, selector)
@@ -212,9 +212,9 @@ class Lanes:
                     "P0407",
                     f"{shown(chunk)}, pass={phase}{which} is ordered twice",
                     selector.span,
-                    "again here",
-                    also=[Label(taken[point].span, "ordered here")],
-                    help="`mb=next` takes the next one that is not ordered yet",
+                    "ordered again here",
+                    also=[Label(taken[point].span, "first ordered here")],
+                    help="`mb=next` selects the next microbatch that is not ordered yet",
                 )
             taken[point] = step
 
@@ -224,7 +224,7 @@ class Lanes:
             "P0302",
             "selector matches no nodes",
             selector.span,
-            f"{shown(meant.chunk)} has {whole}, and not all of it may run here",
+            f"{shown(meant.chunk)} has {whole}, and some of these do not run here",
         )
 
     def _exhausted(self, meant: Meant, phase: str, taken: int, selector: Selector) -> Exception:
@@ -235,14 +235,14 @@ class Lanes:
             "P0304",
             f"no {name} is left for {shown(meant.chunk)}, pass={phase}",
             selector.span,
-            f"{taken} ordered here already",
+            f"{taken} already ordered on these devices",
             also=[Label(split.span, f"split into {split.count} here")],
-            help=f"order it less often, or write `{name}=next?` to take one only if there is one",
+            help=f"remove a step, or write `{name}=next?`, which selects nothing if none is left",
         )
 
 
 def _trail(step: d.Step, problem: Diagnostic) -> tuple[Call, ...]:
-    """The calls behind a step; a step like `F(0)` is itself the call that leads to the selector of a function."""
+    """The call stack of a step; a step like `F(0)` is itself the call that gives the function's selector."""
     at, here = problem.span, step.span
     function, call, _ = here.text.partition("(")
     if at is None or (at.source is here.source and (here.start <= at.start < here.end or not call or not function)):
@@ -251,7 +251,7 @@ def _trail(step: d.Step, problem: Diagnostic) -> tuple[Call, ...]:
 
 
 def _as_written(conjunction: Conjunction) -> Item:
-    """Communication and updates exist only with a model: shown as the script names them."""
+    """Communication and updates exist only with a model: shown as the script writes them."""
     item: Item = {}
     for c in conjunction:
         item[c.key] = (

@@ -11,7 +11,7 @@ from piperlang.resources import resource
 
 @cache
 def modules() -> dict[str, Path]:
-    """`std.pipeline` and its like, by name."""
+    """The library modules, such as `std.pipeline`, by name."""
     return {f"std.{path.stem}": path for path in sorted(resource("stdlib").glob("*.piper"))}
 
 
@@ -25,5 +25,5 @@ def _exports() -> dict[str, str]:
 
 
 def exporting(name: str) -> str | None:
-    """The library module that defines `name`, read only once somebody has made a mistake."""
+    """The library module that defines `name`, read only when a diagnostic needs it."""
     return _exports().get(name)

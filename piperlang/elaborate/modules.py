@@ -22,10 +22,10 @@ class Module:
     name: str
     script: tree.Script
     path: Path | None = None
-    """None for text that is no file: it can import the library only."""
+    """None for text that is not a file: it can import the library only."""
     names: dict[str, Value] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
-    """Names that a failed statement would have bound: using one is no new mistake."""
+    """Names that a failed statement would have bound: using one is not reported again."""
 
     def __str__(self) -> str:
         return f"module {self.name}"
@@ -62,7 +62,7 @@ def _checked(source: Source) -> tree.Script:
             "P0107",
             "this script is nested too deeply",
             source.span(0, 0),
-            help="name inner parts with `let`, and move inner blocks to functions",
+            help="name the inner parts with `let`, and move inner blocks to functions",
         ) from None
     if problems:
         raise PiperError(*sorted(problems, key=lambda d: d.span.start if d.span else 0))
@@ -71,10 +71,10 @@ def _checked(source: Source) -> tree.Script:
 
 @dataclass
 class Importer:
-    """Finds and keeps modules, and knows which are being evaluated: a cycle is an error that shows the path."""
+    """Finds and caches modules, and tracks which are being evaluated: a cycle is an error that shows the path."""
 
     texts: Mapping[Path, str] = field(default_factory=dict)
-    """Of files that somebody has open in an editor, in place of what the files hold."""
+    """Unsaved text of files that are open in an editor; it replaces the files' contents."""
     loaded: dict[Path, Module] = field(default_factory=dict)
     open: list[tuple[Path, Span]] = field(default_factory=list)
     failed: set[Path] = field(default_factory=set)
@@ -86,7 +86,7 @@ class Importer:
             if name not in modules():
                 raise error(
                     "P0209",
-                    f"there is no module `{name}`",
+                    f"unknown module `{name}`",
                     module.span,
                     f"the library has {listed(modules(), 'and')}",
                     help=did_you_mean(name, modules()),
@@ -102,12 +102,12 @@ class Importer:
         if not module.path.endswith(".piper") or os.path.isabs(module.path) or "\0" in module.path:
             raise error(
                 "P0209",
-                "an import names a .piper file relative to this one",
+                "an import must name a .piper file relative to this one",
                 module.span,
                 help='import "./common.piper" as c',
             )
         if importing.path is None:
-            raise error("P0209", "this script is not a file, so nothing lies beside it", module.span)
+            raise error("P0209", "cannot import a file: this script was not read from a file", module.span)
         path = importing.path.parent / module.path
         if not is_file(path) and path.resolve() not in self.texts:
             near = (
@@ -115,7 +115,9 @@ class Importer:
                 if is_file(path.parent, folder=True)
                 else None
             )
-            raise error("P0209", f"there is no file {module.path}", module.span, "relative to this script", help=near)
+            raise error(
+                "P0209", f"file {module.path} not found", module.span, "the path is relative to this script", help=near
+            )
         shown = os.path.normpath(os.path.join(os.path.dirname(importing.script.source.name), module.path))
         return path.resolve(), shown, False
 
@@ -126,6 +128,4 @@ class Importer:
         at = opened.index(path)
         also = [Label(where, "which imports") for _, where in self.open[at + 1 :]]
         names = " -> ".join(p.name for p in [*opened[at:], path])
-        raise error(
-            "P0210", "imports go in a circle", span, names, also=also, help="move what both need into a third file"
-        )
+        raise error("P0210", "import cycle", span, names, also=also, help="move the shared code into a third file")

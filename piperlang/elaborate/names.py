@@ -1,7 +1,7 @@
-"""Names before evaluation: what is unknown, bound twice, or stands where it has no meaning, in code that runs and in
-code that does not.
+"""Checks names before evaluation: unknown names, names bound twice, and statements that are not allowed where they are,
+also in code that never runs.
 
-Scopes are as Python readers expect, with one difference that keeps `let` honest: a name is never bound again. A loop's
+Scopes are as in Python, with one difference: a name is never bound again. A loop's
 body has names of its own; the branches of an `if` bind in the scope around them.
 """
 
@@ -28,10 +28,10 @@ class Scope:
 
 @dataclass
 class Names:
-    """Checks statements one after the other; keeps the module's names, so that a session can go on with it."""
+    """Checks statements in sequence; keeps the module's names, so that a session can continue with them."""
 
     broken: frozenset[str] = frozenset()
-    """Words of statements that did not parse: they may have bound anything."""
+    """Words of statements that did not parse: these may have bound any of them."""
     problems: list[Diagnostic] = field(default_factory=list)
     module: Scope = field(default_factory=lambda: Scope("module"))
     later: frozenset[str] = frozenset()
@@ -55,7 +55,7 @@ class Names:
 
     @property
     def enough(self) -> bool:
-        """Nobody reads more, and looking for what may have been meant costs time."""
+        """Whether the limit is reached: more diagnostics are not shown, and suggestions take time."""
         return len(self.problems) > LIMIT
 
     def complain(
@@ -85,20 +85,21 @@ class Names:
     def bind(self, ident: tree.Ident, *, shadow: bool = False) -> None:
         name = ident.text
         if name in BUILTINS:
-            self.complain("P0202", f"`{name}` is a function of the language", ident.span, "choose another name")
+            self.complain("P0202", f"`{name}` is a built-in function", ident.span, "choose another name")
         for scope in reversed(self.scopes):
             if shadow:
                 break
             if name in scope.names:
                 first = scope.names[name]
-                adding = scope is not self.scopes[-1]  # a loop that means to add up
+                adding = scope is not self.scopes[-1]  # probably a loop that accumulates a sum
                 self.complain(
                     "P0202",
                     f"`{name}` is already bound",
                     ident.span,
-                    "names never change",
+                    "names cannot be rebound",
                     also=(Label(first, "bound here"),),
-                    help="choose another name" + ("; to add up, use sum([... for x in ...])" if adding else ""),
+                    help="choose another name"
+                    + ("; to accumulate a sum, use sum([... for x in ...])" if adding else ""),
                 )
                 break
             if scope.kind == "function":
@@ -123,7 +124,7 @@ class Names:
             help = PYTHON_HABITS[name]
         else:
             help = did_you_mean(name, visible)
-        label = "bound only further down" if name in self.later else "not bound here"
+        label = "it is bound further down" if name in self.later else "not defined here"
         self.complain("P0201", f"unknown name `{name}`", span, label, help=help)
 
     # ----------------------------------------------------------------------------------------------- statements
@@ -132,11 +133,11 @@ class Names:
         handler: Callable[[Names, Any], None] | None = _STATEMENTS.get(type(node))
         if self.in_order and isinstance(node, _NOT_IN_ORDER):
             self.complain(
-                "P0111", f"`{_word(node)}` cannot stand inside an order", node.span, help="move it before the order"
+                "P0111", f"`{_word(node)}` is not allowed inside an order", node.span, help="move it before the order"
             )
         elif self.depth and isinstance(node, _TOP_ONLY):
             self.complain(
-                "P0111", f"`{_word(node)}` belongs at the top level", node.span, help="move it out of the block"
+                "P0111", f"`{_word(node)}` is only allowed at the top level", node.span, help="move it out of the block"
             )
         if handler is not None:
             handler(self, node)
@@ -197,10 +198,10 @@ class Names:
         bodies = [body for _, body in node.branches] + ([node.otherwise] if node.otherwise else [])
         for test, _ in node.branches:
             self.expression(test)
-        for body in bodies:  # the branches exclude each other, so each may bind the same name
+        for body in bodies:  # only one branch runs, so each may bind the same name
             known = len(names)
             self.block(body)
-            while len(names) > known:  # dicts keep their order: the last ones are the branch's
+            while len(names) > known:  # dicts keep insertion order: the last ones were bound in the branch
                 name, span = names.popitem()
                 bound[name] = span
         names |= bound
@@ -225,9 +226,9 @@ class Names:
         if len(node.steps) > 1 or not isinstance(node.steps[0], tree.CallOf):
             self.complain(
                 "P0111",
-                "this does nothing here",
+                "this statement has no effect",
                 node.span,
-                "a step has a meaning inside an order only",
+                "a step is only allowed inside an order",
                 help="put it in `order on ...:`, or call a function",
             )
 
@@ -260,7 +261,9 @@ class Names:
                 self.use(name.text, name.span)
             else:
                 help = did_you_mean(name.text, words)
-                self.complain(code, f"`{key}{name.text}` is not known", name.span, f"one of {listed(words)}", help=help)
+                self.complain(
+                    code, f"unknown value `{key}{name.text}`", name.span, f"expected {listed(words)}", help=help
+                )
 
     def tag(self, node: tree.TagAt) -> None:
         for setting in node.tags:
@@ -396,5 +399,5 @@ def _bound_anywhere(statements: Iterable[tree.Statement]) -> Iterator[str]:
 
 
 def bound_by(statement: tree.Statement) -> frozenset[str]:
-    """What a statement would have bound, had it not failed."""
+    """The names that a statement binds, for statements that failed."""
     return frozenset(_bound_anywhere([statement]))

@@ -1,8 +1,8 @@
-"""The outline: what a script alone says of the graph, without a model.
+"""The outline: the information about the graph that a script gives without a model.
 
-It stands in for the graph while there is none: it takes every directive, answers `count` and `tags` from what the
-script has named so far, and works out the order of work on each device. Chunks are known by the tags that `tag` and
-`place` name; every chunk has a forward and a backward for each microbatch. What only a model can tell is not checked
+It replaces the graph when there is no model: it accepts every directive, answers `count` and `tags` from what the
+script has named so far, and resolves the order of passes on each device. Chunks are known by the tags that `tag` and
+`place` name; every chunk has a forward and a backward for each microbatch. What requires a model is not checked
 here."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Outline:
         self._values: dict[str, set[TagValue]] = {}
         self._counted = 0
 
-    # --------------------------------------------------------------------------------------- what the graph is asked
+    # ------------------------------------------------------------------------------------------------------- queries
 
     def apply(self, directive: d.Directive) -> None:
         try:
@@ -61,16 +61,16 @@ class Outline:
             case d.Order():
                 self.lanes.order(directive)
             case d.Stream() | d.Recompute() | d.Offload():
-                pass  # they change nothing that the outline knows
+                pass  # they do not affect the outline
 
     def count(self, selector: Selector) -> int:
         size = len(self.tagged) * len(PASSES) * prod(split.count for split in self.splits.values())
         if size > MAX_COUNTED:
             raise error(
                 "P0208",
-                f"there are {size:,} nodes to look at",
+                f"the selector covers {size:,} nodes",
                 selector.span,
-                f"at most {MAX_COUNTED:,} without a model",
+                f"the limit is {MAX_COUNTED:,} without a model",
             )
         return sum(1 for node in self._nodes() if selector.matches(node))
 
@@ -106,7 +106,7 @@ class Outline:
                     "P0302",
                     "selector matches no nodes",
                     directive.selector.span,
-                    "a range in it is empty: its end is not in it",
+                    "it contains an empty range; ranges are half-open",
                 )
             for chunk, box in named or ():
                 if any(not these for _, these in box):
@@ -114,7 +114,7 @@ class Outline:
                         "P0302",
                         "selector matches no nodes",
                         directive.selector.span,
-                        f"no microbatch of {self._sizes()} is in it",
+                        f"it selects no microbatch of {self._sizes()}",
                     )
                 if len(self.tagged) > MAX_CHUNKS:
                     raise error(
@@ -140,54 +140,54 @@ class Outline:
         if known is not None:
             raise error(
                 "P0406",
-                f"there is a split `{directive.name}` already",
+                f"split `{directive.name}` already exists",
                 directive.span,
-                also=[Label(known.span, "split here")],
-                help="give it another name",
+                also=[Label(known.span, "first split here")],
+                help="choose another name",
             )
         self._check_in_time(directive)
         self.splits[directive.name] = directive
         self.lanes.forget()
 
     def _check_in_time(self, directive: d.Split) -> None:
-        """What names the pieces of a split stands behind it."""
+        """Statements that name the microbatches of a split must come after it."""
         early = next((by for tags, by in self.tagged.items() if any(key == directive.name for key, _ in tags)), None)
         late = next((lane.steps[0].step for lane in self.lanes.lanes if lane.steps), None)
         if early is not None:
             raise error(
                 "P0410",
-                f"`{directive.name}` is named before it is split",
+                f"`{directive.name}` is used before its split",
                 directive.span,
-                "split only here",
-                also=[Label(early.span, f"`{directive.name}` is taken for a tag here")],
-                help="move the split up",
+                "split here",
+                also=[Label(early.span, f"`{directive.name}` is read as a tag here")],
+                help="move the split before this line",
             )
         if late is not None:
             raise error(
                 "P0410",
-                "work is ordered before it is split",
+                "the batch is split after passes were ordered",
                 directive.span,
-                "split only here",
-                also=[Label(late.span, "ordered whole here")],
-                help="move the split up",
+                "split here",
+                also=[Label(late.span, "ordered without the split here")],
+                help="move the split before this line",
             )
 
     # ----------------------------------------------------------------------------------------------------- results
 
     def orders(self) -> list[Lane]:
-        """The order of work: one lane for all devices that do the same, the lowest device first."""
+        """The order of passes: one lane for all devices with identical orders, the lowest device first."""
         devices = {device for mesh in self.meshes for device in range(mesh.size)}
         idle = devices.difference(*(lane.devices for lane in self.lanes.lanes))
         lanes = [*self.lanes.lanes, *([Lane(frozenset(idle))] if idle else [])]
         return sorted(lanes, key=lambda lane: min(lane.devices))
 
     def finish(self) -> list[Diagnostic]:
-        """What is missing once the script has ended: chunks not placed or ordered elsewhere, axes that nothing uses."""
+        """Checks at the end of the script: chunks that are not placed or are ordered on other devices, unused axes."""
         return [*self.lanes.misplaced(), *self._unplaced(), *self._uncovered(), *self._unused()]
 
     def _unplaced(self) -> Iterator[Diagnostic]:
         if self.placements.open:
-            return  # only a model can tell what those place
+            return  # only a model can list the chunks that those place
         ordered = dict(self.lanes.unplaced())
         for chunk, step in ordered.items():
             what = shown(chunk)
@@ -196,13 +196,13 @@ class Outline:
                 f"{what} is ordered but not placed",
                 step.span,
                 "",
-                helps=(f"add `place [{what}] on ...` before",),
+                helps=(f"add `place [{what}] on ...` before this line",),
                 trail=step.trail,
             )
         placed = {pair for chunk in self.placements.by_chunk for pair in chunk}
         names = {name for name, _ in placed}
         for chunk, by in self.tagged.items():
-            # What has another tag than those that are placed may lie inside them: only a model can tell.
+            # A chunk with other tags than the placed ones may be inside them: only a model can tell.
             if (
                 isinstance(by, d.Tag)
                 and not chunk & placed
@@ -220,7 +220,7 @@ class Outline:
                 )
 
     def _uncovered(self) -> Iterator[Diagnostic]:
-        """Microbatches of a chunk that is placed by microbatch, of which some are placed nowhere."""
+        """Microbatches that are not placed, of chunks that are placed by microbatch."""
         for chunk, places in self.placements.by_chunk.items():
             for name, split in self.splits.items():
                 boxes = [dict(p.box).get(name) for p in places]
@@ -232,7 +232,7 @@ class Outline:
                         f"{shown(chunk)}, {name}={min(missing)} is not placed",
                         first.span,
                         f"{name} has {split.count}",
-                        helps=("place the others too",),
+                        helps=("place the other microbatches too",),
                         trail=first.trail,
                     )
 
@@ -242,17 +242,17 @@ class Outline:
                 if size > 1 and not self._in_use(mesh, axis):
                     yield Diagnostic(
                         "P0404",
-                        f"axis `{axis}` of mesh `{mesh.name}` has no use",
+                        f"axis `{axis}` of mesh `{mesh.name}` is not used",
                         mesh.span,
-                        f"{size} devices along it would do the same work",
+                        f"{size} devices along it would compute the same",
                         helps=(
-                            f"`place` along it, `replicate` or `shard` over {mesh.name}.{axis}, or leave the axis out",
+                            f"`place` along it, `replicate` or `shard` over {mesh.name}.{axis}, or remove the axis",
                         ),
                         trail=declared.trail,
                     )
 
     def _in_use(self, mesh: Mesh, axis: str) -> bool:
-        """Several meshes over the same devices are views: an axis is in use where a view uses it, or uses all of its
+        """Meshes over the same devices are views: an axis is used if a view uses it, or if a view uses all of its
         own."""
         views = [other for other in self.meshes if other == mesh or other.size == mesh.size]
         return any((view, axis) in self.used for view in views) or any(

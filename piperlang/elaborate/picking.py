@@ -1,4 +1,4 @@
-"""What stands in brackets: conditions of selectors, and parts of meshes."""
+"""Expressions in brackets: conditions of selectors, and submeshes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_VALUES = 10_000
 
 
 def condition(self: Evaluator, node: tree.Condition) -> Condition:
-    """The condition as a value; one that says the same each time (`pass=F`, `mb=next`) is made once."""
+    """The condition as a value; a constant one (`pass=F`, `mb=next`) is created once."""
     known = self.constant.get(id(node))
     if known is not None:
         return known[1]
@@ -37,16 +37,23 @@ def _condition(self: Evaluator, node: tree.Condition) -> Condition:
     if node.test == "update":
         return Condition("update", "present")
     if key == "update":
-        raise error("P0301", "`update` has no value", node.span, help="write `[update]`")
+        raise error("P0301", "`update` takes no value", node.span, help="write `[update]`")
     if isinstance(value, tree.Everything):
         return _whole(node, "present")
     if isinstance(value, tree.Next):
         if key in RESERVED_KEYS:
-            raise error("P0301", f"`next` chooses among microbatches, not `{key}`", value.span, help=f"name the {key}")
+            raise error(
+                "P0301",
+                f"`next` selects a microbatch, not a value of `{key}`",
+                value.span,
+                help=f"write the value of `{key}`",
+            )
         return _whole(node, "next?" if value.optional else "next")
     if isinstance(value, tree.Range):
         if key in SELECTOR_WORDS:
-            raise error("P0301", f"`{key}` has words, not a range", value.span, f"one of {listed(SELECTOR_WORDS[key])}")
+            raise error(
+                "P0301", f"`{key}` does not take a range", value.span, f"expected {listed(SELECTOR_WORDS[key])}"
+            )
         low, high = (self.integer(end) if end is not None else None for end in (value.low, value.high))
         return Condition(key, "not range" if negated else "range", low=low, high=high)
     values = tuple(_values(self, key, value))
@@ -56,7 +63,9 @@ def _condition(self: Evaluator, node: tree.Condition) -> Condition:
 def _whole(node: tree.Condition, test: str) -> Condition:
     if node.test == "!=":
         key = node.key.text
-        raise error("P0301", f"`{key}!=...` needs a value", node.span, help=f"for nodes without the tag write `!{key}`")
+        raise error(
+            "P0301", f"`{key}!=...` needs a value", node.span, help=f"to select nodes without the tag, write `!{key}`"
+        )
     return Condition(node.key.text, test)
 
 
@@ -74,14 +83,14 @@ def _values(self: Evaluator, key: str, value: Any) -> list[TagValue]:
         if len(result) > MAX_VALUES:
             raise error(
                 "P0208",
-                f"{len(result):,} values in one condition",
+                f"one condition has {len(result):,} values",
                 value.span,
-                f"at most {MAX_VALUES:,}",
+                f"the limit is {MAX_VALUES:,}",
                 help="use a range: `0:n`",
             )
         if all(isinstance(item, int | str) for item in result):
             return [item for item in result if isinstance(item, int | str)]
-    raise error("P0204", f"a tag is an integer or a string, not {kind(result)}", value.span, kind(result))
+    raise error("P0204", f"a tag must be an integer or a string, not {kind(result)}", value.span, kind(result))
 
 
 def _words(self: Evaluator, key: str, words: tuple[str, ...], value: Any) -> list[TagValue]:
@@ -92,9 +101,9 @@ def _words(self: Evaluator, key: str, words: tuple[str, ...], value: Any) -> lis
         shown = word if isinstance(word, str) else value.span.text
         raise error(
             "P0301",
-            f"`{key}={shown}` is not known",
+            f"unknown value `{key}={shown}`",
             value.span,
-            f"one of {listed(words)}",
+            f"expected {listed(words)}",
             help=did_you_mean(str(shown), words),
         )
     return list(P2P) if word == "p2p" else [word]
@@ -103,7 +112,7 @@ def _words(self: Evaluator, key: str, words: tuple[str, ...], value: Any) -> lis
 def part_of_mesh(self: Evaluator, node: tree.Pick) -> Slice:
     base = self.evaluate(node.base)
     if not isinstance(base, Mesh | Slice):
-        raise error("P0204", f"only a mesh has axes to pick from, not {kind(base)}", node.base.span, kind(base))
+        raise error("P0204", f"only a mesh is indexed by axis, not {kind(base)}", node.base.span, kind(base))
     mesh = base if isinstance(base, Mesh) else base.mesh
     picks = {} if isinstance(base, Mesh) else dict(base.picks)
     for item in node.conditions:
@@ -117,9 +126,9 @@ def part_of_mesh(self: Evaluator, node: tree.Pick) -> Slice:
                 help=did_you_mean(axis, mesh.shape),
             )
         if axis in picks:
-            raise error("P0305", f"axis `{axis}` is picked twice", item.span)
+            raise error("P0305", f"axis `{axis}` is given twice", item.span)
         picks[axis] = _coordinates(self, mesh, item)
-    # An axis picked whole is not picked: gpu[dp=*] is gpu.
+    # Selecting a whole axis changes nothing: gpu[dp=*] is gpu.
     partial = {axis: at for axis, at in picks.items() if len(at) < mesh.shape[axis]}
     return Slice(mesh, tuple((axis, partial[axis]) for axis in mesh.shape if axis in partial))
 
@@ -131,9 +140,9 @@ def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int
     if node.test != "=" or isinstance(value, tree.Next):
         raise error(
             "P0305",
-            "pick coordinates with `=`",
+            "select coordinates with `=`",
             node.span,
-            help=f"`{mesh.name}[{node.key.text}=0]`, `0:2` or `{{0, 3}}`",
+            help=f"for example, `{mesh.name}[{node.key.text}=0]`, with `0:2` or `{{0, 3}}` for several",
         )
     if isinstance(value, tree.Everything):
         return tuple(range(size))
@@ -148,13 +157,13 @@ def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int
     outside = [at for at in wanted if not 0 <= at < size]
     at = value.span if value is not None else node.span
     if not wanted:
-        raise error("P0305", "this range is empty", at, "half-open: the end is not in it")
+        raise error("P0305", "this range is empty", at, "ranges are half-open: the end is excluded")
     if outside:
         what = f"{node.key.text}={outside[0]}"
         raise error(
             "P0305",
-            f"{what} is outside of mesh `{mesh.name}`",
+            f"{what} is outside mesh `{mesh.name}`",
             at,
-            f"axis `{node.key.text}` has {size}: 0 to {size - 1}",
+            f"axis `{node.key.text}` has size {size}: valid coordinates are 0 to {size - 1}",
         )
     return tuple(dict.fromkeys(wanted))

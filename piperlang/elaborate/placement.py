@@ -1,4 +1,4 @@
-"""Where the script puts its chunks, as far as it names them."""
+"""Placement of the chunks that the script names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from piperlang.syntax.words import RESERVED_KEYS
 
 Chunk: TypeAlias = frozenset[tuple[str, TagValue]]
 Box: TypeAlias = tuple[tuple[str, frozenset[int]], ...]
-"""Microbatches, by the splits they are limited in; the empty box is all of them."""
+"""The placed microbatches, by split; the empty box is all of them."""
 
 
 MAX_CHUNKS = 20_000
@@ -33,20 +33,20 @@ class Placement:
 
 
 def shown(chunk: Chunk) -> str:
-    return ", ".join(f"{key}={value}" for key, value in sorted(chunk, key=str)) or "what has no tag"
+    return ", ".join(f"{key}={value}" for key, value in sorted(chunk, key=str)) or "the untagged chunk"
 
 
 @dataclass
 class Placements:
     by_chunk: dict[Chunk, list[Placement]] = field(default_factory=dict)
     by_tag: dict[tuple[str, TagValue], list[Chunk]] = field(default_factory=dict)
-    """The chunks with a tag, so that finding them costs what they are."""
+    """The chunks by tag, so that a lookup visits only the matching ones."""
     open: list[d.Place] = field(default_factory=list)
     """Placements of chunks that only a model can list."""
     model: tuple[Chunk, ...] | None = None
-    """All chunks of the model, once there is one: then nothing is taken at its word."""
+    """All chunks of the model, if there is one; then selectors must match existing chunks."""
     notes: Callable[[Chunk], tuple[str, ...]] = lambda chunk: ()
-    """What a model adds to a diagnostic about a chunk."""
+    """Notes about a chunk that the model adds to diagnostics."""
 
     def __post_init__(self) -> None:
         for chunk in self.model or ():
@@ -60,7 +60,7 @@ class Placements:
         return self.by_chunk if self.model is None else self.model
 
     def listed(self, tags: Conjunction) -> list[Chunk]:
-        """The chunks known so far that fit conditions on tags."""
+        """The chunks known so far that match conditions on tags."""
         exact = next((c for c in tags if c.test == "in"), None)
         among = (
             self.chunks()
@@ -72,7 +72,9 @@ class Placements:
     def add(self, new: Placement) -> None:
         known = self.by_chunk.setdefault(new.chunk, [])
         if len(known) >= MAX_PARTS:
-            raise error("P0208", f"{shown(new.chunk)} is placed in more than {MAX_PARTS:,} parts", new.directive.span)
+            raise error(
+                "P0208", f"{shown(new.chunk)} is placed by more than {MAX_PARTS:,} directives", new.directive.span
+            )
         if not known and self.model is None:
             self._index(new.chunk)
         for old in known:
@@ -81,10 +83,10 @@ class Placements:
                     "P0401",
                     f"{shown(new.chunk)} is placed twice",
                     new.directive.span,
-                    f"now on {new.where}",
-                    also=[Label(old.directive.span, f"placed on {old.where} here")],
+                    f"placed again, on {new.where}",
+                    also=[Label(old.directive.span, f"first placed on {old.where} here")],
                     notes=self.notes(new.chunk),
-                    help="a chunk runs in one place; to run some microbatches elsewhere, name them: `mb=0:4`",
+                    help="a chunk has one placement; to place some microbatches on other devices, name them: `mb=0:4`",
                 )
         known.append(new)
 
@@ -100,10 +102,10 @@ def _meet(a: Box, b: Box) -> bool:
 def spread(
     conjunction: Conjunction, splits: Mapping[str, d.Split], known: Placements
 ) -> list[tuple[Chunk, Box]] | None:
-    """The chunks a conjunction names, each with the microbatches it is limited to.
+    """The chunks that a conjunction names, each with its microbatches.
 
-    Without a model those it names outright; None where only a model can tell: tags given by presence or absence, and
-    more chunks than anyone would list."""
+    Without a model, the chunks named by value; None where only a model can tell: tags given by presence or absence, and
+    more chunks than the limit."""
     tags: dict[str, tuple[TagValue, ...]] = {}
     box: dict[str, frozenset[int]] = {}
     if known.model is not None:

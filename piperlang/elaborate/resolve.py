@@ -1,4 +1,4 @@
-"""Which chunks, passes and microbatches a conjunction of an order means, as far as the script alone can tell."""
+"""Resolves a conjunction of an order to chunks, passes and microbatches, as far as possible without a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEXT = ("next", "next?")
 
 @dataclass(frozen=True)
 class Meant:
-    """One chunk that a conjunction means."""
+    """One chunk that a conjunction selects."""
 
     chunk: Chunk
     tags: dict[str, TagValue]
@@ -26,11 +26,11 @@ class Meant:
     dimensions: tuple[str, ...]
     """The splits that divide the chunk."""
     values: tuple[tuple[int, ...], ...]
-    """For each dimension, the positions that the conditions leave."""
+    """For each split, the positions that satisfy the conditions."""
     chooses: int | None
-    """The dimension in which `next` chooses."""
+    """The split in which `next` selects."""
     optional: bool
-    """`next?`: nothing is fine too."""
+    """`next?`: selecting nothing is allowed."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Resolver:
     _known: dict[Conjunction, tuple[Meant, ...]] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """A new placement or split can change what a conjunction means."""
+        """A new placement or split can change what a conjunction selects."""
         self._known.clear()
 
     def meant(self, conjunction: Conjunction, selector: Selector) -> tuple[Meant, ...]:
@@ -51,7 +51,7 @@ class Resolver:
         return self._known[conjunction]
 
     def unknowable(self, conjunction: Conjunction) -> bool:
-        """Whether only a model can tell: some placements list no chunks, and none that is listed fits."""
+        """Whether only a model can tell: some placements list no chunks, and no listed chunk matches."""
         tags = self.tags(conjunction)
         return bool(self.placements.open) and not self.placements.listed(tags) and not any(c.test in NEXT for c in tags)
 
@@ -67,10 +67,15 @@ class Resolver:
         choosing = [c for c in conjunction if c.test in NEXT]
         if len({c.key for c in choosing}) > 1:
             raise error(
-                "P0304", "`next` chooses in one split at a time", selector.span, help="name the position in the other"
+                "P0304",
+                "`next` may be used in one split per selector",
+                selector.span,
+                help="write the index in the other split",
             )
         if not _passes(conjunction):
-            raise error("P0302", "selector matches no nodes", selector.span, "its passes exclude each other")
+            raise error(
+                "P0302", "selector matches no nodes", selector.span, "its conditions on `pass` exclude each other"
+            )
         at = names.index(choosing[0].key) if choosing and choosing[0].key in names else None
         return Meant(chunk, tags, _passes(conjunction), names, values, at, any(c.test == "next?" for c in choosing))
 
@@ -88,18 +93,21 @@ class Resolver:
             names = ", ".join(f"`{name}`" for name in self.splits)
             raise error(
                 "P0303",
-                f"there is no split `{unknown.key}`",
+                f"unknown split `{unknown.key}`",
                 selector.span,
-                f"the splits so far are {names}" if names else "nothing is split so far",
-                help=did_you_mean(unknown.key, self.splits) or f"add `split batch into N as {unknown.key}` before",
+                f"the splits before this line are {names}" if names else "there is no split before this line",
+                help=did_you_mean(unknown.key, self.splits)
+                or f"add `split batch into N as {unknown.key}` before this line",
             )
         found = self.placements.listed(tags)
         if found:
             yield from found
         elif tags and all(c.test == "in" for c in tags) and not self.placements.chunks():
-            # Nothing is placed so far: taken at its word, and reported when the script has ended.
+            # Nothing is placed so far: accepted now, checked at the end of the script.
             if prod(len(c.values) for c in tags) > MAX_CHUNKS:
-                raise error("P0208", "this selector names too many chunks", selector.span, f"at most {MAX_CHUNKS:,}")
+                raise error(
+                    "P0208", "this selector names too many chunks", selector.span, f"the limit is {MAX_CHUNKS:,}"
+                )
             for values in product(*(c.values for c in tags)):
                 yield frozenset(zip((c.key for c in tags), values, strict=True))
         else:
@@ -110,7 +118,7 @@ class Resolver:
         return sorted(values, key=lambda value: (isinstance(value, str), value))
 
     def nothing(self, tags: tuple[Condition, ...], selector: Selector) -> Exception:
-        """Why nothing fits, and what there is instead."""
+        """The diagnostic for a selector that matches nothing, with the existing values."""
         whose = "the script places" if self.placements.model is None else "the model has"
         for condition in tags:
             values = self._names(condition.key)
@@ -118,22 +126,22 @@ class Resolver:
                 keys = {name for chunk in self.placements.chunks() for name, _ in chunk}
                 help = did_you_mean(condition.key, keys | set(self.splits))
                 what = (
-                    "nothing placed so far has a tag"
+                    "no chunk placed so far has a tag"
                     if self.placements.model is None
-                    else "nothing in the model has a tag"
+                    else "no chunk of the model has a tag"
                 )
                 return error(
                     "P0302",
                     "selector matches no nodes",
                     selector.span,
-                    f"{what} `{condition.key}`, and no split is called so",
+                    f"{what} `{condition.key}`, and there is no such split",
                     help=help,
                 )
             if condition.test == "in" and not set(values) & set(condition.values):
                 some = _some(condition.key, values)
                 near = _closest(condition.values[0], values)
                 asked = condition.values[0]
-                # Where the script computes it, the text does not show what it came to.
+                # If the script computes the value, the quoted line does not show it.
                 said = (
                     ""
                     if len(condition.values) > 1 or str(asked) in selector.span.text
@@ -150,13 +158,13 @@ class Resolver:
             "P0302",
             "selector matches no nodes",
             selector.span,
-            f"nothing {'placed so far' if self.placements.model is None else 'in the model'} fits all of it",
+            f"no chunk {'placed so far' if self.placements.model is None else 'of the model'} matches all conditions",
         )
 
 
 def _passes(conjunction: Conjunction) -> tuple[str, ...]:
     named = [c for c in conjunction if c.key == "pass"]
-    # The halves of a backward exist where they are named.
+    # I and W exist only where they are named.
     legal = ("F", "B", "I", "W") if any(c.test == "in" for c in named) else ("F", "B")
     return tuple(p for p in legal if all(c.holds({"pass": p}) for c in named))
 

@@ -1,4 +1,4 @@
-"""Directives as a script again: no parameters, loops or imports, just what was asked of the graph, one directive after
+"""Prints directives as a flat script: no parameters, loops or imports, one directive after
 the other."""
 
 from __future__ import annotations

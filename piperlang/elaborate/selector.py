@@ -1,7 +1,7 @@
-"""Selectors as values: which nodes of the graph a directive speaks of.
+"""Selectors as values: the nodes of the graph that a directive applies to.
 
-A selector is a union of conjunctions of conditions over what a node carries (tags, `pass`, `comm`, split dimensions).
-It knows nothing of any graph: `matches` asks one node's attributes, and an index may use `conditions` directly.
+A selector is a union of conjunctions of conditions over a node's attributes (tags, `pass`, `comm`, split dimensions).
+It does not depend on a graph: `matches` tests one node's attributes, and an index may use `conditions` directly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Condition:
         return self.test != "absent"
 
     def positions(self, count: int) -> Sequence[int]:
-        """Of the positions 0 to count - 1, those for which it holds."""
+        """The positions among 0 to count - 1 for which it holds."""
         if self.test == "in":
             return sorted({at for at in self.values if isinstance(at, int) and 0 <= at < count})
         if self.test == "range":
@@ -76,7 +76,7 @@ class Selector:
         return any(all(condition.holds(attributes) for condition in conjunction) for conjunction in self.alternatives)
 
     def next_keys(self) -> tuple[str, ...]:
-        """The dimensions in which `next` chooses: one at most makes sense."""
+        """The splits in which `next` selects: at most one is valid."""
         return tuple(
             dict.fromkeys(
                 c.key for conjunction in self.alternatives for c in conjunction if c.test in ("next", "next?")
@@ -84,7 +84,7 @@ class Selector:
         )
 
     def size(self) -> int:
-        """Conditions and values in it: what walking it costs."""
+        """The number of conditions and values: the cost of visiting it."""
         return sum(1 + len(c.values) for conjunction in self.alternatives for c in conjunction)
 
     def union(self, other: Selector, span: Span) -> Selector:

@@ -1,4 +1,4 @@
-"""What an expression of the language can be, and what each kind is called in messages."""
+"""The types of values in the language, and their names in messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a mesh: for some axes the coordinates picked, all of them for the others."""
+    """A submesh: selected coordinates for some axes, all coordinates for the others."""
 
     mesh: Mesh
     picks: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -80,7 +80,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class StepsValue:
-    """What a one-line function of several steps gives: groups in sequence, each of what may overlap."""
+    """The value of a one-line function with several steps: a sequence of groups whose members may overlap."""
 
     groups: tuple[tuple[Selector, ...], ...]
 
@@ -115,8 +115,8 @@ _KINDS: Mapping[type, str] = {
     range: "a range",
     Selector: "a selector",
     Mesh: "a mesh",
-    Slice: "a part of a mesh",
-    Axis: "an axis of a mesh",
+    Slice: "a submesh",
+    Axis: "a mesh axis",
     StepsValue: "several steps",
     Function: "a function",
     Builtin: "a function",
@@ -129,12 +129,12 @@ def kind(value: object) -> str:
 
 
 def show(value: Value) -> str:
-    """A value as `print` writes it. Walks all of it: weigh it first."""
+    """A value as `print` writes it. Visits all of it: charge for it first."""
     return "".join(_parts(value))
 
 
 def brief(value: Value) -> str:
-    """A value as a message quotes it, however large it is."""
+    """A value as a message quotes it, shortened if it is large."""
     parts = list(islice(_parts(value), 41))
     return "".join(parts[:40]) + (" ..." if len(parts) > 40 else "")
 

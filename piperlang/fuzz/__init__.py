@@ -1,1 +1,1 @@
-"""Random legal schedules for a model, compared with the plain model: for whoever changes the compiler."""
+"""Random valid schedules for a model, compared with plain PyTorch. Meant for compiler developers."""

@@ -1,4 +1,4 @@
-"""A script tried on a model: the same mathematics, or what went wrong."""
+"""Runs a script on a model and compares the result with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from piperlang.source import Source
 
 EXECUTORS = ("graph", "inline", "ray")
 OF_THE_MODEL = ("P0801", "P0802", "P0807")
-"""Mistakes of the model file, whatever the schedule."""
+"""Codes of errors in the model file, which do not depend on the schedule."""
 TIMEOUT = 60.0
-"""Seconds that a device waits for another before it is an error."""
+"""Timeout in seconds of communication between devices."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Outcome:
     what: str
     """The size of the graph and the difference, or the error."""
     error: str = ""
-    """The code of the diagnostic, or the name of the exception: two failures of one kind with one error are taken for
+    """The code of the diagnostic, or the name of the exception: two failures with the same kind and error count as
     the same."""
 
     @property
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Bench:
-    """A model, and somebody who trains it under any script."""
+    """A model and an executor that trains it under any script."""
 
     def __init__(self, file: ModelFile, seed: int = 0, executor: str = "graph", workers: int = 8) -> None:
         self.file, self.seed, self.executor, self.workers = file, seed, executor, workers
@@ -59,7 +59,7 @@ class Bench:
         return capture_doubled(self.file, self.seed)
 
     def attempt(self, script: str) -> Outcome:
-        """Compile, plan, and train two steps beside the plain model. Whatever happens is an outcome."""
+        """Compile, plan, and train two steps, and compare them with plain PyTorch. Any exception becomes an outcome."""
         try:
             found = schedule(self.program, Source("fuzz.piper", script), say=lambda _: None)
             if found.problems:
@@ -122,7 +122,7 @@ class Bench:
             with Job(plan, cut, training, timeout=TIMEOUT, loss_dtype=loss_dtype, cluster=self._workers()) as job:
                 yield Planned(graph, job)
         except Exception:
-            self.close()  # a job that fails takes its workers with it: the next one gets new ones
+            self.close()  # a failed job ends its workers: the next one starts new ones
             raise
 
     def _workers(self) -> Any:

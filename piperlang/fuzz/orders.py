@@ -1,4 +1,4 @@
-"""Full orders that a graph can follow, drawn at random."""
+"""Random full orders that are valid for a graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ ORDERED = ("F", "B", "I", "W")
 
 
 def random_orders(graph: Graph, draw: random.Random) -> list[str]:
-    """Orders for the parts of the mesh: a random sequence in which the whole graph could run, seen from there, now and
-    then two steps at once.
+    """Orders for submeshes: a random topological order of the whole graph, restricted to each submesh, sometimes
+    with two steps joined.
 
-    Parts may overlap, and orders on one device follow each other, so a new block begins wherever the part changes."""
+    Submeshes may overlap, and orders on one device follow each other, so a new block starts where the submesh
+    changes."""
     lines: list[str] = []
     current, joined = None, False
     left_out = {where for where in sorted({str(family.where) for family in graph.families}) if draw.random() < 0.2}
@@ -42,7 +43,7 @@ def random_orders(graph: Graph, draw: random.Random) -> list[str]:
 
 
 def _work(node: Node) -> Hashable:
-    """What one step can name: all chunks of a stage, for one microbatch."""
+    """The nodes that one step selects: all chunks of a stage, for one microbatch."""
     return node.family.tags.get("stage", node.family.chunk), str(node.family.where), node.point
 
 
@@ -51,8 +52,8 @@ def _units(graph: Graph) -> Mapping[int, Hashable]:
 
 
 def _mixed(graph: Graph) -> set[Hashable]:
-    """Work whose backward is whole in one chunk and in halves in another, and what has no stage: no one step names
-    it."""
+    """Nodes that no single step can select: stages with B in one chunk and I/W in another, and nodes without a
+    stage."""
     ops: dict[Hashable, set[str]] = {}
     for node in graph.nodes:
         if node.op in ORDERED:
@@ -68,7 +69,7 @@ def _step(node: Node) -> str:
 
 
 def _linear(graph: Graph, units: Mapping[int, Hashable], draw: random.Random) -> list[Hashable]:
-    """The units of a graph in some order in which they can run; those that wait for themselves, and who waits for them,
+    """The units of a graph in a random topological order; cyclic ones, and units that depend on them,
     are left out."""
     users, _ = edges(graph)
     after: dict[Hashable, set[Hashable]] = {unit: set() for unit in units.values()}

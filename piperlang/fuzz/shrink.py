@@ -1,15 +1,15 @@
-"""A failing script made smaller: lines are left out for as long as it still fails in the same way."""
+"""Reduces a failing script: removes lines while it still fails in the same way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 LIMIT = 300
-"""How many scripts are tried at most."""
+"""Maximum number of scripts to try."""
 
 
 def shrink(script: str, fails: Callable[[str], bool], limit: int = LIMIT) -> str:
-    """First whole statements, an order with all its steps among them, then single steps; many at once, then fewer."""
+    """Remove whole statements first (an order with all its steps), then single steps; many at once, then fewer."""
     left = [limit]
 
     def still(blocks: Sequence[Sequence[str]]) -> bool:
@@ -58,7 +58,7 @@ def _joined(blocks: Sequence[Sequence[str]]) -> str:
 
 
 def _fewer(parts: list[list[str]], still: Callable[[Sequence[Sequence[str]]], bool]) -> list[list[str]]:
-    """Leave out runs of parts, long ones first, the last ones first."""
+    """Remove runs of parts, long ones first, from the end."""
     size = max(1, len(parts) // 2)
     while True:
         for start in reversed(range(0, len(parts), size)):

@@ -1,5 +1,5 @@
-"""What a random schedule has to know of a model: its stages, how its batch divides, and which of its parts may be
-divided how."""
+"""Properties of a model that a random schedule needs: its stages, the divisors of its batch, and which of its parts can
+be sharded, and how."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from piperlang.ir.model import Model
 
 STAGES = 4
-"""How many a model without stages of its own is cut into, at most."""
+"""Maximum number of stages for a model without stage tags."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that `shard` may be tried on."""
+    """A candidate for `shard`."""
 
     lines: tuple[str, ...]
-    """Tags that make a chunk of it."""
+    """Tag directives that make it a chunk."""
     selector: str
     rest: str
-    """What is left of the model."""
+    """Selector of the rest of the model."""
     style: str
 
 
@@ -45,7 +45,7 @@ class Traits:
 
     @cached_property
     def tags(self) -> tuple[str, ...]:
-        """Lines that give the model stages where it has none: its modules in order, in runs of about the same
+        """Tag directives for a model without stages: its modules in order, in runs of about the same
         number."""
         if any("stage" in chunk.tags for chunk in self.plain.chunks):
             return ()
@@ -61,13 +61,13 @@ class Traits:
 
     @cached_property
     def stages(self) -> tuple[int | str, ...]:
-        """Values of the tag `stage`, in the order in which they come."""
+        """Values of the tag `stage`, in order of appearance."""
         return tuple(dict.fromkeys(chunk.tags["stage"] for chunk in self.model.chunks if "stage" in chunk.tags))
 
     @cached_property
     def numbered(self) -> bool:
-        """Whether the stages are 0, 1, ..., as the library's schedules want them, nothing is outside of them, and none
-        reads what a later one makes."""
+        """Whether the stages are 0, 1, ..., as the library's schedules require, no node is outside of them, and none
+        reads the output of a later one."""
         if self.loose or self.stages != tuple(range(len(self.stages))):
             return False
         made = {name: chunk.tags["stage"] for chunk in self.model.chunks for name in chunk.outputs}
@@ -79,7 +79,7 @@ class Traits:
 
     @cached_property
     def loose(self) -> bool:
-        """Whether anything has no stage."""
+        """Whether some nodes have no stage."""
         return any("stage" not in chunk.tags for chunk in self.model.chunks)
 
     @property
@@ -93,7 +93,7 @@ class Traits:
 
     @cached_property
     def tied(self) -> bool:
-        """Whether stages share a weight: they must then be divided alike."""
+        """Whether stages share a weight: they must then be sharded alike."""
         readers: dict[str, set[object]] = {}
         for chunk in self.model.chunks:
             for name in chunk.weights:
@@ -104,8 +104,8 @@ class Traits:
 
     @cached_property
     def parts(self) -> Sequence[Part]:
-        """What `shard` is worth a try on: chunks with a tag of their own as experts, layers by columns and rows, norms
-        by the sequence."""
+        """Candidates for `shard`: chunks with their own tag as experts, layers by columns and rows, norms
+        by sequence."""
         others = sorted({key for chunk in self.model.chunks for key in chunk.tags if key != "stage"})
         found = [Part((), f"[{key}=*]", f"[!{key}]", "experts") for key in others]
         weights = {name: weight.shape for name, weight in self.model.weights.items()}
@@ -125,7 +125,7 @@ class Traits:
         return found
 
     def allows(self, part: Part, size: int) -> bool:
-        """Whether the compiler divides it among so many devices, alone."""
+        """Whether the compiler can shard it, alone, over `size` devices."""
         if (part, size) not in self._allowed:
             lines = [
                 *self.tags,
@@ -138,11 +138,11 @@ class Traits:
             try:
                 self._allowed[part, size] = self.compiles(lines) is not None
             except Exception:
-                self._allowed[part, size] = True  # a fault of the compiler: it will show when the script is tried
+                self._allowed[part, size] = True  # a compiler bug: it will appear when the script is run
         return self._allowed[part, size]
 
     def compiles(self, lines: Sequence[str]) -> Graph | None:
-        """The graph of a script, or nothing if it is refused. What else it raises is a fault of the compiler."""
+        """The graph of a script, or None if it is rejected. Any other exception is a compiler bug."""
         found = schedule(self.program, Source("draft.piper", "\n".join(lines) + "\n"))
         if found.problems:
             return None

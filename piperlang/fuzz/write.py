@@ -1,4 +1,4 @@
-"""Random legal scripts for a model: meshes, placements, splits, data and tensor strategies, recompute, offload,
+"""Random valid scripts for a model: meshes, placements, splits, data and tensor strategies, recompute, offload,
 streams, and orders of the library or full random ones."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from piperlang.fuzz.traits import Part, Traits
 from piperlang.ir.graph import Graph
 
 Mesh = tuple[tuple[str, int], ...]
-"""Axes and their sizes; stages are dealt along the axis `pp`, the batch or weights divided along all others."""
+"""Axes and their sizes; stages are placed along the axis `pp`, the batch or weights are divided along all others."""
 ZERO = (
     "",
     " with states=sharded",
@@ -34,7 +34,7 @@ SCHEDULES = {
     "dualpipev": ("vee", 2),
     "dualpipe": ("mirror", 1),
 }
-"""Of the library: how they place, and how many stages they want on a rank, 0 for any number."""
+"""The library's schedules: their placement function, and the stages per rank, 0 for any number."""
 PP = "pp"
 
 
@@ -47,12 +47,12 @@ class Draft:
     library: str | None = None
     """One of the library's schedules."""
     mirrored: bool = False
-    """The second half of the microbatches goes through the ranks the other way."""
+    """The second half of the microbatches goes through the ranks in reverse."""
     shards: list[tuple[Part, str]] = field(default_factory=list)
-    """What is divided, and along which axis."""
+    """The sharded parts, and the axis of each."""
     places: list[str] = field(default_factory=list)
     narrow: set[int | str] = field(default_factory=set)
-    """Stages on a single device of their rank: nothing divides them."""
+    """Stages on a single device of their rank: they are not divided."""
 
     @property
     def ranks(self) -> int:
@@ -64,14 +64,14 @@ class Draft:
 
 
 def write(traits: Traits, seed: int, mesh: Mesh | None = None, devices: int = 12) -> str:
-    """A script that compiles, the same for the same seed; on `mesh`, or on one of at most so many devices."""
+    """A script that compiles, reproducible from the seed; on `mesh`, or on a random mesh of up to `devices` devices."""
     draft = _drawn(traits, random.Random(seed), mesh, devices)
     _place(draft)
     data = _data(draft, random.Random(seed + 1))
     extras = _extras(draft)
     lines: list[str] = []
     graph = None
-    # What can be divided, and what the library can order, depends on the model: if the compiler refuses both together,
+    # Which parts can be sharded, and which schedules fit, depends on the model: if the compiler rejects both together,
     # one is left out, then the other, then both.
     for keep_shards, keep_order in ((True, True), (True, False), (False, True), (False, False)):
         shards = draft.shards if keep_shards else []
@@ -79,7 +79,7 @@ def write(traits: Traits, seed: int, mesh: Mesh | None = None, devices: int = 12
         try:
             graph = traits.compiles(lines)
         except Exception:
-            break  # a fault of the compiler: whoever tries the script will see it
+            break  # a compiler bug: it will appear when the script is run
         if graph is not None:
             break
     if graph is not None:
@@ -133,7 +133,7 @@ def _fits(draft: Draft, name: str) -> bool:
 
 
 def _divide(draft: Draft) -> None:
-    """Up to two parts of the model divided along one axis, the rest of the model divides the batch there."""
+    """Up to two parts of the model are sharded along one axis; the rest divides the batch there."""
     axis, size = draft.draw.choice(draft.wide)
     tried = draft.draw.sample(draft.traits.parts, min(len(draft.traits.parts), 3))
     for part in tried:
@@ -150,7 +150,7 @@ def _divide(draft: Draft) -> None:
 
 
 def _place(draft: Draft) -> None:
-    """Where the stages run, if the library does not say so."""
+    """The placement of the stages, if the library does not place them."""
     draw, half = draft.draw, draft.pieces // 2
     if draft.traits.loose or not draft.traits.stages:
         draft.places.append(
@@ -188,8 +188,8 @@ def _value(stage: int | str) -> str:
 
 
 def _data(draft: Draft, draw: random.Random) -> dict[str, list[tuple[str, str]]]:
-    """For every axis beside pp, who is replicated over it and how: all alike where weights are tied, else perhaps each
-    stage in its own way."""
+    """For every axis except pp, which chunks are replicated over it and how: all alike if weights are tied, else
+    possibly each stage in its own way."""
     found: dict[str, list[tuple[str, str]]] = {}
     for axis, _ in draft.wide:
         stages = [stage for stage in draft.traits.stages if stage not in draft.narrow]
@@ -273,7 +273,7 @@ def _extras(draft: Draft) -> list[str]:
 
 
 def _streamed(draft: Draft, lines: list[str], graph: Graph) -> list[str]:
-    """Communication on streams of its own, where there is any."""
+    """Communication on streams of its own, if there is any."""
     there = {"p2p" if family.op in ("send", "recv") else family.op for family in graph.families if family.communicates}
     streams = [f'stream [comm={op}] on "{op}"' for op in sorted(there) if draft.draw.random() < 0.2]
     order = lines[-1:] if lines[-1].endswith(")") else []  # that of the library comes last

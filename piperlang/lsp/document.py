@@ -1,4 +1,4 @@
-"""A script as an editor has it: not saved, perhaps not finished, and yet to be checked, completed and explained."""
+"""A script open in an editor, possibly unsaved or incomplete: diagnostics, completion, hover, definitions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from piperlang.syntax.parse import newlines, parse
 WORD = re.compile(r"[A-Za-z_]\w*")
 BINDS = r"^\s*(?:let|param|mesh|def)\s+({})\b"
 ATTEMPTS = 5
-"""How often statements with mistakes are left out of a script before nothing is known of it."""
+"""How many times failing statements are removed from a script before giving up."""
 
 
 @dataclass(frozen=True)
 class Script:
     given: str
     path: Path | None = None
-    """None for text that has never been saved: it can import the library only."""
+    """None for text that was never saved: it can import the library only."""
 
     @cached_property
     def text(self) -> str:
@@ -46,7 +46,7 @@ class Script:
     # --------------------------------------------------------------------------------------------------- diagnostics
 
     def problems(self, texts: Mapping[Path, str] | None = None) -> tuple[list[Diagnostic], list[Diagnostic]]:
-        """What `piperc check` says of it: what is wrong, and, where nothing is, what is missing, perhaps because it is
+        """The diagnostics of `piperc check`: errors, or else what is missing, possibly because it is
         not written yet. `texts`: of other files that are open."""
         try:
             found = outline(self.source, self.path, say=lambda _: None, texts=texts)
@@ -56,7 +56,7 @@ class Script:
         return [problem.seen_by_user() for problem in wrong], [problem.seen_by_user() for problem in missing]
 
     def formatted(self) -> str | None:
-        """None where it cannot be parsed."""
+        """None if it does not parse."""
         try:
             return format_source(self.source)
         except PiperError:
@@ -65,7 +65,7 @@ class Script:
     # ------------------------------------------------------------------------------------------------------ completion
 
     def completions(self, offset: int) -> list[Candidate]:
-        """For the statement that is being written; what is before it has been said."""
+        """For the statement at the cursor; the ones before it are evaluated."""
         *before, line = self.text[:offset].split("\n")
         grouped = Grouped()
         said = [statement for text in before for statement in grouped.take(text)]
@@ -83,7 +83,7 @@ class Script:
         return _session((*said, *grouped.rest()), self.path).state.names.get(word)
 
     def about(self, offset: int) -> str:
-        """Of a directive its form, of a function its signature and what it says of itself."""
+        """The syntax of a directive, or the signature and documentation of a function."""
         word = self.word(offset)
         if word in DIRECTIVE_HELP:
             return DIRECTIVE_HELP[word]
@@ -93,7 +93,7 @@ class Script:
         return f"{signature(function)}\n\n{(function.define.doc or '').strip()}".strip()
 
     def definition(self, offset: int) -> tuple[Path | None, Span] | None:
-        """Where the name here is bound: the file, None for this one, and the place in it."""
+        """Where the name at the cursor is bound: the file (None for this one) and the position in it."""
         word = self.word(offset)
         bound = re.search(BINDS.format(word), self.text, re.MULTILINE) if word else None
         if bound is not None:
@@ -106,7 +106,7 @@ class Script:
 
 @lru_cache(maxsize=8)
 def _session(said: tuple[str, ...], path: Path | None) -> Session:
-    """One that knows what these statements bind, as far as they are right."""
+    """A session state with the names that these statements bind, as far as they are valid."""
     session = Session()
     session.setting = replace(session.setting, path=path)
     session.statements = _right(tuple(statement for statement in said if _parses(statement)), session.setting)
@@ -121,7 +121,7 @@ def _parses(statement: str) -> bool:
 
 
 def _right(statements: tuple[str, ...], setting: Setting) -> tuple[str, ...]:
-    """Without those that use names that are not there: a script with one of them is not evaluated at all."""
+    """Without statements that use unknown names: a script with one of them is not evaluated at all."""
     for _ in range(ATTEMPTS):
         state = State(setting, statements)
         if state.interpreter is not None:

@@ -1,7 +1,7 @@
-"""The language server protocol: an editor's messages in, what a `Script` says out.
+"""The language server protocol: answers an editor's messages from a `Script`.
 
-Scripts run when they are checked, and may take seconds. So they are looked at in threads beside the one that reads
-messages, and diagnostics come when nothing has been typed for a moment."""
+Scripts run when they are checked, and may take seconds. So they run in other threads than the one that reads
+messages, and diagnostics are published after a short pause in typing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from piperlang.lsp.document import Script
 from piperlang.source import Source, Span
 
 PAUSE = 0.2
-"""Seconds without a key after which a script is checked."""
+"""Seconds without typing after which a script is checked."""
 NAME = "piperc"
 START = lsp.Range(lsp.Position(0, 0), lsp.Position(0, 0))
 T = TypeVar("T")
 
 
 async def aside(work: Callable[[], T]) -> T:
-    """In a thread that does not keep the process from ending."""
+    """In a daemon thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -72,7 +72,7 @@ class Server(LanguageServer):
         return script.source.line_starts[plain.line] + min(plain.character, len(line))
 
     def range(self, span: Span) -> lsp.Range:
-        """As editors count, from 0, and most of them in units of UTF-16."""
+        """Positions as editors count them: from 0, usually in UTF-16 units."""
         lines = span.source.text.splitlines(keepends=True)
         plain = (lsp.Position(place.line - 1, place.column - 1) for place in (span.first, span.last))
         return self.workspace.position_codec.range_to_client_units(lines, lsp.Range(*plain))
@@ -85,7 +85,7 @@ class Server(LanguageServer):
         self.waiting = asyncio.get_running_loop().call_later(PAUSE, self.check)
 
     def check(self) -> None:
-        """All scripts that are open: one may import another. A check that is under way is for texts of before."""
+        """Check all open scripts: one may import another. A running check used older texts."""
         if self.checking is not None:
             self.checking.cancel()
         self.checking = asyncio.get_running_loop().create_task(self._check())
@@ -104,7 +104,7 @@ class Server(LanguageServer):
     def diagnostic(
         self, problem: Diagnostic, severity: lsp.DiagnosticSeverity, script: Script, uri: str
     ) -> lsp.Diagnostic:
-        """In another file, an import's, it is shown at the start of this one, and that place beside it."""
+        """A problem in an imported file is shown at the start of this one, with the location in that file."""
         here = problem.span is not None and problem.span.source is script.source
         also = [(label.span, label.text) for label in problem.also]
         if problem.span is not None and not here:

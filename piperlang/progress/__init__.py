@@ -1,6 +1,6 @@
-"""What a long action is doing: one stream of typed events (events.py), and displays of it.
+"""Progress of long actions: one stream of typed events (events.py), and displays of it.
 
-Whatever takes long reports to `emit` or `phase` and knows no display. `displayed_by` installs one: lines for logs
+Long actions report to `emit` or `phase` and do not know the display. `displayed_by` installs one: lines for logs
 (plain.py), a status line with a bar on a terminal (live.py), one output that is updated in a notebook (notebook.py).
 Without a display nothing is shown.
 """

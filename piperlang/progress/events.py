@@ -1,4 +1,4 @@
-"""The events of a long action, and where they go."""
+"""The progress events, and the current display."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Began:
     """A phase began."""
 
     what: str
-    """What is done, as one says it meanwhile: `tracing model.py`."""
+    """Text while it runs: `tracing model.py`."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class Ended:
     """The phase that began last ended."""
 
     done: str
-    """What is kept of it: `traced`. Empty where nothing is, and where the phase failed."""
+    """Text of the line that is kept: `traced`. Empty if no line is kept, and if the phase failed."""
     seconds: float
     detail: str = ""
-    """What it came to: `87 nodes`."""
+    """Its result: `87 nodes`."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """So many workers of a job are ready."""
+    """The number of workers of a job that are ready."""
 
     ready: int
     count: int
@@ -41,14 +41,14 @@ class Stepping:
     """Training steps begin."""
 
     total: int | None = None
-    """How many, where that is known."""
+    """The number of steps, if known."""
     every: int | None = None
-    """Keep every so manieth row; None leaves it to the display."""
+    """Keep a row every N steps; None lets the display decide."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A training step: what metrics.jsonl has of it."""
+    """A training step, as in metrics.jsonl."""
 
     step: int
     loss: float
@@ -58,7 +58,7 @@ class Row:
     validation_loss: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """As JSON. `validation_loss` is there where it was evaluated."""
+        """As JSON. `validation_loss` is present if it was evaluated."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -69,11 +69,11 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Message:
-    """A line for a person."""
+    """A line of text for the user."""
 
     text: str
     warning: bool = False
-    """Shown where only results are wanted, too."""
+    """Also shown where only results are printed."""
 
 
 Event = Began | Ended | Workers | Stepping | Row | Stopped | Message
@@ -113,7 +113,7 @@ class Phase:
 
 @contextmanager
 def phase(what: str, done: str = "") -> Iterator[Phase]:
-    """Something that may take long. The block may set `detail` of what it is given."""
+    """A phase that may take long. The block may set `detail` of the value it receives."""
     running, started = Phase(), time.perf_counter()
     emit(Began(what))
     try:

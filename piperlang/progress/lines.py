@@ -1,4 +1,4 @@
-"""Events as text, at any width. Fields that do not fit are left out whole: a number is never cut or wrapped."""
+"""Events as text, at any width. Fields that do not fit are omitted: a number is never truncated or wrapped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from piperlang.progress.events import Ended, Row
 
 LINES = 20
-"""How many rows of a run are kept at most, about, where nobody says otherwise."""
+"""Approximate maximum number of rows that are kept by default."""
 LONG_BAR = 12
-"""Cells that must be left for a bar before `samples` is written out."""
+"""Minimum width of the bar for the long form `samples/s`."""
 MINUTE = 60.0
-"""Seconds after which a row is kept in any case, where nobody says otherwise: steps may be slow."""
+"""By default, at least one row is kept in this many seconds: steps may be slow."""
 
 
 def phase_line(ended: Ended) -> str:
@@ -47,7 +47,7 @@ def row_line(row: Row, width: int | None = None) -> str:
 
 
 def _fitting(fields: Sequence[tuple[int, str]], width: int | None) -> str:
-    """Fields beside each other, without the last ones by rank that do not fit; those of rank 0 stay."""
+    """Fields side by side; those that do not fit are dropped by rank, rank 0 never."""
     for rank in range(max(rank for rank, _ in fields), -1, -1):
         line = "  ".join(text for its, text in fields if its <= rank)
         if width is None or len(line) <= width:
@@ -56,7 +56,7 @@ def _fitting(fields: Sequence[tuple[int, str]], width: int | None) -> str:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """A message, broken between words where it does not fit."""
+    """A message, wrapped between words."""
     if width is None:
         return text
     lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
@@ -64,7 +64,7 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 def bar_fields(row: Row | None, total: int | None, left: float | None, width: int) -> str:
-    """What stands right of the bar, which takes the rest of the width. Numbers are worth more than a longer bar."""
+    """The fields to the right of the bar, which takes the remaining width. Fields have priority over the bar."""
     if row is None:
         return f"0/{total:,}" if total is not None else "step 0"
     place = f"{row.step + 1:,}/{total:,}" if total is not None else f"step {row.step:,}"

@@ -1,7 +1,7 @@
-"""One status line at the bottom of a terminal: the phase that runs, or a bar. Lines that stay go above it.
+"""One status line at the bottom of a terminal: the current phase, or a bar. Permanent lines go above it.
 
-The line is drawn eight times a second by the display's own thread; a step only leaves its row. The cursor is never
-hidden, so that no way of ending the process leaves a terminal without one.
+The line is drawn eight times a second by the display's own thread; a step only stores its row. The cursor is never
+hidden, so that the terminal keeps it however the process ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORTEST, LONGEST = 5, 60
 ECHO = 2
 """Cells right of the status line, in which the terminal can write `^C` without breaking the line."""
 SMOOTHING = 0.1
-"""How much the time of a new step counts in what is left."""
+"""Weight of a new step's time in the moving average for the ETA."""
 
 
 class Live(Watching):
@@ -38,7 +38,7 @@ class Live(Watching):
         self.drawn = 0
         """Cells of the status line that is on the screen."""
         self.middle = False
-        """Whether somebody else's line has not ended: nothing can be drawn below it."""
+        """Whether other output has an unfinished line: nothing can be drawn below it."""
         self.begun = 0.0
         self._clock: tuple[int, float, float] | None = None
         self._foreign: list[tuple[str, Above]] = []
@@ -70,7 +70,7 @@ class Live(Watching):
     def tick(self, now: float) -> None:
         text = self._status(now)
         if not _in_foreground(self.stream):
-            self.drawn = 0  # what stands there now is the shell's
+            self.drawn = 0  # the shell has written there
             return
         if text is None or self.middle:
             self.clear()
@@ -135,7 +135,7 @@ class Live(Watching):
         return bar + Text(f"{' ' * (room - bar.cell_len)}  {fields}")
 
     def _left(self, now: float) -> float | None:
-        """Seconds until the last step, by the pace of the recent ones."""
+        """Estimated seconds until the last step, from the recent ones."""
         if self.row is None or self.total is None:
             return None
         done = self.row.step + 1
@@ -150,7 +150,7 @@ class Live(Watching):
 
 
 class Above(io.TextIOBase):
-    """Standard output or error while a status line is drawn: whatever is written goes above it."""
+    """Standard output or error while a status line is drawn: all output goes above it."""
 
     def __init__(self, stream: TextIO, live: Live) -> None:
         self.stream, self._live = stream, live
@@ -188,7 +188,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _in_foreground(stream: TextIO) -> bool:
-    """Not so while the user's shell has the terminal, in which somebody may be typing."""
+    """False while the user's shell is in the foreground."""
     try:
         return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
     except (OSError, ValueError, AttributeError):

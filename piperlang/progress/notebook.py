@@ -1,6 +1,6 @@
 """In a notebook: one output below the cell, which is updated in place.
 
-There is no thread here: what another thread displays may land below another cell. A phase shows as soon as it begins.
+No thread is used: output of another thread may appear below another cell. A phase is shown as soon as it begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INTERVAL = 0.25
 
 
 def notebook() -> Notebook | None:
-    """A display, if this process is the kernel of a notebook."""
+    """A display, if this process is a notebook kernel."""
     ipython: Any = sys.modules.get("IPython")  # a kernel has imported it
     shell = ipython.get_ipython() if ipython is not None else None
     return Notebook(shell) if hasattr(shell, "kernel") else None
@@ -35,7 +35,7 @@ class Notebook:
         self.phases: list[str] = []
         self.pace: Pace | None = None
         self.row: Row | None = None
-        """Of the last step, where it has no line."""
+        """The row of the last step, if it has no line."""
         self.updated = 0.0
         shell.events.register("post_run_cell", self.finish)
 

@@ -1,4 +1,4 @@
-"""Lines, for logs and terminals that cannot do more. Nothing is ever erased."""
+"""Plain lines, for logs and simple terminals. Nothing is ever erased."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from piperlang.progress.events import Began, Ended, Event, Message, Row, Steppin
 from piperlang.progress.lines import Pace, beat_line, phase_line, row_line, wrapped
 
 SILENCE = 1.8
-"""Seconds without a line, while a phase runs, after which one says that it still does: with a tick less than two."""
+"""Seconds without a line after which a running phase is reported again: with a tick less than two."""
 STARTING = 0.5
-"""Seconds that Python may have taken to come here. Where all phases are told they count as silence, too."""
+"""Seconds that Python's start may have taken. If all phases are reported, they count as silence too."""
 LONG = 2.0
-"""Seconds of a phase that are worth a line where phases are not kept."""
+"""Minimum duration in seconds of a phase that is reported where phases are not kept."""
 PATIENCE = 10.0
-"""Both, for lines beside the results of a command: who reads standard error is told only of what takes really long."""
+"""Both, for progress on standard error next to the results of a command: only long phases are reported."""
 
 
 @dataclass
@@ -31,9 +31,10 @@ class Running:
 
 
 class Watching(ABC):
-    """A display with a thread of its own, for whatever must be shown while the main thread is busy.
+    """A display with its own thread, which draws while the main thread is busy.
 
-    The thread draws under the lock that `show` holds while it changes what is drawn: it never draws what has ended."""
+    The thread draws under the lock that `show` holds while it updates the state: it never draws a phase that
+    has ended."""
 
     tick_seconds = 0.1
 
@@ -46,7 +47,7 @@ class Watching(ABC):
         self.pace: Pace | None = None
         self.total: int | None = None
         self.row: Row | None = None
-        """Of the step that ended last."""
+        """The row of the last step."""
         self.kept = True
         """Whether that row has a line."""
         self._closed = threading.Event()
@@ -104,16 +105,16 @@ class Watching(ABC):
                     return
                 try:
                     self.tick(time.monotonic())
-                except (OSError, ValueError):  # the reader has gone; the main thread notices, too
+                except (OSError, ValueError):  # the reader is gone; the main thread notices too
                     return
 
     @abstractmethod
     def tick(self, now: float) -> None:
-        """Draw what is due. Called by the thread, with the lock."""
+        """Draw updates that are due. Called by the thread, with the lock."""
 
     @abstractmethod
     def keep(self, text: str, quiet: bool = False) -> None:
-        """Write lines that stay."""
+        """Write permanent lines."""
 
     @abstractmethod
     def width(self) -> int | None:

@@ -1,4 +1,4 @@
-"""A line of JSON a step, for programs: standard output holds nothing else."""
+"""A line of JSON per step, for programs: standard output contains nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from piperlang.progress.events import Display, Event, Message, Row, Stepping, St
 
 
 class Records:
-    """`people`: a display for whoever watches, on another stream. It is not told of steps where `stream` is a terminal:
-    a bar between rows of JSON is of no use."""
+    """`people`: a display for the user, on another stream. It gets no steps if `stream` is a terminal:
+    a bar between rows of JSON is useless."""
 
     def __init__(self, stream: TextIO, errors: TextIO, people: Display | None = None) -> None:
         self.stream, self.errors, self.people = stream, errors, people

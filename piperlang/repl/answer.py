@@ -22,9 +22,9 @@ from piperlang.simulate.unit import Timeline
 from piperlang.view.grid import chain_text, changed, grid, summary
 
 MOST = 6
-"""Rows of one label."""
+"""Maximum number of rows per label."""
 CHANGE = 0.005
-"""A smaller relative difference of an estimate is not worth a line."""
+"""Smaller relative changes of an estimate are not shown."""
 
 
 def answer(before: State, after: State, known: Estimate | None, width: int, paint: Paint) -> Shown:
@@ -37,7 +37,7 @@ def answer(before: State, after: State, known: Estimate | None, width: int, pain
     if after.scheduler is None:
         shown = (
             x for x in new if not isinstance(x, d.UseMesh | d.Order) or x in after.chains
-        )  # a grid shows other orders
+        )  # the grid does not show `order A -> B`
         rows.all("applied", resolved(shown).splitlines(), MOST)
     else:
         _matched(rows, after, new)
@@ -50,7 +50,7 @@ def answer(before: State, after: State, known: Estimate | None, width: int, pain
 
 
 def difference(before: State, after: State) -> Shown:
-    """Two states of a session, whichever is the earlier."""
+    """The difference between two states of a session, in either order."""
     rows = Rows()
     if after.scheduler is not None and not (before.trouble or after.trouble):
         _communication(rows, before, after)
@@ -59,7 +59,7 @@ def difference(before: State, after: State) -> Shown:
 
 
 def status(state: State) -> Shown:
-    """A state by itself."""
+    """The summary of one state."""
     rows = Rows()
     if state.scheduler is not None and state.settled and not state.trouble:
         counts = Counter(node.op for node in state.graph.nodes)
@@ -76,7 +76,7 @@ def status(state: State) -> Shown:
 
 
 def _bound(rows: Rows, before: State, after: State) -> None:
-    """Names that the statements bind; several of a loaded script would be noise."""
+    """Names that the statements bind; not shown for a loaded script with several."""
     new = {name: value for name, value in after.names.items() if name not in before.names and not name.startswith("_")}
     if len(new) > MOST:
         return
@@ -110,7 +110,7 @@ def _matched(rows: Rows, after: State, new: Sequence[d.Directive]) -> None:
         paths = ", ".join(str(path) for tag in tags for path in tag.paths)
         rows.add(
             "matched",
-            f"modules {paths}" + ("" if after.settled else ": the model is cut when a directive uses the chunks"),
+            f"modules {paths}" + ("" if after.settled else ": the model is cut into chunks when a directive uses them"),
         )
     if after.scheduler is not None and after.settled and not after.trouble and selectors:
         nodes = {node.id: node.op for selector in selectors for node in after.graph.select(selector)}
@@ -122,7 +122,7 @@ def _matched(rows: Rows, after: State, new: Sequence[d.Directive]) -> None:
         rows.add("order", chain_text(chain))
     for split in new:
         if isinstance(split, d.Split):
-            rows.add("split", f"{_samples(after, split)} in {split.count} as {split.name}")
+            rows.add("split", f"{_samples(after, split)} into {split.count} as {split.name}")
 
 
 def _samples(after: State, split: d.Split) -> str:
@@ -154,7 +154,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(graph: Graph) -> dict[Traffic, tuple[int, float]]:
-    """How many operations there are of each kind, and what they carry in all, in bytes. A send and its receive are
+    """The number of operations of each kind, and their total size in bytes. A send and its receive count as
     one."""
     costs = Costs(graph)
     found: dict[Traffic, tuple[int, float]] = {}
@@ -259,24 +259,24 @@ def _missing(rows: Rows, state: State) -> None:
             f" and {len(unplaced) - MOST} more" if len(unplaced) > MOST else ""
         )
         later = "; estimates follow" if state.scheduler is not None else ""
-        rows.add("missing", f"{what} {'have' if len(unplaced) > 1 else 'has'} no place{later}", "todo")
+        rows.add("missing", f"{what} {'are' if len(unplaced) > 1 else 'is'} not placed{later}", "todo")
     unused = [axis for x in state.missing if (axis := axis_of(x)) is not None]
     if unused:
         what = ", ".join(unused[:MOST]) + (f" and {len(unused) - MOST} more" if len(unused) > MOST else "")
         one = len(unused) == 1
-        rows.add("missing", f"{'axis' if one else 'axes'} {what} {'has' if one else 'have'} no use [{UNUSED}]", "todo")
+        rows.add("missing", f"{'axis' if one else 'axes'} {what} {'is' if one else 'are'} not used [{UNUSED}]", "todo")
     others = [
         _short(x)
         for x in state.missing
         if not (x.code == UNPLACED and x.message.endswith(" is not placed")) and axis_of(x) is None
     ]
     rows.all("missing", dict.fromkeys(others), 3, "todo")
-    for problem in state.trouble[:1]:  # a later directive may still change it, so it is no refusal
+    for problem in state.trouble[:1]:  # a later directive may still fix it, so the statement is not rejected
         for text in (f"no graph: {_short(problem)}", *problem.notes, *problem.helps):
             rows.add("trouble", text, "gone")
     left, passes = state.unordered
     if left:
-        rows.add("open", f"{left} of {passes} passes are in no order: the compiler chooses", "todo")
+        rows.add("open", f"{left} of {passes} passes are not ordered: the compiler schedules them", "todo")
 
 
 def _short(problem: Diagnostic) -> str:
@@ -287,7 +287,7 @@ def _short(problem: Diagnostic) -> str:
 
 
 def orders(state: State, width: int, paint: Paint, before: State | None = None) -> str:
-    """The grid of all orders. Cells that were elsewhere in `before` have a `*`."""
+    """The grid of all orders. Cells that moved since `before` have a `*`."""
     timeline = state.timeline
     if timeline is None:
         return ""

@@ -1,4 +1,4 @@
-"""The commands of a session: a colon and a word. Each is one function; its first line is what `:help` prints."""
+"""The commands of a session: a colon and a word. Each is a function; `:help` prints the first line of its docstring."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from piperlang.syntax.words import PASSES
 from piperlang.view.grid import chain_text
 
 LINES = 60
-"""Of a listing: a screen or two; files take all of it."""
+"""Maximum number of lines of a listing; files are written in full."""
 LONGEST_COST = 100
 EXECUTORS = ("inline", "ray")
 
 
 class Quit(Exception):
-    """The session is over."""
+    """Ends the session."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def run(session: Session, typed: str) -> Shown:
 
 
 def usage(name: str, wrong: str, argument: str = "", help: str | None = None) -> PiperError:
-    """The argument cannot be used."""
+    """The diagnostic for an invalid argument."""
     typed = Source("command", f"{name} {argument}".rstrip())
     span = typed.span(len(name) + 1 if argument else 0, len(typed.text))
     return error("P0902", wrong, span, help=help or f"usage: {COMMANDS[name].usage}")
@@ -87,7 +87,7 @@ def usage(name: str, wrong: str, argument: str = "", help: str | None = None) ->
 
 
 def undo(session: Session, argument: str) -> Shown:
-    """take back the last statement, or the last N"""
+    """undo the last statement, or the last N"""
     count = _count(":undo", argument)
     if count > len(session.statements):
         raise usage(
@@ -106,7 +106,7 @@ def undo(session: Session, argument: str) -> Shown:
 
 
 def redo(session: Session, argument: str) -> Shown:
-    """apply again what was undone last, or the last N"""
+    """redo the last undone statement, or the last N"""
     count = _count(":redo", argument)
     if count > len(session.undone):
         raise usage(
@@ -125,7 +125,7 @@ def redo(session: Session, argument: str) -> Shown:
 
 
 def listing(session: Session, argument: str) -> Shown:
-    """the statements so far; a `-` marks undone ones"""
+    """list the statements; `-` marks undone ones"""
     lines = []
     for number, one in enumerate((*session.statements, *session.undone), 1):
         sign = "-" if number > len(session.statements) else " "
@@ -135,17 +135,17 @@ def listing(session: Session, argument: str) -> Shown:
 
 
 def at(session: Session, argument: str) -> Shown:
-    """look at the session after its first N statements
+    """show the session after its first N statements
 
-    With a command, what that command shows there: `:at 3 :orders`. The session itself stays where it is."""
+    With a command, run that command there: `:at 3 :orders`. The session itself does not change."""
     if not argument:
-        raise usage(":at", "a number of statements is needed")
+        raise usage(":at", "expected a number of statements")
     number, _, command = argument.partition(" ")
     count = _number(session, ":at", number, argument)
     if not command:
         return status(session.at(count))
     if command.partition(" ")[0] not in LOOKING:
-        raise usage(":at", f"`{command.partition(' ')[0]}` cannot look at an earlier state", argument)
+        raise usage(":at", f"`{command.partition(' ')[0]}` cannot be used with `:at`", argument)
     everything = session.statements
     session.statements = everything[:count]
     try:
@@ -155,12 +155,12 @@ def at(session: Session, argument: str) -> Shown:
 
 
 def diff(session: Session, argument: str) -> Shown:
-    """what changed between statement N and statement M
+    """show what changed between statement N and statement M
 
-    Communication, estimates, and lines of the graph. `:diff 0 5` is all that five statements did."""
+    Communication, estimates, and lines of the graph. `:diff 0 5` shows the effect of the first five statements."""
     words = argument.split()
     if len(words) != 2:
-        raise usage(":diff", "two numbers are needed", argument)
+        raise usage(":diff", "expected two numbers", argument)
     first, second = (session.at(_number(session, ":diff", word, argument)) for word in words)
     found = difference(first, second)
     if session.model is None:
@@ -168,13 +168,13 @@ def diff(session: Session, argument: str) -> Shown:
     old, new = (text(_graph(state, ":diff")).splitlines() for state in (first, second))
     lines = _changes(old, new)
     counts = Counter(line[0] for line in lines)
-    rows = (*found.rows, Row("nodes", f"{counts['+']:,} new, {counts['-']:,} gone, {counts['~']:,} changed"))
+    rows = (*found.rows, Row("nodes", f"{counts['+']:,} added, {counts['-']:,} removed, {counts['~']:,} changed"))
     return Shown(rows, _some(lines, 20, "nodes"))
 
 
 def _changes(old: list[str], new: list[str]) -> list[str]:
-    """Nodes that are new (`+`), gone (`-`) or changed (`~`), a line each. Several may have the same name: of those as
-    many are changed as are on both sides."""
+    """Nodes that were added (`+`), removed (`-`) or changed (`~`), one per line. Several may have the same name: of
+    those, as many count as changed as are on both sides."""
     gone: Counter[str] = Counter()
     added: Counter[str] = Counter()
     names: dict[str, None] = {}
@@ -193,9 +193,9 @@ def _changes(old: list[str], new: list[str]) -> list[str]:
 
 
 def show(session: Session, argument: str) -> Shown:
-    """the nodes that a selector matches
+    """show the nodes that a selector matches
 
-    Where each runs, on which stream, and the line that asked for it: `:show [comm=p2p, stage=0]`"""
+    With the devices, the stream and the source line of each: `:show [comm=p2p, stage=0]`"""
     nodes = _selected(session, ":show", argument)
     names = [str(node) for node in nodes[:LINES]]
     width = max(map(len, names), default=0)
@@ -206,7 +206,7 @@ def show(session: Session, argument: str) -> Shown:
 
 
 def count(session: Session, argument: str) -> Shown:
-    """how many nodes a selector matches"""
+    """count the nodes that a selector matches"""
     if session.model is None:
         selector = session.selector(argument, ":count")
         named = session.state.outline.count(selector)
@@ -217,14 +217,14 @@ def count(session: Session, argument: str) -> Shown:
 
 
 def why(session: Session, argument: str) -> Shown:
-    """what makes some nodes run before others
+    """explain why some nodes run before others
 
     `:why [stage=0, pass=F, mb=1] before [stage=1, pass=F, mb=0]` shows the shortest chain of data, orders and
     fences between them, each
-    with the line of the script behind it; or that it is the other way round; or that nothing orders them."""
+    with its line of the script; or that the order is reversed; or that they are not ordered."""
     first, sign, second = argument.partition(" before ")
     if not sign:
-        raise usage(":why", "two selectors are needed, with `before` between them", argument)
+        raise usage(":why", "expected two selectors with `before` between them", argument)
     _graph(session.state, ":why")
     return Shown(
         block="\n".join(
@@ -234,9 +234,9 @@ def why(session: Session, argument: str) -> Shown:
 
 
 def graph(session: Session, argument: str) -> Shown:
-    """the training graph, a node a line
+    """print the training graph, one node per line
 
-    `:graph FILE` writes it: a drawing to .svg, everything to .json, text to any other file."""
+    `:graph FILE` writes it: a drawing to .svg, all data to .json, text to any other file."""
     found = _graph(session.state, ":graph")
     drawn = drawing(found)
     if not argument:
@@ -255,24 +255,24 @@ def graph(session: Session, argument: str) -> Shown:
 
 
 def show_orders(session: Session, argument: str) -> Shown:
-    """the order of work on every device as a grid
+    """show the order of passes on every device as a grid
 
-    With the unit costs of `:cost`; `.` is idle time, `&` joins what may overlap."""
+    With the unit costs of `:cost`; `.` is idle time, `&` joins passes that may overlap."""
     found = orders(session.state, session.screen.width(), session.screen.paint)
     also = [f"also: {chain_text(chain)}" for chain in session.state.chains]
     return Shown(
-        block="\n".join([*([found] if found else []), *also]) or "nothing is ordered yet: the compiler chooses"
+        block="\n".join([*([found] if found else []), *also]) or "no order yet: the compiler schedules all passes"
     )
 
 
 def plan(session: Session, argument: str) -> Shown:
-    """estimates of a step: time, memory, bytes sent, nodes by line"""
+    """show the estimates of a step: time, memory, bytes sent, nodes by line"""
     found = _estimated(session, ":plan")
     return Shown(block=summary(found.plan, session.state.graph))
 
 
 def memory(session: Session, argument: str) -> Shown:
-    """estimated peak memory of every device"""
+    """show the estimated peak memory of every device"""
     found = _estimated(session, ":memory")
     kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION)
     heads = ["device", "peak", *kinds]
@@ -289,7 +289,7 @@ def memory(session: Session, argument: str) -> Shown:
 
 
 def numerics(session: Session, argument: str) -> Shown:
-    """compare two training steps with the plain model, in float64"""
+    """compare two training steps with plain PyTorch, in float64"""
     if session.model is None:
         raise needs_model("`:numerics`")
     _estimated(session, ":numerics")
@@ -300,11 +300,11 @@ def numerics(session: Session, argument: str) -> Shown:
 
 
 def train(session: Session, argument: str) -> Shown:
-    """train N steps on workers, and stay in the session
+    """train N steps on workers
 
-    `:run 3 inline` uses threads of this process instead of Ray workers. Training goes on where the last `:run`
+    `:run 3 inline` uses threads of this process instead of Ray workers. Training continues where the last `:run`
     ended, unless the script has changed.
-    Ctrl-C stops after the step that runs, a second one at once. The workers stay until the script changes or the
+    Ctrl-C stops after the current step, a second one at once. The workers are kept until the script changes or the
     session ends."""
     if session.model is None:
         raise needs_model("`:run`")
@@ -323,10 +323,10 @@ def train(session: Session, argument: str) -> Shown:
 
 
 def cost(session: Session, argument: str) -> Shown:
-    """units of time that passes take in grids
+    """set the unit costs of passes in grids
 
-    `:cost F=1 I=1 W=1 stage=3:2` makes stage 3 twice as slow; B is I and W together unless it is given. Alone, the
-    costs as they are."""
+    `:cost F=1 I=1 W=1 stage=3:2` makes stage 3 twice as slow; B is the sum of I and W unless it is given. Without
+    arguments, print the current costs."""
     if argument:
         costs = _costs(argument, session.setting.costs)
         _check_tags(session, costs, argument)
@@ -342,7 +342,7 @@ def cost(session: Session, argument: str) -> Shown:
 def load_script(session: Session, argument: str) -> Shown:
     """apply the statements of a script, all or none"""
     if not argument:
-        raise usage(":load", "a file is needed")
+        raise usage(":load", "expected a file")
     before = len(session.statements)
     found = session.load(Path(argument).expanduser())
     return Shown(
@@ -352,14 +352,14 @@ def load_script(session: Session, argument: str) -> Shown:
 
 
 def save(session: Session, argument: str) -> Shown:
-    """write the statements as a script
+    """save the statements as a script
 
-    In the canonical layout. It gives the same graph as the session. `:save!` overwrites a file."""
+    In the canonical layout. The script gives the same graph as the session. `:save!` overwrites a file."""
     return _saved(session, ":save", argument, overwrite=False)
 
 
 def save_over(session: Session, argument: str) -> Shown:
-    """as `:save`, and overwrite the file if it exists"""
+    """like `:save`, but overwrite an existing file"""
     return _saved(session, ":save!", argument, overwrite=True)
 
 
@@ -367,23 +367,21 @@ def save_over(session: Session, argument: str) -> Shown:
 
 
 def explain(session: Session, argument: str) -> Shown:
-    """what a diagnostic means; alone, the last one"""
+    """explain a diagnostic code; without a code, the last diagnostic"""
     code = (argument or session.last_code or "").upper()
     if not code:
-        raise usage(":explain", "there was no error yet: name a code")
+        raise usage(":explain", "there was no diagnostic yet; pass a code")
     if code not in CODES:
-        raise error(
-            "P0904", f"there is no code `{argument}`", help=did_you_mean(code, CODES) or "codes look like P0302"
-        )
+        raise error("P0904", f"unknown code `{argument}`", help=did_you_mean(code, CODES) or "a code looks like P0302")
     return Shown(block=page(code).text.rstrip())
 
 
 def help_about(session: Session, argument: str) -> Shown:
-    """this list; or about a command, a directive, a function"""
+    """list the commands, or show help on a command, a directive or a function"""
     if not argument:
         width = max(len(one.usage) for one in COMMANDS.values())
         lines = [f"  {one.usage:<{width}}  {one.summary}" for one in COMMANDS.values()]
-        head = "Type a statement of the language: it is applied at once. An expression shows its value. Commands:"
+        head = "Type a statement to apply it, or an expression to show its value. Commands:"
         return Shown(
             block="\n".join(
                 [
@@ -391,7 +389,7 @@ def help_about(session: Session, argument: str) -> Shown:
                     "",
                     *lines,
                     "",
-                    "`:help :run` says more of a command, `:help loop` of a function, `:help place` of a directive.",
+                    "`:help :run` explains a command, `:help loop` a function, `:help place` a directive.",
                 ]
             )
         )
@@ -404,7 +402,7 @@ def help_about(session: Session, argument: str) -> Shown:
     if isinstance(function, Function):
         where = f"from {function.module.name} import {argument}\n" if argument not in session.state.names else ""
         return Shown(block=f"{where}{signature(function)}\n{(function.define.doc or '').strip()}")
-    raise usage(":help", f"there is no help about `{argument}`", argument)
+    raise usage(":help", f"no help for `{argument}`", argument)
 
 
 def leave(session: Session, argument: str) -> Shown:
@@ -436,33 +434,33 @@ COMMANDS: dict[str, Command] = {
     ":quit": Command(":quit", leave),
 }
 LOOKING = (":list", ":show", ":count", ":why", ":graph", ":orders", ":plan", ":memory")
-"""Commands that look at a state and change nothing."""
+"""Commands that only show a state."""
 
 DIRECTIVE_HELP = {
     "tag": (
-        "tag NAME=VALUE at PATH, ...\nName parts of the model by module path: `tag stage=0 at embed, blocks[0:2]`."
-        " Comes before what uses the chunks."
+        "tag NAME=VALUE at PATH, ...\nTag parts of the model by module path: `tag stage=0 at embed, blocks[0:2]`."
+        " Must come before directives that use the chunks."
     ),
     "place": (
         "place SELECTOR on MESH[AXIS=AT]\n"
-        "Where chunks run. Sends and receives appear where producer and consumer differ."
+        "Place chunks on devices. Sends and receives are inserted where producer and consumer differ."
     ),
     "replicate": (
         "replicate SELECTOR over MESH.AXIS [with states=sharded, grads=sharded, params=sharded, bucket=25MB]\n"
-        "Divide the batch along the axis, with a copy of the weights on each device;\n"
+        "Divide the batch along the axis, with a replica of the weights on each device;\n"
         "sharded states, grads and params are ZeRO-1, 2 and 3."
     ),
-    "shard": "shard SELECTOR over MESH.AXIS [with style=experts|columns|rows|sequence]\nDivide weights along the axis.",
-    "split": "split batch into N as NAME\nDivide the batch in microbatches; gradients add up to those of the whole.",
-    "stream": 'stream SELECTOR on "NAME"\nThe logical stream of compute or communication.',
-    "recompute": "recompute SELECTOR\nRun the forward again before the backward instead of keeping activations.",
-    "offload": "offload SELECTOR [with prefetch=N]\nActivations to host memory until they are needed.",
+    "shard": "shard SELECTOR over MESH.AXIS [with style=experts|columns|rows|sequence]\nShard weights along the axis.",
+    "split": "split batch into N as NAME\nSplit the batch into microbatches; their gradients are accumulated.",
+    "stream": 'stream SELECTOR on "NAME"\nAssign compute or communication to a logical stream.',
+    "recompute": "recompute SELECTOR\nRecompute the forward before the backward instead of storing activations.",
+    "offload": "offload SELECTOR [with prefetch=N]\nMove activations to host memory until they are needed.",
     "order": (
         "order on MESH[AXIS=AT]: STEPS, or order A -> B\n"
-        "The order of work on some devices: `,` and a new line mean then, `&` may overlap.\n"
-        "`order A -> B` relates nodes anywhere."
+        "The order of passes on some devices: `,` and a new line separate steps, `&` joins steps that may overlap.\n"
+        "`order A -> B` orders nodes on any devices."
     ),
-    "mesh": "mesh NAME = AXIS: SIZE, ...\nName devices as a grid: `mesh gpu = pp: 2, dp: 4`.",
+    "mesh": "mesh NAME = AXIS: SIZE, ...\nDeclare a named grid of devices: `mesh gpu = pp: 2, dp: 4`.",
 }
 
 
@@ -513,13 +511,13 @@ def _selected(session: Session, name: str, argument: str) -> list[Node]:
 
 
 def _there(graph: Graph) -> str:
-    """What tags there are."""
+    """The existing tags."""
     values: dict[str, set[TagValue]] = {}
     for chunk in graph.model.chunks:
         for key, value in chunk.tags.items():
             values.setdefault(key, set()).add(value)
     tags = "; ".join(f"{key} is one of {', '.join(map(str, sorted(found, key=str)))}" for key, found in values.items())
-    return tags or "the model has no tags: name some with `tag stage=0 at PATH`"
+    return tags or "the model has no tags; add some with `tag stage=0 at PATH`"
 
 
 def _about(state: State, node: Node) -> str:
@@ -528,7 +526,7 @@ def _about(state: State, node: Node) -> str:
 
 
 def _estimated(session: Session, name: str) -> Estimate:
-    """The estimate, or everything that stands in its way."""
+    """The estimate, or an error with everything that prevents it."""
     if session.model is None:
         raise needs_model(f"`{name}`")
     state = session.state
@@ -546,7 +544,7 @@ def _costs(argument: str, now: UnitCosts) -> UnitCosts:
     for word in argument.split():
         whole = re.fullmatch(r"(\w+)=(?:([\w.]+):)?(\d+)", word)
         if whole is None or not 1 <= int(whole[3]) <= LONGEST_COST:
-            raise usage(":cost", f"`{word}` is not a cost from 1 to {LONGEST_COST}", argument)
+            raise usage(":cost", f"`{word}` is not a cost; expected 1 to {LONGEST_COST}", argument)
         key, value, units = whole[1], whole[2], int(whole[3])
         if value is not None:
             factors[key, int(value) if value.isdecimal() else value] = units
@@ -563,28 +561,30 @@ def _costs(argument: str, now: UnitCosts) -> UnitCosts:
 
 
 def _check_tags(session: Session, costs: UnitCosts, argument: str) -> None:
-    """A factor is for a tag that something has. Without a model the tags of scripts are all there are, once there are
+    """A factor must be for an existing tag. Without a model, only the tags of the script are known, once there are
     any."""
     for key, value in costs.factors.keys() - session.setting.costs.factors.keys():
         there = session.state.tag_values(key)
         if value not in there and (there or session.model is not None):
-            known = f"{key} is one of {', '.join(map(str, there))}" if there else f"nothing has a tag `{key}`"
-            raise usage(":cost", f"nothing has {key}={value}", argument, known)
+            known = f"{key} is one of {', '.join(map(str, there))}" if there else f"no chunk has a tag `{key}`"
+            raise usage(":cost", f"no chunk has {key}={value}", argument, known)
 
 
 def _saved(session: Session, name: str, argument: str, overwrite: bool) -> Shown:
     if not argument:
-        raise usage(name, "a file is needed")
+        raise usage(name, "expected a file")
     path = Path(argument).expanduser()
     if path.suffix != ".piper":
-        raise usage(name, "a script ends in .piper", argument)
+        raise usage(name, "the name of a script must end in .piper", argument)
     lines = session.save(path, overwrite).count("\n")
     given = "".join(f" -p {key}={value}" for key, value in session.setting.overrides.items())
-    return Shown(block=f"saved {argument}: {counted(lines, 'line')}" + (f"; compile it with{given}" if given else ""))
+    return Shown(
+        block=f"saved {argument}: {counted(lines, 'line')}" + (f"; it needs the options{given}" if given else "")
+    )
 
 
 def _head(line: str) -> str:
-    """Of a line of the graph's text: the node, where it runs, and its stream, without what it reads and writes."""
+    """One line of the graph's text: the node, its devices and its stream, without its inputs and outputs."""
     return line.partition(": ")[0]
 
 
@@ -597,7 +597,7 @@ def _more(count: int, what: str) -> list[str]:
 
 
 def drawing(graph: Graph) -> str:
-    """For a notebook: an SVG on white, whatever the theme."""
+    """For a notebook: an SVG on a white background in any theme."""
     from piperlang.view.graph_svg import MAX_NODES, draw
 
     return (

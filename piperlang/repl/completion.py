@@ -1,8 +1,8 @@
-"""What can come next: the words that the grammar takes here, and the names that the session knows for them.
+"""Completion: the words that the grammar allows next, and the matching names of the session.
 
-The parser is fed the line as far as it is written and asked which terminals it would take. That decides which kinds
+The parser reads the line up to the cursor and lists the terminals that it accepts next. They determine which kinds
 of words are
-offered; the session says which there are: tags and their values, splits, mesh axes, module paths, functions with
+offered; the session provides the candidates: tags and their values, splits, mesh axes, module paths, functions with
 their signatures.
 """
 
@@ -49,11 +49,11 @@ WORD = re.compile(r"[A-Za-z_]\w*$")
 PATH = re.compile(r"[\w.\[\]*:]+$")
 MODULE = re.compile(r"[\w.]+$")
 BINDING = ("LET", "PARAM", "DEF", "MESH", "AS", "FOR")
-"""What follows these is a new name."""
+"""A new name follows these words."""
 SELECTS = ("place", "replicate", "shard", "stream", "recompute", "offload", "split", "order")
-"""What follows these is a selector."""
+"""A selector follows these words."""
 SCRATCH = Source("completion", "")
-"""The parser builds a tree as it goes, which is thrown away here."""
+"""The parser builds a tree as a side effect, which is discarded here."""
 SELECTING = (":show", ":count", ":why")
 
 
@@ -61,13 +61,13 @@ SELECTING = (":show", ":count", ":why")
 class Candidate:
     text: str
     replaces: int
-    """Characters before the cursor that it stands for."""
+    """The number of characters before the cursor that it replaces."""
     display: str = ""
     about: str = ""
 
 
 def complete(session: Session, text: str) -> list[Candidate]:
-    """Candidates for the end of `text`, the likeliest first."""
+    """Candidates for the end of `text`, most likely first."""
     if is_command(text):
         return list(_command(session, text.lstrip()))
     return _statement(session, text)
@@ -106,7 +106,9 @@ def _command(session: Session, text: str) -> Iterator[Candidate]:
             yield from _command(session, command)
     elif name == ":run":
         if argument.partition(" ")[1]:
-            yield from _starting({"inline": "threads of this process, no Ray"}, argument.rpartition(" ")[2])
+            yield from _starting(
+                {"inline": "threads of this process instead of Ray workers"}, argument.rpartition(" ")[2]
+            )
     elif name in (":load", ":save", ":save!", ":graph"):
         yield from _files(argument, ("",) if name == ":graph" else (".piper",))
 
@@ -186,7 +188,7 @@ def _statement(session: Session, text: str) -> list[Candidate]:
 
 
 def _keyed(tokens: Iterable[Token]) -> Iterator[Token]:
-    """As the line layer has them: words before `=` in square brackets are keys, keywords after a dot are names."""
+    """As in syntax/lines.py: words before `=` in square brackets are keys, keywords after a dot are names."""
     found = list(tokens)
     depth: list[str] = []
     for i, token in enumerate(found):
@@ -210,7 +212,7 @@ def _keyed(tokens: Iterable[Token]) -> Iterator[Token]:
 
 
 def _accepted(tokens: Iterable[Token]) -> frozenset[str]:
-    """The terminals that may come next; none where the line is broken already."""
+    """The terminals that are accepted next; none if the line has a syntax error."""
     grammar.BUILDER.source = SCRATCH
     parser = grammar.fresh()
     try:
@@ -247,7 +249,7 @@ def _offers(session: Session, here: Here, text: str) -> Iterator[Candidate]:
 
 
 def _keywords(here: Here, text: str) -> Iterator[Candidate]:
-    """Those that the grammar takes here, and that make sense in the block around."""
+    """The keywords that the grammar accepts here and that are allowed in the enclosing block."""
     types = grammar.keyword_types()
     words = {types[terminal] for terminal in here.accepted if terminal in types}
     in_block = "\n" in text
@@ -255,7 +257,7 @@ def _keywords(here: Here, text: str) -> Iterator[Candidate]:
         words -= {*DIRECTIVES, *DECLARATIONS} - {"let"}
     if here.bracket() is not None or here.first in SELECTS:
         words -= {"update", "next", "True", "False", "not"}  # the first two are offered with their keys
-    if not here.word:  # noise where nothing was begun
+    if not here.word:  # too many candidates for an empty word
         words -= {*OPERATORS, *CONSTANTS, *(("if",) if here.tokens else ())}
     for word in (*KEYWORDS, *(("else:",) if in_block and not here.tokens else ())):
         if word in words or word == "else:" or (word == "elif" and in_block and not here.tokens):
@@ -285,7 +287,7 @@ def _in_brackets(session: Session, here: Here, at: int) -> Iterator[Candidate]:
 
 
 def _arguments(session: Session, here: Here, at: int) -> Iterator[Candidate]:
-    """Parameters of the function that is being called, by name."""
+    """Named parameters of the function that is being called."""
     function = session.state.names.get(str(here.tokens[at - 1])) if at else None
     if isinstance(function, Function) and here.last is not None and here.last.type in ("LPAR", "COMMA"):
         done = sum(token.type == "COMMA" for token in here.tokens[at:])
@@ -300,7 +302,7 @@ def _key(tokens: tuple[Token, ...], at: int) -> str | None:
             return str(token)
         if token.type == "COMMA" and tokens[at].type == "LSQB":
             return None
-    outer = tokens[: at + 1]  # `stage={0, `: the key stands before the brace
+    outer = tokens[: at + 1]  # `stage={0, `: the key is before the brace
     return str(outer[-3]) if len(outer) > 2 and outer[-1].type == "LBRACE" and outer[-3].type == "KEY" else None
 
 
@@ -311,7 +313,7 @@ def _keys(session: Session) -> Iterator[tuple[str, str]]:
         yield f"{name}=", f"a split: 0 to {count - 1}"
     yield "pass=", "F, B, I or W"
     yield "comm=", "communication"
-    yield "update", "the optimizer's"
+    yield "update", "the optimizer update"
     for name in tags_of(session):
         yield f"!{name}", f"without the tag {name}"
 
@@ -323,13 +325,13 @@ def _few(values: Iterable[TagValue]) -> str:
 
 def _values(session: Session, here: Here, key: str) -> Iterator[tuple[str, str]]:
     if key in SELECTOR_WORDS:
-        about = {"F": "forward", "B": "backward", "I": "its input half", "W": "its weight half"}
+        about = {"F": "forward", "B": "backward", "I": "gradient of the inputs", "W": "gradient of the weights"}
         yield from ((word, about.get(word, "")) for word in SELECTOR_WORDS[key])
         return
     splits = splits_of(session)
     if key in splits:
-        yield "next", "the lowest one not ordered yet"
-        yield "next?", "the same, or nothing when none is left"
+        yield "next", "the lowest microbatch not yet ordered"
+        yield "next?", "the same, or nothing if none is left"
         yield from ((str(i), "") for i in range(min(splits[key], 64)))
     yield from ((f'"{value}"' if isinstance(value, str) else str(value), "") for value in tags_of(session).get(key, ()))
     if key not in RESERVED_KEYS:
@@ -341,7 +343,7 @@ def _axis_values(mesh: Mesh, key: str) -> Iterator[tuple[str, str]]:
 
 
 def tags_of(session: Session) -> dict[str, list[TagValue]]:
-    """Tags of the model and of the script, without cutting the model for it."""
+    """Tags of the model and of the script, without cutting the model."""
     found: dict[str, set[TagValue]] = {}
     state = session.state
     if state.scheduler is not None:
@@ -366,13 +368,13 @@ def splits_of(session: Session) -> dict[str, int]:
 
 
 def _after(session: Session, here: Here) -> Iterator[Candidate]:
-    """What a preceding word asks for: devices after `on`, axes after `over`."""
+    """Candidates that depend on the preceding word: devices after `on`, axes after `over`."""
     last, size = here.last, len(here.word)
     if last is not None and len(here.tokens) == 1 and str(last) in SELECTS:
         if "BATCH" in here.accepted:
             yield Candidate("batch", size, "batch")
         if "ON" in here.accepted:
-            yield Candidate("on", size, "on", "the devices whose order it is")
+            yield Candidate("on", size, "on", "the devices to order")
         yield from (Candidate(f"[{key}", size, f"[{key}", about) for key, about in _keys(session))
         yield from (
             _named(name, value, here.word) for name, value in session.state.names.items() if isinstance(value, Selector)
@@ -411,7 +413,7 @@ def _attributes(session: Session, here: Here) -> Iterator[Candidate]:
 
 
 def _options(here: Here) -> Iterator[Candidate]:
-    """After `with`: the options of the directive, and the words that each takes."""
+    """After `with`: the options of the directive, and the values of each."""
     last = here.last
     if last is not None and last.type == "EQUAL":
         name = str(here.tokens[-2])
@@ -426,11 +428,11 @@ def _options(here: Here) -> Iterator[Candidate]:
 def _names(session: Session, here: Here, text: str) -> Iterator[Candidate]:
     known = session.state.names
     for name in _local(text):
-        yield Candidate(name, len(here.word), name, "bound here")
+        yield Candidate(name, len(here.word), name, "defined here")
     functions_first = sorted(known.items(), key=lambda item: not isinstance(item[1], Function))
     yield from (_named(name, value, here.word) for name, value in functions_first if not name.startswith("_"))
     if here.word:
-        yield from (Candidate(name, len(here.word), name, "built in") for name in BUILTINS)
+        yield from (Candidate(name, len(here.word), name, "built-in function") for name in BUILTINS)
         for name, about in _library().items():
             if name not in known:
                 yield Candidate(name, len(here.word), name, about)
@@ -467,7 +469,7 @@ def _exported() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def _library() -> dict[str, str]:
-    """Functions that are there to be imported."""
+    """Functions that can be imported."""
     return {
         name: f"{shown} from {module}"
         for module, functions in _exported().items()
@@ -513,7 +515,7 @@ def _module_paths(paths: Iterable[tuple[str, ...]], begun: str) -> Iterator[Cand
         for shown in _written(parts[: depth + 1], star):
             if shown.startswith(begun) and shown != begun:
                 seen[shown] = seen.get(shown, 0) + 1
-    if begun and not begun.endswith((".", "[")):  # and what is inside, once the name is whole
+    if begun and not begun.endswith((".", "[")):  # and its children, once the name is complete
         for parts in paths:
             for shown in _written(parts[: depth + 2], star):
                 if shown.startswith((f"{begun}.", f"{begun}[")):

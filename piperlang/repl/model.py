@@ -1,4 +1,4 @@
-"""The model of a session: read and traced once, kept for as long as the session lasts. The only files of this folder
+"""The model of a session: loaded and traced once, kept for the whole session. The only files of this folder
 that need torch are this one and training.py."""
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class OpenModel:
     program: Cuts
     seed: int
     seconds: float
-    """That tracing took."""
+    """Seconds that tracing took."""
 
     @cached_property
     def doubled(self) -> Cuts:
-        """The same model in float64, for comparing numbers."""
+        """The same model in float64, for numeric comparison."""
         from piperlang.runtime.numerics import capture_doubled
 
         return Cuts(capture_doubled(self.file, self.seed))
 
     @property
     def nodes(self) -> int:
-        """Of the trace."""
+        """Number of nodes of the trace."""
         return len(self.program.program.sizes.small.graph.nodes)  # type: ignore[attr-defined]
 
     @cached_property
@@ -50,7 +50,7 @@ class OpenModel:
         return tuple(sorted(found))
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """As `piperc MODEL.py SCHEDULE.piper` would train on them: from the seed on, and from the start again when
+        """The same batches as `piperc MODEL.py SCHEDULE.piper` uses: seeded, and starting over when
         they end."""
         from piperlang.capture.seeding import seed_all
 
@@ -60,7 +60,7 @@ class OpenModel:
 
 
 def open_model(path: Path, seed: int = 0) -> OpenModel:
-    """Read and trace a model file; whatever is wrong with it is a located diagnostic."""
+    """Load and trace a model file; every problem is reported as a located diagnostic."""
     with phase(f"loading {path.name}", f"loaded {path.name}"):
         try:
             with uninterrupted():
@@ -76,7 +76,7 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
             raise error(
                 "P0902",
                 f"a session with a model needs {problem.name}, which is not installed",
-                help="`pip install 'piperlang[run]'` installs it; `piperc repl` alone works without a model",
+                help="`pip install 'piperlang[run]'` installs it; `piperc repl` without a model does not need it",
             ) from None
         file = load_model(path)
     started = time.perf_counter()
@@ -85,7 +85,7 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
             batch = next(iter(file.data()))
         program = capture(file.model, file.loss, placed(batch, torch.cuda.is_available()), seed)
         tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
-    # Torch and the trace stay for good: later collections need not look at them, and no directive waits for that.
+    # torch and the trace are never freed: exclude them from garbage collection, which would delay directives.
     gc.collect()
     gc.freeze()
     return OpenModel(file, Cuts(program), seed, time.perf_counter() - started)

@@ -20,20 +20,20 @@ from piperlang.repl.session import Screen, Session
 from piperlang.repl.show import html
 
 BEFORE = "piper_before"
-"""The variable that keeps a session which another one has replaced, where it was not saved."""
+"""The variable that holds a replaced session with unsaved statements."""
 WIDTH = 110
 """Columns of a grid in a cell's output."""
 
 
 class Refused(Exception):
-    """Ends a cell with a diagnostic in place of a traceback."""
+    """Ends a cell with a diagnostic instead of a traceback."""
 
     def __init__(self, problem: PiperError) -> None:
         super().__init__("; ".join(f"{x.code}: {x.message}" for x in problem.diagnostics))
         self.problem = problem
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows."""
+        """Called by IPython to show the error."""
         return render(self.problem.diagnostics, "full", Paint(True)).split("\n")
 
 
@@ -63,7 +63,7 @@ class Magics:
         files = shlex.split(line)
         models, scripts = [f for f in files if f.endswith(".py")], [f for f in files if f.endswith(".piper")]
         if len(models) > 1 or len(scripts) > 1 or len(models) + len(scripts) != len(files):
-            raise error("P0902", f"`%piper {line}` is not understood", help="%piper [MODEL.py [SCHEDULE.piper]]")
+            raise error("P0902", f"invalid arguments `%piper {line}`", help="%piper [MODEL.py [SCHEDULE.piper]]")
         model = None
         if models:
             from piperlang.repl.model import open_model
@@ -78,13 +78,13 @@ class Magics:
             self._show(self.session.load(Path(scripts[0]).expanduser()))
 
     def _put_aside(self, before: Session) -> None:
-        """Another session takes its place: its workers end, and its statements are kept if no file has them."""
+        """Replace the session: stop its workers, and keep it if it has unsaved statements."""
         before.close()
         if before.unsaved and before.statements:
             self.shell.user_ns[BEFORE] = before
             print(
-                f"the session before has {counted(len(before.statements), 'statement')} not saved: "
-                f'it is `{BEFORE}` now, and `{BEFORE}.save("FILE.piper")` saves them'
+                f"the previous session has {counted(len(before.statements), 'unsaved statement')}: "
+                f'it is now `{BEFORE}`; `{BEFORE}.save("FILE.piper")` saves them'
             )
 
     def _opened(self) -> Session:
@@ -106,7 +106,7 @@ class Magics:
             self._show(session.execute(text))
         except Quit:
             session.close()
-            print("session closed: its workers have ended")
+            print("session closed: its workers were stopped")
         if session.training is not None:
             self.shell.user_ns["trainer"] = session.training
 
@@ -135,19 +135,19 @@ def load(shell: Any) -> None:
 
 
 def listed(graph: Any) -> str:
-    """A graph as text: how many nodes, and the first of them."""
+    """A graph as text: the number of nodes, and the first ones."""
     lines = brief(graph).splitlines()
     more = [f"... and {len(lines) - LINES:,} more"] if len(lines) > LINES else []
     return "\n".join([counted(len(lines), "node"), *lines[:LINES], *more])
 
 
 def drawn(graph: Any) -> str:
-    """A graph as a drawing; as a count where it is too large to draw."""
+    """A graph as a drawing, or the number of nodes if it is too large to draw."""
     from piperlang.repl.commands import drawing
 
     return html(f"<p>{len(graph.nodes):,} nodes</p>{drawing(graph)}")
 
 
 def described(trainer: Any) -> str:
-    """What `piperlang.compile` gives."""
+    """The result of `piperlang.compile`."""
     return html(f"<p>a trainer for {len(trainer.plan.devices)} devices</p>{drawn(trainer.graph)}")

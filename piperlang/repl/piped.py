@@ -13,7 +13,7 @@ from piperlang.repl.session import Session
 
 
 def piped(session: Session, lines: Iterable[str], strict: bool, report: Callable[[Iterable[Diagnostic]], None]) -> int:
-    """Every input in turn; 1 if any was refused. With `strict` the first one that is ends the session."""
+    """Run every input; return 1 if any was rejected. With `strict`, the first rejected one ends the session."""
     grouped, failed = Grouped(), 0
 
     def inputs() -> Iterable[str]:

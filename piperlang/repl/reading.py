@@ -1,4 +1,4 @@
-"""What was typed, as statements: whether it is complete, how the next line is indented, where one statement ends and
+"""Typed text as statements: whether it is complete, how the next line is indented, where one statement ends and
 the next begins."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Line:
     tokens: tuple[Token, ...]
     """Without comments."""
     unclosed: tuple[Token, ...]
-    """Brackets that are open at its end, outermost first; a text that is not closed counts as one."""
+    """Brackets that are open at its end, outermost first; an unterminated string counts as one."""
 
     @property
     def opens_block(self) -> bool:
@@ -53,7 +53,7 @@ def last_line(text: str) -> Line:
 
 
 def is_complete(text: str) -> bool:
-    """Whether Enter ends the input. A block, and a bracket, go on until an empty line."""
+    """Whether Enter ends the input. A block or an open bracket continues until an empty line."""
     if is_command(text) or not text.strip():
         return True
     if text.rpartition("\n")[2].strip() == "" and "\n" in text:
@@ -63,14 +63,14 @@ def is_complete(text: str) -> bool:
 
 
 def next_indent(text: str) -> int:
-    """How far the line after `text` is indented."""
+    """The indentation of the line after `text`."""
     line = last_line(text)
     inside = bool(line.unclosed) and line.unclosed[-1].type != "BAD_TEXT"
     return line.indent + (INDENT if inside or line.opens_block else 0)
 
 
 def statements(source: Source) -> list[str]:
-    """The text of each top-level statement, with the comments before it; what follows the last one belongs to it."""
+    """The text of each top-level statement, with the comments before it; trailing text belongs to the last one."""
     text = source.text.rstrip()
     if not text:
         return []
@@ -84,7 +84,7 @@ def statements(source: Source) -> list[str]:
 
 
 def inputs(text: str) -> list[str]:
-    """What was typed or pasted at once: statements together, which are applied all or none; one by one where commands
+    """The parts of one typed or pasted input: statements together, applied all or none; one by one if commands
     are among them."""
     lines = text.split("\n")
     if not any(is_command(line) and not line.startswith(" ") for line in lines[1:]):
@@ -94,14 +94,14 @@ def inputs(text: str) -> list[str]:
 
 
 class Grouped:
-    """Statements of a text that comes line by line, without empty lines that end blocks: a line in the first column
-    ends what is before it."""
+    """Splits line-by-line input into statements, without empty lines after blocks: a line in the first column
+    ends the statement before it."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def take(self, line: str) -> list[str]:
-        """One more line; the inputs that are complete with it."""
+        """Add a line; return the inputs that it completes."""
         held, text = self.lines, "\n".join(self.lines)
         if is_command(line) and not line.startswith(" "):
             self.lines = []

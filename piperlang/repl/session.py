@@ -1,4 +1,4 @@
-"""A session: the statements accepted so far, and those that were undone. Everything else follows from them."""
+"""A session: the statements accepted so far, and those that were undone. Everything else is derived from them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from piperlang.runtime.cluster import Cluster
 
 KEPT = 40
-"""States that are remembered: of a large model each has a graph of its own."""
+"""Number of cached states: each has a graph of its own, which is large for a large model."""
 FILE = f"{NAME}.piper"
-"""Where the statements are taken to stand while they have no file."""
+"""The assumed file of the statements until they are saved: imports are relative to it."""
 
 
 def _columns() -> int:
@@ -43,7 +43,7 @@ def _columns() -> int:
 
 @dataclass
 class Screen:
-    """Where answers go: how wide it is, whether it has colours, and what takes lines while a command runs."""
+    """The output of answers: its width, whether it has colors, and the sink for lines while a command runs."""
 
     width: Callable[[], int] = _columns
     paint: Paint = field(default_factory=Paint)
@@ -58,16 +58,16 @@ class Session:
         self.setting = Setting(model.program if model else None, Path(FILE), overrides=overrides or {})
         self.statements: tuple[str, ...] = ()
         self.undone: tuple[str, ...] = ()
-        """What `:redo` brings back, the next one first."""
+        """Undone statements for `:redo`, the next one first."""
         self.saved: tuple[str, ...] = ()
         self.last_code: str | None = None
-        """Of the latest diagnostic, for `:explain`."""
+        """Code of the last diagnostic, for `:explain`."""
         self.training: Training | None = None
         self.workers: Cluster | None = None
-        """Started by the first `:run`, for it and those after it."""
+        """Started by the first `:run` and kept for later ones."""
         self._states: dict[tuple[str, ...], State] = {}
         self._cutting: threading.Thread | None = None
-        _ = self.state.estimate  # the model is cut once here, not by the first directive
+        _ = self.state.estimate  # cut the model now, not at the first directive
 
     # ------------------------------------------------------------------------------------------------------- states
 
@@ -77,7 +77,7 @@ class Session:
 
     @property
     def graph(self) -> Graph:
-        """Of the model under the statements so far."""
+        """The graph of the model under the statements so far."""
         if self.model is None:
             raise needs_model("a graph")
         return self.state.graph
@@ -98,7 +98,7 @@ class Session:
         return state
 
     def _estimate(self) -> Estimate | None:
-        """The latest there is: while chunks have no place there is none."""
+        """The latest estimate; None while chunks are not placed."""
         for count in range(len(self.statements), -1, -1):
             state = self._states.get(self.statements[:count])
             if state is None or state.estimate is not None:
@@ -108,7 +108,7 @@ class Session:
     # --------------------------------------------------------------------------------------------------- statements
 
     def execute(self, text: str) -> Shown:
-        """A command or statements, as typed. What is wrong with them is raised, and the state is as it was."""
+        """Run a command or statements. Errors are raised, and leave the state unchanged."""
         if self._cutting is not None:
             self._cutting.join()
         try:
@@ -125,14 +125,14 @@ class Session:
             raise PiperError(*(replace(x, helps=(hint,)) for x in problem.diagnostics)) from None
 
     def cut_ahead(self) -> None:
-        """To be called before the next input is waited for: chunks that a `tag` has made are traced while it is typed,
-        not when it is executed."""
+        """Call before waiting for the next input: chunks that a `tag` created are traced while the user types,
+        not when the input is executed."""
         if not self.state.settled:
             self._cutting = threading.Thread(target=self.state.cut)
             self._cutting.start()
 
     def _command_meant(self, text: str) -> str | None:
-        """`undo` and `undo 2`, where a command has its colon."""
+        """A command without its colon: `undo`, `undo 2`."""
         word, _, rest = text.strip().partition(" ")
         if is_command(text) or "\n" in text.strip() or rest.lstrip().startswith(("=", "(")) or word in self.state.names:
             return None
@@ -166,7 +166,7 @@ class Session:
         return replace(found, rows=said + found.rows)
 
     def _asked(self, text: str) -> Shown | None:
-        """An expression that is no call is not a statement: its value is what is asked for."""
+        """An expression that is not a call is not a statement: show its value."""
         expression = expression_of(text)
         return (
             self._shown(self.state.value(expression))
@@ -190,7 +190,7 @@ class Session:
         return Shown(block=printable(brief(value), keep="\n\t"))
 
     def undo(self, count: int = 1) -> tuple[str, ...]:
-        """What was undone, the last one first."""
+        """The undone statements, the last one first."""
         gone = self.statements[len(self.statements) - count :]
         self.statements = self.statements[: len(self.statements) - count]
         self.undone = gone + self.undone
@@ -208,7 +208,7 @@ class Session:
     # -------------------------------------------------------------------------------------------------------- files
 
     def load(self, path: Path) -> Shown:
-        """The statements of a script after those of the session."""
+        """Append the statements of a script to those of the session."""
         source = read(path, str(path))
         script, problems = parse(source)
         if problems:
@@ -217,7 +217,7 @@ class Session:
         if self.statements:
             return self._take(_undocumented(new) if script.doc is not None else new, source.text)
         elsewhere = self.setting
-        self.setting = replace(self.setting, path=path)  # it may import its neighbours
+        self.setting = replace(self.setting, path=path)  # it may import files relative to itself
         self._states.clear()
         try:
             found = self._take(new, source.text)
@@ -245,11 +245,13 @@ class Session:
         return text
 
     def _check_saved(self, path: Path, text: str) -> None:
-        """What is written must say the same where it will stand: imports are relative to the file."""
+        """The saved script must have the same meaning at its location: imports are relative to the file."""
         there = State(replace(self.setting, path=path), (text.rstrip("\n"),), self.state)
         if there.problems:
             raise PiperError(*there.problems)
-        assert resolved(there.directives) == resolved(self.state.directives), "the saved script says something else"
+        assert resolved(there.directives) == resolved(self.state.directives), (
+            "the saved script differs from the session"
+        )
 
     def __repr__(self) -> str:
         model = f"{self.model.file.path}, " if self.model is not None else ""
@@ -260,7 +262,7 @@ class Session:
         return self.statements != self.saved
 
     def close(self) -> None:
-        """Ends a training and its workers, if there are any."""
+        """Stop the training and its workers, if any."""
         training, workers = self.training, self.workers
         self.training = self.workers = None
         try:
@@ -289,9 +291,9 @@ class Session:
 
 
 def expression_of(text: str, name: str = NAME) -> tree.Expr | None:
-    """What was typed, if it is one expression and no statement of the language."""
+    """The typed text, if it is a single expression and not a statement."""
     script, problems = parse(Source(name, text))
-    if problems and "|" in text:  # a statement may not begin with `A | B`; in parentheses it is an expression
+    if problems and "|" in text:  # a statement may not start with `A | B`; in parentheses it is an expression
         script, problems = parse(Source(name, f"({text.strip()})"))
     return None if problems else _expression(script)
 
@@ -302,13 +304,13 @@ def _expression(script: tree.Script) -> tree.Expr | None:
     steps = script.statements[0].steps
     if len(steps) != 1:
         return None
-    if isinstance(steps[0], tree.Overlap):  # outside an order `&` joins selectors
+    if isinstance(steps[0], tree.Overlap):  # outside an order, `&` intersects selectors
         return tree.Join("&", steps[0].items, span=steps[0].span)
     return steps[0]
 
 
 def _undocumented(new: tuple[str, ...]) -> tuple[str, ...]:
-    """Only a script that begins with a documentation has one: after other statements it is a comment."""
+    """Documentation must be at the start of a script; after other statements it becomes a comment."""
     doc, *rest = new
     lines = doc.strip().strip('"').strip().splitlines()
     comment = "\n".join(f"# {line.strip()}".rstrip() for line in lines)
@@ -317,12 +319,14 @@ def _undocumented(new: tuple[str, ...]) -> tuple[str, ...]:
 
 def needs_model(what: str) -> PiperError:
     return error(
-        "P0902", f"{what} needs a model, and this session has none", help="start it with one: `piperc repl MODEL.py`"
+        "P0902",
+        f"{what} needs a model; this session has none",
+        help="start the session with a model: `piperc repl MODEL.py`",
     )
 
 
 def write(path: Path, text: str) -> None:
-    """A file that a command names."""
+    """The file argument of a command."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""What a front end shows: text for terminals and pipes, HTML for notebooks."""
+"""The output of a session: text for terminals and pipes, HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textwrap import wrap
 from piperlang.diagnostics.render import Paint, printable
 
 LABEL = 9
-"""Columns of the labels at the left."""
+"""Width of the label column."""
 
 STYLE = """<style>
 .piper{font:13px/1.45 system-ui,sans-serif;color:var(--jp-content-font-color1,#1f2328);max-width:100%;overflow-x:auto}
@@ -39,7 +39,7 @@ class Row:
     label: str
     text: str
     kind: str = ""
-    """`add`, `gone` or `todo`: how it is coloured."""
+    """`add`, `gone` or `todo`: its color."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,16 +49,16 @@ class Shown:
     rows: tuple[Row, ...] = ()
     block: str = ""
     drawing: str = ""
-    """HTML that takes the place of the block in a notebook."""
+    """HTML that replaces the block in a notebook."""
 
     def text(self, paint: Paint | None = None, width: int | None = None) -> str:
-        """`width`: of the screen; rows that are longer go on under their own text."""
+        """`width`: of the screen; longer rows are wrapped under their text."""
         paint = paint or Paint()
         lines = []
         for i, row in enumerate(self.rows):
             label = row.label if not i or self.rows[i - 1].label != row.label else ""
             colour = {"add": "32", "gone": "31", "todo": "33"}.get(row.kind)
-            text = printable(row.text, keep="\t")  # rows quote what scripts say
+            text = printable(row.text, keep="\t")  # rows may quote scripts
             for part in wrap(text, max(20, width - LABEL - 3), break_on_hyphens=False) if width else [text]:
                 lines.append(f"  {paint.bold(f'{label:<{LABEL}}')} {paint(part, colour) if colour else part}".rstrip())
                 label = ""
@@ -68,7 +68,7 @@ class Shown:
         return self.text()
 
     __repr__ = __str__
-    """What frontends without HTML show."""
+    """For frontends without HTML."""
 
     def _repr_html_(self) -> str:
         labels = [row.label if not i or self.rows[i - 1].label != row.label else "" for i, row in enumerate(self.rows)]
@@ -95,7 +95,7 @@ class Rows:
         self.found.append(Row(label, text, kind))
 
     def all(self, label: str, texts: Iterable[str], most: int, kind: str = "", more: str = "") -> None:
-        """At most so many of them; `more` says where the rest is."""
+        """Add at most `most` of them; `more` tells where the rest is."""
         every = list(texts)
         for text in every[:most]:
             self.add(label, text, kind)

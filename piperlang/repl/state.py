@@ -1,5 +1,5 @@
-"""A session after some statements, as a value: what they say, the graph they make, what is missing and what is
-estimated. Each is worked out when asked for."""
+"""A session after some statements, as a value: directives, graph, missing directives and
+estimates. Each is computed on demand."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from piperlang.source import Source
 from piperlang.syntax import tree
 
 NAME = "session"
-"""What diagnostics call the script of a session."""
+"""The name of a session's script in diagnostics."""
 MISPLACED, UNEVEN, CYCLE, UNPLACED, UNUSED = "P0403", "P0412", "P0501", "P0402", "P0404"
 FINAL = (MISPLACED, UNEVEN, CYCLE)
-"""What no later directive can repair: a directive that leads to one of these is refused."""
+"""Codes that no later directive can fix: a directive that causes one of these is rejected."""
 
 Tagged: TypeAlias = tuple[tuple[tuple[tuple[str, TagValue], ...], tuple[str, ...]], ...]
 
 
 def axis_of(unused: Diagnostic) -> str | None:
-    """`gpu.dp`, where the diagnostic is that nothing at all uses that axis."""
-    found = re.fullmatch(r"axis `(\w+)` of mesh `(\w+)` has no use", unused.message)
+    """`gpu.dp`, if the diagnostic is that no directive uses that axis."""
+    found = re.fullmatch(r"axis `(\w+)` of mesh `(\w+)` is not used", unused.message)
     return f"{found[2]}.{found[1]}" if found else None
 
 
 class Cuts:
-    """A traced model that remembers how it was cut: the same tags give the same chunks, whichever statement asks, in
-    whichever thread."""
+    """A traced model that caches its cuts: the same tags give the same chunks, for any statement and
+    any thread."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -72,14 +72,14 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all states of a session share."""
+    """Data shared by all states of a session."""
 
     program: Cuts | None = None
-    """None where the session has no model."""
+    """None if the session has no model."""
     path: Path | None = None
-    """The file that the statements are taken to stand in: imports are relative to it."""
+    """The assumed file of the statements: imports are relative to it."""
     name: str = NAME
-    """What diagnostics call the script."""
+    """The name of the script in diagnostics."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     costs: UnitCosts = field(default_factory=UnitCosts)
 
@@ -97,7 +97,7 @@ class _Scheduler(Scheduler):
 
 
 class _Outline(Outline):
-    """An outline that remembers its directives."""
+    """An outline that records its directives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Outline(Outline):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step of a graph is estimated to take."""
+    """The estimated cost of a step of a graph."""
 
     plan: Plan
     peaks: Sequence[Peak]
@@ -149,7 +149,7 @@ class State:
         """Parameters given on the command line, as far as they are declared: others may be declared later."""
         return {name: value for name, value in self.setting.overrides.items() if f"param {name}" in self.source.text}
 
-    # ------------------------------------------------------------------------------------------------ what is said
+    # -------------------------------------------------------------------------------------------------- directives
 
     @property
     def directives(self) -> Sequence[d.Directive]:
@@ -157,7 +157,7 @@ class State:
 
     @property
     def chains(self) -> list[d.Order]:
-        """`order A -> B`: which of two comes first, on whatever device."""
+        """`order A -> B`: orders between nodes on any devices."""
         return [x for x in self.directives if isinstance(x, d.Order) and x.where is None]
 
     @property
@@ -179,15 +179,15 @@ class State:
         )
 
     def settle(self) -> None:
-        """Cut the model now, if a `tag` has left that for later."""
+        """Cut the model now, if a `tag` deferred it."""
         if self.scheduler is not None and not self.settled:
             _ = self.scheduler.schedule.captured
             for name in ("trouble", "missing", "estimate", "timeline", "unordered"):
                 self.__dict__.pop(name, None)
 
     def cut(self) -> None:
-        """Cut the model as the tags so far ask, for whoever needs these chunks later; what is wrong is for them to
-        tell."""
+        """Cut the model by the current tags ahead of use; errors are left for the code that uses the chunks to
+        report."""
         if self.scheduler is not None:
             with suppress(PiperError):
                 self.scheduler.schedule.program.cut(self.scheduler.schedule.tag_directives)
@@ -212,7 +212,7 @@ class State:
 
     @cached_property
     def trouble(self) -> tuple[Diagnostic, ...]:
-        """Why there is no graph as things are now."""
+        """The diagnostics that currently prevent a graph."""
         if self.scheduler is None or not self.settled or any(x.code in FINAL for x in self.missing):
             return ()
         try:
@@ -223,14 +223,14 @@ class State:
 
     @cached_property
     def missing(self) -> tuple[Diagnostic, ...]:
-        """What a script must still say before it can run."""
+        """Diagnostics about what the script still lacks."""
         if not self.settled:
             return ()
         if self.scheduler is None:
             return tuple(self._outline.finish())
         found = self.scheduler.finish()
         if any(x.code == UNPLACED for x in found):
-            return tuple(found)  # what has no place yet may use any axis
+            return tuple(found)  # chunks that are not placed yet may use any axis
         known = " ".join(text for x in found for text in (x.message, *x.helps, axis_of(x) or ""))
         others = [x for x in self.outline.finish() if (axis := axis_of(x)) and not re.search(rf"\b{axis}\b", known)]
         return (*found, *others)
@@ -241,7 +241,7 @@ class State:
 
     @cached_property
     def unordered(self) -> tuple[int, int]:
-        """Of the passes, how many no order names, and how many there are; (0, 0) where nothing is ordered at all."""
+        """The number of passes that are not ordered, and of all passes; (0, 0) if there is no order at all."""
         if self.scheduler is None or self.trouble or not self.settled or not self.graph.orders:
             return 0, 0
         ordered = {node for order in self.graph.orders for group in order.groups for node in group}
@@ -252,7 +252,7 @@ class State:
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """None while chunks have no place."""
+        """None while chunks are not placed."""
         if (
             self.scheduler is None
             or not self.settled
@@ -269,7 +269,7 @@ class State:
 
     @cached_property
     def timeline(self) -> Timeline | Diagnostic | None:
-        """The orders with unit costs; None where nothing is ordered."""
+        """The orders simulated with unit costs; None if there is no order."""
         if not self.settled or not any(lane.steps for lane in self.lanes):
             return None
         try:
@@ -281,8 +281,7 @@ class State:
     # ------------------------------------------------------------------------------------------------------ values
 
     def value(self, node: tree.Expr) -> Value:
-        """The value of an expression. Worked out beside this state: a function that is called may contain directives.
-        The value of an expression. Worked out beside this state: a function that is called may contain directives."""
+        """The value of an expression, evaluated on a copy of this state: a called function may contain directives."""
         return self._beside(node).evaluate(node)
 
     def tag_values(self, name: str) -> list[TagValue]:
@@ -311,8 +310,8 @@ class State:
 
 
 def refusals(before: State, after: State) -> tuple[Diagnostic, ...]:
-    """What is wrong with the statements that `after` has and `before` has not, and cannot be repaired by any that
-    follow."""
+    """Problems of the statements that `after` has and `before` has not, and that later statements cannot
+    fix."""
     if after.problems:
         return after.problems
     known = {(x.code, x.message) for x in (*before.missing, *before.trouble)}

@@ -1,4 +1,4 @@
-"""A session in a terminal: colours, completion, blocks of several lines, history that can be searched, suggestions
+"""A session in a terminal: colors, completion, multi-line blocks, searchable history, suggestions
 from it."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STYLE = Style.from_dict(
 
 
 LONG = 400
-"""Characters after which completions come by Tab alone."""
+"""Length of the input in characters above which completion only runs on Tab."""
 
 
 class _Completing(Completer):
@@ -58,15 +58,15 @@ class _Completing(Completer):
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         if event.text_inserted and not document.current_line_before_cursor.strip():
-            return  # a new line is no question; Tab is
+            return  # do not complete an empty line unless Tab is pressed
         if len(document.text_before_cursor) > LONG and not event.completion_requested:
-            return  # the parser reads all of it for every key
+            return  # the parser would read the whole input at every key
         for one in complete(self.session, document.text_before_cursor):
             yield Completion(one.text, -one.replaces, display=one.display or one.text, display_meta=one.about)
 
 
 class _Colours(Lexer):
-    """Statements in the colours of the language, commands in one of their own."""
+    """Highlights statements as piperlang and commands in one color."""
 
     def __init__(self) -> None:
         self.statements, self.commands = PygmentsLexer(PiperLexer), SimpleLexer("class:command")
@@ -76,7 +76,7 @@ class _Colours(Lexer):
 
 
 def history() -> History:
-    """In the user's state folder; only in memory where that cannot be written."""
+    """In the user's state folder; in memory if that is not writable."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     folder = Path(base) / "piperlang"
     try:
@@ -93,10 +93,10 @@ def bindings() -> KeyBindings:
 
     @keys.add("enter", filter=~has_selection & ~is_searching)
     def _enter(event: KeyPressEvent) -> None:
-        """Ends the input where it is complete, or begins an indented line."""
+        """Ends the input if it is complete, or starts an indented line."""
         buffer = event.current_buffer
         if buffer.complete_state and buffer.complete_state.current_completion is not None:
-            buffer.complete_state = None  # take what the menu shows
+            buffer.complete_state = None  # accept the selected completion
             return
         document = buffer.document
         at_end = not document.text_after_cursor.strip()
@@ -122,7 +122,7 @@ def bindings() -> KeyBindings:
 
     @keys.add("backspace", filter=~has_selection & ~is_searching)
     def _backspace(event: KeyPressEvent) -> None:
-        """Takes a whole indentation back."""
+        """Removes a whole indentation."""
         buffer = event.current_buffer
         before = buffer.document.current_line_before_cursor
         buffer.delete_before_cursor(INDENT if before and not before.strip() and len(before) % INDENT == 0 else 1)
@@ -136,8 +136,8 @@ class Terminal:
     ) -> None:
         self.session, self.model, self.script, self.report = session, model, script, report
         self.warned = False
-        """Whether the last input asked to leave, and was told that statements are not saved."""
-        complete(session, "x")  # reads the library, so that the first key does not wait for it
+        """Whether the last input was a request to leave that was answered with the warning about unsaved statements."""
+        complete(session, "x")  # reads the library, so that the first key is not delayed
         session.screen.width = lambda: shutil.get_terminal_size((80, 24)).columns
         self.prompt: PromptSession[str] = PromptSession(
             message=self._message,
@@ -166,7 +166,7 @@ class Terminal:
         ]
         unplaced = sum(x.code == UNPLACED for x in session.state.missing)
         if unplaced:
-            parts.append(f"{unplaced} chunk{'s' if unplaced != 1 else ''} without a place")
+            parts.append(f"{unplaced} chunk{'s' if unplaced != 1 else ''} not placed")
         elif session.model is not None and session.state.estimate is not None:
             devices = len(session.state.estimate.memory)
             parts.append(f"{devices} device{'s' if devices != 1 else ''}")
@@ -175,7 +175,7 @@ class Terminal:
     def _greeting(self) -> str:
         loaded = f", {counted(len(self.session.statements), 'statement')} of {self.script}" if self.script else ""
         what = self.model or "no model: orders and placements only"
-        return f"piperlang {__version__}, {what}{loaded}\n`:help` lists the commands, Tab completes, Ctrl-D leaves."
+        return f"piperlang {__version__}, {what}{loaded}\n`:help` lists the commands, Tab completes, Ctrl-D quits."
 
     def run(self) -> int:
         print(self._greeting())
@@ -197,13 +197,11 @@ class Terminal:
                     return 0
 
     def _may_leave(self, again: str) -> bool:
-        """Statements that are not saved take asking twice."""
+        """With unsaved statements, leaving needs a second request."""
         if self.warned or not self.session.unsaved or not self.session.statements:
             return True
         self.warned = True
-        print(
-            f"{counted(len(self.session.statements), 'statement')} not saved: `:save FILE`, or {again} again to leave"
-        )
+        print(f"{counted(len(self.session.statements), 'statement')} not saved: `:save FILE`, or {again} again to quit")
         return False
 
     def _execute(self, text: str) -> None:
@@ -219,7 +217,7 @@ class Terminal:
             print("interrupted")
         except Quit:
             raise
-        except Exception:  # a bug of ours must not cost the user the session
+        except Exception:  # a bug of piperc must not end the user's session
             traceback.print_exc()
             print(
                 "\nThis is a bug in piperc, not in your script. Please report it with the lines above.", file=sys.stderr

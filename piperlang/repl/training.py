@@ -1,4 +1,4 @@
-"""Training inside a session: the plan of the script as it is, on workers that stay until the script changes."""
+"""Training inside a session: the plan of the current script, on workers that are kept until the script changes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from piperlang.session import schedule
 
 @dataclass
 class Generators:
-    """Where the generators that data may draw from are: a training goes on with its own, whatever happens between two
-    runs."""
+    """The state of the random generators that data may use: a training continues with its own, whatever happens between
+    two runs."""
 
     torch: torch.Tensor = field(default_factory=torch.get_rng_state)
     python: Any = field(default_factory=random.getstate)
@@ -58,7 +58,7 @@ class Generators:
 
 
 class Training:
-    """The script of a session being trained."""
+    """The training of a session's script."""
 
     def __init__(self, session: Session, executor: str) -> None:
         assert session.model is not None
@@ -81,7 +81,7 @@ class Training:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Data goes on where it was."""
+        """Restore the generators of the data."""
         if self.generators is not None:
             self.generators.restore()
         try:
@@ -94,7 +94,7 @@ class Training:
         return [step.loss for step in self.steps]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights, whole, as they are now."""
+        """All current weights, unsharded."""
         return self.trainer.state_dict()
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Training:
 
 
 def _curve(losses: list[float]) -> str:
-    """The losses as a line, in the colour of the text around it."""
+    """The loss curve, in the color of the surrounding text."""
     if len(losses) < 2:
         return ""
     low, high = min(losses), max(losses)
@@ -136,15 +136,15 @@ def _curve(losses: list[float]) -> str:
 
 
 def _trainer(session: Session, executor: str) -> Trainer:
-    """As `piperlang.compile` makes one, from a model that is traced already."""
+    """A trainer as `piperlang.compile` makes it, from a traced model."""
     model, state = session.model, session.state
     assert model is not None
     assert state.scheduler is not None
     if executor == "inline" and torch.cuda.is_available():
         raise error(
             "P0902",
-            "the model of this session is traced for CUDA, and threads of one process compute on the CPU",
-            help="leave `inline` out, or start the session with CUDA_VISIBLE_DEVICES set to nothing",
+            "the model of this session is traced for CUDA, but `inline` runs on the CPU",
+            help="omit `inline`, or start the session with an empty CUDA_VISIBLE_DEVICES",
         )
     graph, captured = state.graph, state.scheduler.schedule.captured
     assert isinstance(captured, Captured)
@@ -180,8 +180,8 @@ def _trainer(session: Session, executor: str) -> Trainer:
 
 
 def _workers(session: Session, count: int) -> Cluster:
-    """Those of the training before, if they are enough: starting others takes longer than most of what is tried in a
-    session."""
+    """The workers of the previous training, if there are enough: starting new ones takes longer than most
+    experiments of a session."""
     there = session.workers
     if there is None or len(there.workers) < count or there.dead(0):
         if there is not None:
@@ -193,21 +193,21 @@ def _workers(session: Session, count: int) -> Cluster:
 
 
 def trained(session: Session, steps: int, executor: str) -> Shown:
-    """`:run`: so many steps more."""
+    """`:run`: train `count` more steps."""
     say = session.screen.say
     training = session.training
     if training is not None and not training.continues(session, executor):
         say(
-            "the script has changed: training starts anew"
+            "the script has changed: training starts over"
             if training.executor == executor
-            else "another executor: training starts anew"
+            else "the executor has changed: training starts over"
         )
         training.close()
         session.training = training = None
     if training is None:
         training = _started(session, executor)
     else:
-        say(f"going on after step {len(training.steps) - 1}")
+        say(f"continuing after step {len(training.steps) - 1}")
     started, first = time.perf_counter(), len(training.steps)
     try:
         with _stopping() as stop, training.drawing():
@@ -217,10 +217,10 @@ def trained(session: Session, steps: int, executor: str) -> Shown:
                 if stop.is_set():
                     break
     except BaseException:
-        session.close()  # in the middle of a step: nothing can go on from there
+        session.close()  # in the middle of a step: training cannot continue
         raise
     done = len(training.steps) - first
-    stopped = f", stopped before step {len(training.steps)}; `:run` goes on" if done < steps else ""
+    stopped = f", stopped before step {len(training.steps)}; `:run` continues" if done < steps else ""
     devices, seconds = len(training.trainer.plan.devices), time.perf_counter() - started
     what = f"trained {done} step{'s' if done != 1 else ''} on {devices} device{'s' if devices != 1 else ''}"
     return Shown(block=f"{what} in {seconds:.1f} s{stopped}")
@@ -240,7 +240,7 @@ def _started(session: Session, executor: str) -> Training:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[threading.Event]:
-    """The first Ctrl-C asks to stop after the step that runs; the second interrupts it."""
+    """The first Ctrl-C stops after the current step; the second interrupts it."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -258,7 +258,7 @@ def _stopping() -> Iterator[threading.Event]:
 
 
 def compared(session: Session) -> Shown:
-    """`:numerics`: the schedule beside plain training, in float64."""
+    """`:numerics`: compare the schedule with plain training in float64."""
     model = session.model
     assert model is not None
     state = State(replace(session.setting, program=model.doubled), session.statements)
@@ -269,13 +269,13 @@ def compared(session: Session) -> Shown:
     noisy = found.judged_by_gradient
     more = f" and {len(noisy) - 3} more" if len(noisy) > 3 else ""
     rows = [
-        Row("numerics", "same mathematics" if found.ok else "DIFFERENT", "add" if found.ok else "gone"),
-        Row("loss", f"{found.loss:.9g} after two steps, plain {found.loss_reference:.9g}"),
+        Row("numerics", "matches plain PyTorch" if found.ok else "DIFFERENT", "add" if found.ok else "gone"),
+        Row("loss", f"{found.loss:.9g} after two steps, plain PyTorch {found.loss_reference:.9g}"),
         Row(
             "largest",
             f"gradients {found.max_grad_rel_err:.1e}, weights {found.max_weight_rel_err:.1e}"
             f" (relative{f', {found.worst}' if found.worst else ''})",
         ),
-        *([Row("noise", f"{', '.join(noisy[:3])}{more}: judged by gradient")] if noisy else []),
+        *([Row("noise", f"{', '.join(noisy[:3])}{more}: compared by gradient")] if noisy else []),
     ]
     return Shown(tuple(rows))

@@ -1,5 +1,5 @@
-"""Why one node runs before another: the shortest way along what makes nodes wait, with the line of the script behind
-every part of it."""
+"""Explains why one node runs before another: the shortest chain of dependencies, with the line of the script for
+each link."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from piperlang.repl.state import State
 
 
 class Link(NamedTuple):
-    """A node that waits, and for what reason. Numbers past the graph's nodes are gates between two steps of an order.
-    A node that waits, and for what reason. Numbers past the graph's nodes are gates between two steps of an order."""
+    """A node that waits, and the reason. Numbers past the graph's nodes are gates between two steps of an order."""
 
     node: int
     reason: str
 
 
 class Waiting:
-    """Who waits for whom, and why."""
+    """The dependencies between nodes, with reasons."""
 
     def __init__(self, state: State) -> None:
         self.state, self.graph = state, state.graph
@@ -38,7 +37,7 @@ class Waiting:
         self.links.setdefault(before, []).append(Link(after, reason))
 
     def _chained(self) -> dict[tuple[int, int], str]:
-        """The edges that `order A -> B` asks for."""
+        """The edges of `order A -> B`."""
         found: dict[tuple[int, int], str] = {}
         for chain in self.graph.chains:
             for i in range(1, len(chain.groups)):
@@ -50,9 +49,7 @@ class Waiting:
         if node.op == "update":
             return "updates weights that it reads"
         by = node.family.by
-        return (
-            f"kept back by {self.state.line_of(by)}" if by is not None else "kept back by the compiler, to bound memory"
-        )
+        return f"delayed by {self.state.line_of(by)}" if by is not None else "delayed by the compiler, to bound memory"
 
     def _fences(self) -> None:
         gate = len(self.graph.nodes)
@@ -66,7 +63,7 @@ class Waiting:
                 gate += 1
 
     def path(self, start: Iterable[int], goal: set[int]) -> list[Link] | None:
-        """The shortest way from one of `start` to one of `goal`; its first link has no reason."""
+        """The shortest chain from one of `start` to one of `goal`; its first link has no reason."""
         came: dict[int, Link] = {}
         first = list(dict.fromkeys(start))
         waiting, seen = deque(first), set(first)
@@ -93,13 +90,13 @@ class Waiting:
 
 
 def explain(state: State, first: list[Node], second: list[Node]) -> Iterator[str]:
-    """Whether `first` is before `second`, and by what."""
+    """Whether `first` runs before `second`, and why."""
     graph = state.graph
     if {node.id for node in first} == {node.id for node in second}:
         yield (
             f"both are the same node: {first[0]}"
             if len(first) == 1
-            else f"both are the same {len(first)} nodes; name passes or microbatches to ask about two of them"
+            else f"both are the same {len(first)} nodes; name passes or microbatches to compare two of them"
         )
         return
     waiting = Waiting(state)
@@ -111,11 +108,11 @@ def explain(state: State, first: list[Node], second: list[Node]) -> Iterator[str
         return
     back = waiting.path((node.id for node in second), {node.id for node in first})
     if back is not None:
-        yield f"no, the other way round: {graph.nodes[back[-1].node]} waits for {graph.nodes[back[0].node]}:"
+        yield f"no, the order is reversed: {graph.nodes[back[-1].node]} waits for {graph.nodes[back[0].node]}:"
         yield from _lines(graph, back)
         return
-    yield f"nothing orders them: {first[0]} and {second[0]} may run in either order, or at the same time"
-    yield "`order A -> B` would order them"
+    yield f"they are not ordered: {first[0]} and {second[0]} may run in either order, or at the same time"
+    yield "add `order A -> B` to order them"
 
 
 def _lines(graph: Graph, path: list[Link]) -> Iterator[str]:
@@ -127,4 +124,4 @@ def _lines(graph: Graph, path: list[Link]) -> Iterator[str]:
 
 def _others(first: list[Node], second: list[Node]) -> Iterator[str]:
     if len(first) > 1 or len(second) > 1:
-        yield f"  the shortest way among {len(first)} x {len(second)} pairs; name microbatches to ask about one"
+        yield f"  the shortest chain among {len(first)} x {len(second)} pairs; name microbatches to select one"

@@ -1,1 +1,1 @@
-"""What an order of work would take, without devices."""
+"""Simulates an order of passes without devices."""

@@ -1,8 +1,8 @@
-"""A unit-cost simulation of the order of work: F, I and W take one unit, B two; communication is free.
+"""A unit-cost simulation of the order of passes: F, I and W take one unit, B two; communication is free.
 
-Without a model the stages are taken as a chain in the order of their numbers: F(s) needs F(s-1) of its microbatch, B
-and I of s need F of s and B or I of s+1, W needs its I. Each lane (devices that do the same) runs its steps in order;
-the items of one step run one after the other, whichever is ready first."""
+Without a model the stages are assumed to form a chain in numeric order: F(s) needs F(s-1) of its microbatch, B and I of
+s need F of s and B or I of s+1, W needs its I. Each lane (devices with identical orders) runs its steps in order; the
+items of one step run one after the other, whichever is ready first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from piperlang.elaborate.lanes import Item, Lane
 from piperlang.elaborate.selector import TagValue
 
 Event: TypeAlias = tuple[str, object, object]
-"""What others wait for: a forward, a gradient (of B or I) or a weight gradient, of (stage, microbatch)."""
+"""A result that others wait for: a forward, a gradient (of B or I) or a weight gradient, of (stage, microbatch)."""
 
 MAX_WIDE = 2_000
-"""Pieces of work in one step: each is looked at whenever one of them ends."""
+"""Maximum number of passes in one step: all are visited whenever one of them ends."""
 
 _GIVES = {"F": "forward", "B": "gradient", "I": "gradient", "W": "weights"}
 
@@ -52,7 +52,7 @@ UNIT = UnitCosts()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ran:
-    """One item as it ran: which lane, which of its steps, and when."""
+    """One simulated item: its lane, its step, and its time."""
 
     lane: int
     step: int
@@ -71,7 +71,7 @@ class Timeline:
 
 
 def simulate(lanes: Sequence[Lane], cost: UnitCosts = UNIT) -> Timeline:
-    """Run every lane to its end, or raise P0501 with the circle of lanes that wait for each other."""
+    """Run every lane to its end, or raise P0501 with the cycle of lanes that wait for each other."""
     return _Simulation(lanes, cost).run()
 
 
@@ -85,10 +85,10 @@ class _Simulation:
         if wide is not None:
             raise error(
                 "P0208",
-                f"{len(wide.items):,} pieces of work in one step",
+                f"{len(wide.items):,} passes in one step",
                 wide.step.span,
-                f"at most {MAX_WIDE:,}",
-                help="order them, or name fewer in a step",
+                f"the limit is {MAX_WIDE:,}",
+                help="order them, or select fewer in a step",
             )
         self.ordered = {_gives(item) for lane in lanes for work in lane.steps for item in work.items if computes(item)}
         self.done: set[Event] = set()
@@ -113,7 +113,7 @@ class _Simulation:
                     heapq.heappush(ending, (end, lane))
             awake = set()
             now = ending[0][0] if ending else now
-            # All that ends at one time is known before any lane chooses, so the result does not hang on their numbers.
+            # All ends at one time are processed before any lane goes on, so the result does not depend on lane numbers.
             while ending and ending[0][0] == now:
                 lane = heapq.heappop(ending)[1]
                 awake |= self._finish(running.pop(lane)) | {lane}
@@ -122,7 +122,7 @@ class _Simulation:
         return Timeline(tuple(self.ran), now)
 
     def _take(self, lane: int) -> Item | None:
-        """The next item the lane can start; when there is none, it is set to wait."""
+        """The next item that the lane can start; if there is none, the lane waits."""
         while not self.left[lane] and self.at[lane] < len(self.lanes[lane].steps):
             self.at[lane] += 1
             self.left[lane] = self._open(lane, self.at[lane])
@@ -135,7 +135,7 @@ class _Simulation:
         return None
 
     def _missing(self, item: Item) -> Event | None:
-        # What no order names is left to the compiler, which will run it in time.
+        # Passes without an order are scheduled by the compiler: assumed to be ready in time.
         return next((event for event in _needs(item) if event in self.ordered and event not in self.done), None)
 
     def _finish(self, item: Item) -> set[int]:
@@ -146,7 +146,7 @@ class _Simulation:
     # ------------------------------------------------------------------------------------------------- deadlock
 
     def _stuck(self) -> Diagnostic:
-        """Follow who waits for whom until a lane comes twice."""
+        """Follow the chain of waiting lanes until one repeats."""
         giver = {
             _gives(item): lane
             for lane, order in enumerate(self.lanes)
@@ -166,12 +166,12 @@ class _Simulation:
         first = self.lanes[circle[0]].steps[self.at[circle[0]]].step
         return Diagnostic(
             "P0501",
-            "these devices wait for each other",
+            "deadlock: these devices wait for each other",
             first.span,
             labels[0].text,
             tuple(labels[1:]),
-            notes=("without a model, stages are taken as a chain in the order of their numbers",),
-            helps=("move what is waited for before the step that waits",),
+            notes=("without a model, stages are assumed to form a chain in numeric order",),
+            helps=("move the step that is waited for before the step that waits",),
             trail=first.trail,
         )
 

@@ -1,4 +1,4 @@
-"""From what the parser reduces to the syntax tree: one method per rule of grammar/piper.lark.
+"""Builds the syntax tree from the parser's reductions: one method per rule of grammar/piper.lark.
 
 Lark calls the method named like the rule (or its alias) with every child, punctuation included, so a node's span is
 that of its first to its last child. No intermediate tree is made.
@@ -33,7 +33,7 @@ def _names(children: Children) -> list[Token]:
 
 
 class Builder(threading.local):
-    """Set `source` before parsing, in every thread that does: spans point into it."""
+    """Set `source` before parsing, in every thread that parses: spans point into it."""
 
     source: Source
 
@@ -272,24 +272,24 @@ class Builder(threading.local):
     def integer(self, c: Children) -> tree.Literal:
         digits = c[0].replace("_", "").lstrip("0") or "0"
         if len(digits) > MAX_DIGITS or int(digits) >= 2**63:
-            raise error("P0211", "this number is too large", self.at(c[0]), "integers have 64 bits")
+            raise error("P0211", "this number is too large", self.at(c[0]), "integers are limited to 64 bits")
         return tree.Literal(int(digits), span=self.at(c[0]))
 
     def floating(self, c: Children) -> tree.Literal:
         value = float(c[0])
         if isinf(value):
-            raise error("P0211", "this number is too large", self.at(c[0]), "floats have 64 bits")
+            raise error("P0211", "this number is too large", self.at(c[0]), "floats are limited to 64 bits")
         return tree.Literal(value, span=self.at(c[0]))
 
     def size(self, c: Children) -> tree.Literal:
         digits = c[0].rstrip("BKMGTi")
         count = float(digits) * SIZE_UNITS[c[0][len(digits) :]]
         if count >= 2**63:
-            raise error("P0211", "this size is too large", self.at(c[0]), "sizes have 64 bits")
+            raise error("P0211", "this size is too large", self.at(c[0]), "sizes are limited to 64 bits")
         return tree.Literal(tree.Size(int(count)), span=self.at(c[0]))
 
     def text(self, token: Token) -> str:
-        """The characters a string token stands for."""
+        """The decoded text of a string token."""
         quotes = 3 if token.type == "TEXT" else 1
 
         def plain(match: re.Match[str]) -> str:
@@ -297,7 +297,7 @@ class Builder(threading.local):
                 start = tokens.start(token) + quotes + match.start()
                 raise error(
                     "P0106",
-                    f"`{match[0]}` is not an escape",
+                    f"`{match[0]}` is not a valid escape sequence",
                     Span(self.source, start, start + 2),
                     help="write `\\\\` for a backslash",
                 )

@@ -1,4 +1,4 @@
-"""What to say when a statement does not parse: from the parser's state to a sentence and a repair."""
+"""Syntax errors: turns the parser's state into a diagnostic with a suggested fix."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ LOOK_ALIKES = {
     "\u200b": "",
     "\ufeff": "",
 }
-"""Characters people paste without seeing that they are not the ASCII ones."""
+"""Pasted Unicode characters that look like ASCII ones."""
 
 
 def unexpected(source: Source, tokens: list[Token], at: int, accepted: Collection[str]) -> Diagnostic:
-    """The diagnostic for `tokens[at]`, which the parser refused; `accepted` are the terminal types it would take."""
+    """The diagnostic for `tokens[at]`, which the parser rejected; `accepted` are the terminal types it allows there."""
     token = tokens[at]
     span = tokens_at.span(source, token)
     raw = _raw(token, span)
@@ -99,23 +99,23 @@ def unexpected(source: Source, tokens: list[Token], at: int, accepted: Collectio
         return wrong_start
     expected = _expected(accepted)
     message = f"unexpected {_describe(token)}"
-    label = f"expected {expected}" if expected else "nothing can stand here"
+    label = f"expected {expected}" if expected else "nothing is allowed here"
     return Diagnostic("P0102", message, span, label, helps=_repair(token, first, tokens, at, accepted))
 
 
 def _raw(token: Token, span: Span) -> Diagnostic | None:
-    """What the lexer could not read at all."""
+    """A token that the lexer marked as invalid."""
     text = str(token)
     if token.type == "BAD_STRING":
         return Diagnostic(
             "P0106",
-            "string is not closed",
+            "unterminated string",
             span,
             "no closing quote on this line",
-            helps=(f'add `{text[0]}`; a text of several lines goes in """',),
+            helps=(f'add `{text[0]}`; use """ for a multi-line string',),
         )
     if token.type == "BAD_TEXT":
-        return Diagnostic("P0106", "text is not closed", span, 'no closing """ follows', helps=('add `"""`',))
+        return Diagnostic("P0106", 'unterminated """ string', span, 'no closing """ found', helps=('add `"""`',))
     if token.type == "BAD_NUMBER":
         return _bad_number(text, span)
     if token.type == "BAD_CHARACTER":
@@ -132,15 +132,15 @@ def _bad_number(text: str, span: Span) -> Diagnostic:
             "P0110",
             f"`{text}` is not a size",
             span,
-            "units are B, KB, MB, GB, TB, KiB, MiB, GiB, TiB",
+            "valid units are B, KB, MB, GB, TB, KiB, MiB, GiB and TiB",
             helps=(f"did you mean `{fix}`?",),
         )
     return Diagnostic(
         "P0110",
         f"`{text}` is not a number",
         span,
-        "numbers are like 8, 1_000, 0.5 or 1e-3, sizes like 25MB",
-        helps=("put a space or an operator between number and name",),
+        "write numbers as 8, 1_000, 0.5 or 1e-3, and sizes as 25MB",
+        helps=("put a space or an operator between the number and the name",),
     )
 
 
@@ -150,27 +150,27 @@ def _bad_character(text: str, span: Span) -> Diagnostic:
     name = unicodedata.name(char, f"U+{ord(char):04X}")
     if char in LOOK_ALIKES:
         plain = LOOK_ALIKES[char]
-        fix = (
-            f"replace it by `{plain}`" if plain.strip() else "delete it" if not plain else "replace it by a plain space"
-        )
+        fix = f"replace it with `{plain}`" if plain.strip() else "delete it" if not plain else "replace it with a space"
         return Diagnostic(
-            "P0109", f"`{char}` is {name}, not what it looks like", one, "only ASCII has a meaning here", helps=(fix,)
+            "P0109", f"`{char}` is the Unicode character {name}", one, "only ASCII is allowed here", helps=(fix,)
         )
     hints = {
-        "\\": "a line goes on inside brackets; no backslash is needed",
-        ";": "one statement a line",
-        "!": "`not` negates; `!tag` stands in selectors only",
-        "$": "names are plain words",
+        "\\": "a line continues inside brackets; no backslash is needed",
+        ";": "write one statement per line",
+        "!": "use `not` for negation; `!tag` is allowed in selectors only",
+        "$": "names have no prefix",
     }
     shown = char if char.isprintable() else f"U+{ord(char):04X}"
-    helps = (hints[char],) if char in hints else ("names are ASCII letters, digits and `_`; other text goes in quotes",)
-    return Diagnostic(
-        "P0109", f"`{shown}` does not belong here", one, name.lower() if name.isascii() else "", helps=helps
+    helps = (
+        (hints[char],)
+        if char in hints
+        else ("names consist of ASCII letters, digits and `_`; put other text in quotes",)
     )
+    return Diagnostic("P0109", f"invalid character `{shown}`", one, name.lower() if name.isascii() else "", helps=helps)
 
 
 def _wrong_start(source: Source, tokens: list[Token], at: int) -> Diagnostic | None:
-    """A statement whose first word is almost a keyword fails somewhere behind it: point at the word."""
+    """If the first word is a misspelled keyword, the parser fails at a later token: report the word instead."""
     first = _statement_start(tokens, at)
     if first is None or first.type != "NAME":
         return None
@@ -207,7 +207,7 @@ def _repair(token: Token, first: Token, tokens: list[Token], at: int, accepted: 
     if word in SIZE_UNITS and at and tokens[at - 1].type == "INT":
         return (f"did you mean `{tokens[at - 1]}{word}`?",)
     if word in KEYWORDS and "NAME" in accepted:
-        return (f"`{word}` is a word of the language; choose another name",)
+        return (f"`{word}` is a keyword; choose another name",)
     if token.type == "INDENT":
         return ("indent only after a line that ends in `:`",)
     if "INDENT" in accepted:
@@ -217,7 +217,7 @@ def _repair(token: Token, first: Token, tokens: list[Token], at: int, accepted: 
     if token.type == "NEWLINE" and "COLON" in accepted:
         return ("end the line with `:`",)
     if token.type == "NEWLINE" and "ON" in accepted and first == "place":
-        return ("say where: `place [stage=0] on gpu[pp=0]`",)
+        return ("add the devices: `place [stage=0] on gpu[pp=0]`",)
     return ()
 
 

@@ -1,8 +1,8 @@
 """The canonical layout of a script. Works on tokens, so no comment is lost and no word is changed.
 
-Four spaces a block, at most one blank line, a blank line around functions with a block, comments beside neighbouring
-lines in one column, lines of at most 100 characters broken at brackets. The result is parsed again and must be the same
-tree."""
+Four spaces per block, at most one blank line, a blank line around functions with a block, comments of adjacent
+lines aligned in one column, lines of at most 100 characters broken at brackets. The result is parsed again and must
+give the same tree."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _entries(source: Source, layout: Layout) -> list[_Entry]:
             inner.append(comments[at])
             at += 1
         lines = wrap(source, line.tokens, inner, line.depth)
-        while lines[0].lstrip().startswith("#"):  # a comment that has no place within the line, and stands above it
+        while lines[0].lstrip().startswith("#"):  # a comment that cannot stay in the line goes above it
             entries.append(_Entry(line.depth, [lines.pop(0)], first, first, comment=True))
         entry = _Entry(line.depth, lines, first, last)
         entry.opens_function = line.tokens[0] == "def" and line.tokens[-1] == ":"
@@ -150,7 +150,7 @@ def _blank_lines(source: Source, entries: list[_Entry]) -> None:
 
 
 def _align(entries: list[_Entry]) -> None:
-    """Comments beside neighbouring lines start in one column."""
+    """Align the trailing comments of adjacent lines."""
     run: list[_Entry] = []
     for entry in [*entries, None]:
         if entry is not None and entry.beside and len(entry.lines) == 1 and not (run and entry.blank_before):

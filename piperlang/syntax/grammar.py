@@ -1,8 +1,8 @@
-"""The parser tables: grammar/piper.lark through Lark, kept in a cache so that a second start costs milliseconds.
+"""The parser tables that Lark makes from grammar/piper.lark, cached so that a second start takes milliseconds.
 
-This is the only file that leans on Lark beyond parsing text. Tried with lark 1.3.1:
-- `Lark(cache=path)` writes the tables with a digest of grammar, options, Lark and Python version in front;
-- `parse_interactive()` without text, fed token by token; `accepts()` for what would have been legal;
+This is the only file that depends on Lark's internals. Tested with lark 1.3.1:
+- `Lark(cache=path)` writes the tables with a digest of grammar, options, Lark and Python version at the start;
+- `parse_interactive()` without text, fed token by token; `accepts()` for the tokens that are allowed next;
 - `Lark.lex` builds a new lexer at each call, so ours is built once (`_build_lexer`).
 """
 
@@ -24,7 +24,7 @@ from piperlang.syntax.build import Builder
 BUILDER = Builder()
 
 RAW = ("LINE_END", "COMMENT", "BAD_TEXT", "BAD_STRING", "BAD_NUMBER", "BAD_CHARACTER")
-"""Terminals that no rule uses: the line layer reads them."""
+"""Terminals that no rule uses: lines.py reads them."""
 
 
 class _KeepRaw:
@@ -53,7 +53,7 @@ def build(strict: bool = False, cache_file: str | None = None) -> Lark:
 
 
 def _cache_file() -> str | None:
-    """A file in the user's own cache folder; None where there is no folder to write."""
+    """A file in the user's own cache folder; None if it is not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(base) / "piperlang"
     try:
@@ -89,7 +89,7 @@ def ended(parser: InteractiveParser, last: Token) -> Any:
 
 
 def accepted(parser: InteractiveParser) -> set[str]:
-    """The terminals the parser would take now."""
+    """The terminals that the parser accepts next."""
     found: set[str] = parser.accepts()  # type: ignore[no-untyped-call]
     return found
 

@@ -4,9 +4,9 @@ Lark's own Indenter gives no position with a bad dedent, fails without a final n
 parser that is handed a whole file can report one error. This layer cuts the file into top-level statements first, so
 that each is parsed alone and reports its own error at its own line.
 
-It makes NEWLINE, INDENT, DEDENT, and KEY (a word before `=` or `!=` directly inside `[`), and it complains about what
-no grammar can see well: tabs, uneven indentation, brackets that do not match, nesting that is too deep, and too much
-text."""
+It makes NEWLINE, INDENT, DEDENT, and KEY (a word before `=` or `!=` directly inside `[`), and it reports what
+the grammar cannot report well: tabs, inconsistent indentation, mismatched brackets, nesting that is too deep, and input
+that is too long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from piperlang.syntax.tokens import end, made, retyped, span, start
 from piperlang.syntax.words import KEYWORDS, NEVER_IN_BRACKETS
 
 MAX_DEPTH = 60
-"""Brackets within brackets, and blocks within blocks: more is a mistake, and every later walk may recurse."""
+"""Limit on nested brackets and on nested blocks, so that later passes over the tree may use recursion."""
 MAX_TOKENS = 100_000
 MAX_STATEMENTS = 15_000
 
@@ -86,7 +86,7 @@ class _Layer:
         self._add(token)
 
     def _too_long(self, token: Token) -> None:
-        """Told in place of whatever else is wrong with the statement that the limit falls in."""
+        """Replaces any other problem of the statement that exceeds the limit."""
         self.full = True
         self.chunk.tokens.append(token)
         self.chunk.problem = None
@@ -94,8 +94,8 @@ class _Layer:
             "P0108",
             "the script is too long",
             token,
-            f"at most {MAX_STATEMENTS:,} statements, and {MAX_TOKENS:,} words, signs, comments and line ends",
-            help="split it in files and `import` them",
+            f"at most {MAX_STATEMENTS:,} statements, and {MAX_TOKENS:,} tokens, comments and line ends",
+            help="split it into several files and `import` them",
         )
 
     def _add(self, token: Token) -> None:
@@ -132,10 +132,10 @@ class _Layer:
         if not self.brackets:
             self._complain(
                 "P0105",
-                f"`{token}` closes nothing",
+                f"unmatched `{token}`",
                 token,
                 "no bracket is open here",
-                help=f"delete `{token}`, or open its bracket before",
+                help=f"delete `{token}`, or add the opening bracket",
             )
             return
         opened = self.brackets.pop()
@@ -154,22 +154,22 @@ class _Layer:
             self.brackets.clear()
             return
         string = next((t for t in self.chunk.tokens if t.type == "BAD_STRING" and start(t) > start(opened)), None)
-        if string is not None:  # the quote that is open swallowed the bracket that would close
+        if string is not None:  # the closing bracket is inside the unterminated string
             self._complain(
-                "P0106", "string is not closed", string, "no closing quote on this line", help=f"add `{string[0]}`"
+                "P0106", "unterminated string", string, "no closing quote on this line", help=f"add `{string[0]}`"
             )
         self._complain(
             "P0105",
             f"`{opened}` is never closed",
             opened,
-            f"no `{OPEN[str(opened)]}` follows",
+            f"no closing `{OPEN[str(opened)]}` found",
             help=f"add `{OPEN[str(opened)]}`",
         )
         self.brackets.clear()
         self._reread_after(opened)
 
     def _reread_after(self, opened: Token) -> None:
-        """Give back the lines that an open bracket swallowed, from the first one that starts in column one."""
+        """Read the lines inside an unclosed bracket again, from the first one that starts in column one."""
         swallowed = self.chunk.tokens
         back = next((i for i, t in enumerate(swallowed) if start(t) > start(opened) and self._column_one(t)), None)
         self.rereads += 1
@@ -203,7 +203,7 @@ class _Layer:
                 "P0103",
                 "tab in indentation",
                 Span(self.source, tab, tab + 1),
-                "a tab has no agreed width",
+                "the width of a tab is ambiguous",
                 help="indent with four spaces",
             )
         width = len(blank.replace("\t", "    "))
@@ -213,7 +213,7 @@ class _Layer:
             self._indent(token, width)
 
     def _is_key(self, token: Token) -> bool:
-        """Inside a selector even a keyword can be a key: `[order=1]`. No statement has `=` behind its first word."""
+        """Inside a selector even a keyword can be a key: `[order=1]`. No statement has `=` after its first word."""
         behind = self.source.text[end(token) : end(token) + 40].lstrip()
         return behind.startswith(("=", "!="))
 
@@ -250,9 +250,9 @@ class _Layer:
             levels = ", ".join(str(level) for level in self.indents)
             self._complain(
                 "P0104",
-                "this line's indentation fits no block",
+                "this line's indentation does not match any block",
                 token,
-                f"{width} spaces; the open blocks are at {levels}",
+                f"{width} spaces; the enclosing blocks are indented by {levels}",
                 help="align the line with the block it belongs to",
             )
             self.indents.append(width)

@@ -1,4 +1,4 @@
-"""What syntax trees are made of: frozen, spanned records."""
+"""Base classes of the syntax tree: frozen records with a span."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from piperlang.source import Span
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Record:
-    """Base of all nodes: frozen records like dataclasses, but without the millisecond that making each class costs.
+    """Base of all nodes: frozen records like dataclasses, without the millisecond that creating each class costs.
 
     Seventy dataclasses would take a sixth of the time that `piperc check` may take.
     """
@@ -18,7 +18,7 @@ class Record:
     _fields: ClassVar[tuple[str, ...]] = ()
     _defaults: ClassVar[dict[str, Any]] = {}
     _unlike: ClassVar[frozenset[str]] = frozenset()
-    """Fields that do not count in comparison."""
+    """Fields that comparison ignores."""
 
     def __init_subclass__(cls) -> None:
         names = [name for name, kind in cls.__annotations__.items() if not kind.startswith("ClassVar")]

@@ -1,4 +1,4 @@
-"""Text to Script. Every broken top-level statement gives one diagnostic; the others are parsed all the same."""
+"""Text to Script. Each top-level statement that does not parse gives one diagnostic; the others are still parsed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MAX_HEIGHT = 100
 
 
 def read(path: Path, name: str | None = None, *, library: bool = False) -> Source:
-    """The file's text, or a located diagnostic for whatever is not text."""
+    """The file's text, or a located diagnostic if it is not text."""
     shown = name or str(path)
     if os.path.exists(path) and not is_file(path):
-        what = "a folder" if path.is_dir() else "not a plain file"
+        what = "a directory" if path.is_dir() else "not a regular file"
         raise error(
             "P0901",
             f"cannot read {shown}",
             notes=[f"it is {what}"],
-            help="give a .piper file, or pipe the script in: `piperc check -`",
+            help="pass a .piper file, or pipe the script to `piperc check -`",
         )
     try:
         with open(path, "rb") as file:
@@ -41,7 +41,7 @@ def read(path: Path, name: str | None = None, *, library: bool = False) -> Sourc
 
 
 def is_file(path: Path, *, folder: bool = False) -> bool:
-    """Whether it is a plain file (or a folder); names that no system takes are neither."""
+    """Whether it is a regular file (or a directory); False for names that the system rejects."""
     try:
         return path.is_dir() if folder else path.is_file()
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def decode(data: bytes, name: str, *, library: bool = False) -> Source:
             "the file is too long",
             Source(name, "", library).span(0, 0),
             f"more than {MAX_BYTES:,} bytes",
-            help="split it in files and `import` them",
+            help="split it into several files and `import` them",
         )
     try:
         text = data.decode("utf-8-sig")
@@ -73,7 +73,7 @@ def decode(data: bytes, name: str, *, library: bool = False) -> Source:
 
 
 def newlines(text: str) -> str:
-    """However lines end, they end in one way."""
+    """Normalize line endings to `\\n`."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -88,7 +88,7 @@ def parse(source: Source) -> tuple[tree.Script, list[Diagnostic]]:
         except PiperError as problem:
             problems.extend(problem.diagnostics)
             if len(problems) > LIMIT:
-                break  # nobody reads more, and each costs time
+                break  # more would not be shown
             broken.update(str(token) for token in chunk.tokens if token.type == "NAME")
     doc = documentation(statements[0]) if statements else None
     body = tuple(statements[1:] if doc is not None else statements)
@@ -130,7 +130,7 @@ def _statement(source: Source, chunk: Chunk) -> tree.Statement:
         position = len(tokens)
         result: tree.Statement = grammar.ended(parser, tokens[-1])
     except UnexpectedToken:
-        from piperlang.syntax import complaints  # only a mistake needs it
+        from piperlang.syntax import complaints  # needed for errors only
 
         end = made("$END", start(tokens[-1]))
         raise PiperError(complaints.unexpected(source, [*tokens, end], position, grammar.accepted(parser))) from None
@@ -146,7 +146,7 @@ def _statement(source: Source, chunk: Chunk) -> tree.Statement:
 
 
 def _height(root: Any) -> int:
-    """Depth of the tree, walked without recursion: what is too deep for Python's stack must be found by a loop."""
+    """Depth of the tree, walked without recursion: the tree may be too deep for Python's stack."""
     level: list[Any] = [root]
     height = 0
     while level:

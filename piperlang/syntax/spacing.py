@@ -1,4 +1,4 @@
-"""Which tokens stand apart: the spaces of one logical line."""
+"""The spaces between the tokens of one logical line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from piperlang.syntax.words import KEYWORDS
 OPENERS = ("(", "[", "{")
 CLOSERS = (")", "]", "}")
 _BEFORE_VALUE = frozenset(KEYWORDS) - {"True", "False", "next", "update"}
-"""Words after which a sign is unary and a bracket opens a value, not a call or an index."""
+"""Words after which `+` or `-` is unary and a bracket starts a value, not a call or an index."""
 
 
 def spelled(token: Token) -> str:

@@ -1,4 +1,4 @@
-"""The syntax tree: frozen, spanned, and equal when it means the same (spans do not count in comparison).
+"""The syntax tree: frozen, spanned, and equal when it means the same (comparison ignores spans).
 
 Chains of one precedence level (`a + b - c`) are one flat node, so that a long line is not a deep tree.
 """
@@ -81,7 +81,7 @@ class Attribute(Node):
 
 
 class Range(Node):
-    """`low:high`, either side open."""
+    """`low:high`; either side may be missing."""
 
     low: Expr | None
     high: Expr | None
@@ -92,7 +92,7 @@ class Everything(Node):
 
 
 class Next(Node):
-    """`next`: the lowest one not yet ordered there; `next?` the same, or nothing when none is left."""
+    """`next`: the lowest one not yet ordered there; `next?`: the same, or nothing if none is left."""
 
     optional: bool = False
 
@@ -121,7 +121,7 @@ class SelectorOf(Node):
 
 
 class Pick(Node):
-    """`gpu[pp=0]`: a part of a mesh."""
+    """`gpu[pp=0]`: a submesh."""
 
     base: Expr
     conditions: tuple[Condition, ...]
@@ -174,7 +174,7 @@ class Choice(Node):
 
 
 class Overlap(Node):
-    """`a & b` as a step of an order: what may run side by side."""
+    """`a & b` as a step of an order: both may overlap."""
 
     items: tuple[Expr, ...]
 
@@ -266,7 +266,7 @@ class Define(Node):
     parameters: tuple[Parameter, ...]
     body: Block
     result: Steps | None
-    """The one-line form `def f(x): expression`: what a call of it means."""
+    """The one-line form `def f(x): expression`: the expression."""
     doc: str | None
 
 

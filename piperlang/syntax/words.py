@@ -1,7 +1,7 @@
-"""Every word the language knows, in one place.
+"""All keywords and option words of the language.
 
-The grammar, the highlighters (Pygments, VS Code, Vim) and the messages all take their words from here; a test holds
-this list against grammar/piper.lark.
+The grammar, the highlighters (Pygments, VS Code, Vim) and the messages use these lists; a test compares
+them with grammar/piper.lark.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OPERATORS = ("and", "or", "not", "in")
 CONSTANTS = ("True", "False", "next", "update")
 
 KEYWORDS = DIRECTIVES + DECLARATIONS + CONTROL + CONNECTIVES + OPERATORS + CONSTANTS
-"""Reserved: none of these can be a name. Inside a selector's brackets, before `=`, any word is a key."""
+"""Reserved words; they cannot be names. Inside a selector's brackets, before `=`, any word is a key."""
 
 STATEMENT_STARTS = DIRECTIVES + DECLARATIONS + ("for", "repeat", "if", "return", "require", "print")
 
@@ -29,7 +29,7 @@ COMMUNICATIONS = ("p2p", "send", "recv", "all_reduce", "reduce_scatter", "all_ga
 SELECTOR_WORDS = {"pass": PASSES, "comm": COMMUNICATIONS}
 """Keys whose values are words of the language, not names of the script."""
 RESERVED_KEYS = ("pass", "comm", "update")
-"""What every node carries: no tag and no split can be called so."""
+"""Attributes of every node; no tag or split may use these names."""
 
 PYTHON_HABITS = {
     "while": "loops are bounded: use `for x in ...:` or `repeat n:`",
@@ -42,15 +42,15 @@ PYTHON_HABITS = {
     "else": "`else` follows an `if` block at the same indentation",
     "global": "names are immutable; pass values as arguments",
     "del": "names are immutable",
-    "pass": "an empty block has no meaning; leave the statement out",
-    "break": "loops run to their end; use `if` inside, or a shorter range",
+    "pass": "empty blocks are not allowed; remove the statement",
+    "break": "loops always run to the end; use `if` inside the loop, or a shorter range",
     "continue": "use `if` around the rest of the block",
     "yield": "use `return`, or name the steps inside an `order` block",
-    "None": "there is no None; leave the value out",
+    "None": "there is no None; omit the value",
     "true": "did you mean `True`?",
     "false": "did you mean `False`?",
 }
-"""What a Python reader might write, and what to write instead."""
+"""Python constructs that the language does not have, and their replacements."""
 
 OPTION_WORDS = {
     "accumulate": ("whole", "sharded"),
@@ -68,7 +68,7 @@ OPTIONS = {
     "recompute": (),
     "offload": ("prefetch",),
 }
-"""What may follow `with` in each directive."""
+"""The options that each directive accepts after `with`."""
 
 SIZE_UNITS = {
     "B": 1,

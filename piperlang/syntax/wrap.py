@@ -1,4 +1,4 @@
-"""One logical line as text: on one line where it fits, else broken at its brackets, one item a line."""
+"""One logical line as text: on one line if it fits, else broken at its brackets with one item per line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDENT = "    "
 
 @dataclass
 class _Item:
-    """What stands between two commas of a bracket."""
+    """One item of a bracket, between two commas."""
 
     tokens: list[Token] = field(default_factory=list)
     above: list[str] = field(default_factory=list)
@@ -36,8 +36,8 @@ def wrap(source: Source, tokens: Sequence[Token], comments: Sequence[Token], dep
     missing = _missing(comments, lines)
     if not missing:
         return lines
-    # A comment that no item of a broken bracket took (two brackets in a row, empty brackets) goes above the line, which
-    # then may not need to be broken.
+    # A comment that belongs to no item of a broken bracket (two brackets in a row, empty brackets) goes above the line,
+    # which then may not need to be broken.
     left = Counter(missing)
     others = []
     for comment in comments:
@@ -54,7 +54,7 @@ def _missing(comments: Sequence[Token], lines: list[str]) -> list[str]:
 
 
 def without_last_comma(tokens: Sequence[Token]) -> list[Token]:
-    """On one line no bracket, and no list of steps, ends in a comma."""
+    """On one line, brackets and lists of steps have no trailing comma."""
     kept: list[Token] = []
     for i, token in enumerate(tokens):
         after = tokens[i + 1] if i + 1 < len(tokens) else None
@@ -110,7 +110,7 @@ def _widest(tokens: Sequence[Token], comments: Sequence[Token]) -> tuple[int, in
 def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) -> tuple[list[_Item], list[Token]]:
     """The items of a bracket, each with its comments; and the comments that no nested bracket holds."""
     items = [_Item()]
-    comprehension = _has_for(group[1:-1])  # the commas of `for a, b in` separate nothing here
+    comprehension = _has_for(group[1:-1])  # the commas of `for a, b in` do not separate items
     level = 0
     nested: list[tuple[int, int]] = []
     opened = 0
@@ -166,7 +166,7 @@ def _attach(source: Source, comment: Token, items: list[_Item], ends: list[int])
 def _after_last(
     source: Source, closing: Token, items: list[_Item], comments: Sequence[Token], loose: list[Token]
 ) -> list[str]:
-    """Comments on lines of their own behind the last item."""
+    """Comments on their own lines after the last item."""
     last = items[-1]
     after = [c for c in loose if end(last.tokens[-1]) <= start(c) < start(closing)]
     return [comment_text(c) for i, c in enumerate(after) if not (i == 0 and last.beside == comment_text(c))]

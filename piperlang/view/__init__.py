@@ -1,1 +1,1 @@
-"""Pictures of schedules."""
+"""Drawings of schedules."""

@@ -1,5 +1,5 @@
-"""A drawing of the graph: a row for every part of the mesh and stream, time from left to right, an arrow for every
-value that crosses."""
+"""A drawing of the graph: a row per submesh and stream, time from left to right, an arrow for every
+value that crosses rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw(graph: Graph) -> str:
         raise error(
             "P0904",
             f"{len(graph.nodes):,} nodes are too many to draw",
-            help=f"up to {MAX_NODES:,}: split into fewer microbatches with `-p`, or draw `--after` fewer directives",
+            help=f"the limit is {MAX_NODES:,}: use fewer microbatches with `-p`, or draw `--after` fewer directives",
         )
     order = topological(graph)
     rows = _rows(graph, order)
@@ -52,7 +52,7 @@ def draw(graph: Graph) -> str:
 
 
 def _rows(graph: Graph, order: Sequence[int]) -> dict[tuple[str, str], int]:
-    """Compute of a part first, then its other streams; parts in the order in which they first work."""
+    """The compute stream of a submesh first, then its other streams; submeshes in order of their first node."""
     wheres = list(dict.fromkeys(str(graph.nodes[i].family.where) for i in order))
     found = {(str(node.family.where), node.stream) for node in graph.nodes}
     ordered = sorted(found, key=lambda row: (wheres.index(row[0]), row[1] != "compute", row[1]))
@@ -60,7 +60,7 @@ def _rows(graph: Graph, order: Sequence[int]) -> dict[tuple[str, str], int]:
 
 
 def _positions(graph: Graph, order: Sequence[int], rows: dict[tuple[str, str], int]) -> dict[int, tuple[int, int]]:
-    """As early as what it waits for allows, one node in a place of a row."""
+    """Each node as early as its dependencies allow, one node per cell of a row."""
     at: dict[int, tuple[int, int]] = {}
     free = [0] * len(rows)
     before: dict[int, set[int]] = {}

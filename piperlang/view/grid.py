@@ -1,4 +1,4 @@
-"""The order of work as a grid in the terminal: a row per device, a column per unit of time."""
+"""The order of passes as a grid in the terminal: a row per device, a column per unit of time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_ROWS = 64
 
 
 def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint, marked: Collection[Ran] = ()) -> str:
-    """The timeline as text no wider than `width`, in as many panels as that takes. Cells in `marked` have a `*`."""
+    """The timeline as text no wider than `width`, in as many panels as needed. Cells in `marked` have a `*`."""
     several = _several_stages(lanes)
     labels = {run: _label(run.item, several) + (MARK if run in marked else "") for run in timeline.ran}
     cell = max(map(len, labels.values()), default=1)
@@ -40,32 +40,32 @@ def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint, ma
 
 
 def chain_text(chain: Order) -> str:
-    """An `order A -> B`, which no grid shows."""
+    """An `order A -> B`, which the grid cannot show."""
     return " -> ".join(" & ".join(str(item) for item in step.items) for step in chain.steps)
 
 
 def idle_share(lanes: Sequence[Lane], timeline: Timeline) -> float:
-    """Counted over one device of each lane."""
+    """The idle share, over one device of each lane."""
     total = timeline.length * sum(1 for lane in lanes if lane.steps) or 1
     return (total - timeline.busy()) / total
 
 
 def summary(lanes: Sequence[Lane], timeline: Timeline, cost: UnitCosts = UNIT, unordered: int = 0) -> str:
-    """One line of figures. `unordered`: passes that no order names. While there are any, or devices without an order,
-    the grid is not the whole step, and an idle share of it would mean nothing."""
+    """One line with the length and the idle share. `unordered`: number of passes without an order. If there are any, or
+    devices without an order, the grid is not the whole step, and no idle share is shown."""
     devices = sum(len(lane.devices) for lane in lanes)
     left = sum(len(lane.devices) for lane in lanes if not lane.steps)
     if left:
         share = f"{left} of {devices} devices {'have' if left > 1 else 'has'} no order"
     elif unordered:
-        share = f"{unordered} pass{'es are' if unordered > 1 else ' is'} in no order"
+        share = f"{unordered} pass{'es are' if unordered > 1 else ' is'} not ordered"
     else:
         share = f"{100 * idle_share(lanes, timeline):.0f}% idle"
     return f"{timeline.length} units, {share} ({cost}, communication free, stages in a chain)"
 
 
 def changed(before: tuple[Sequence[Lane], Timeline], after: tuple[Sequence[Lane], Timeline]) -> set[Ran]:
-    """What runs at another time, or on other devices, than it did."""
+    """Items that run at another time, or on other devices, than before."""
     known = {
         (lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end)
         for lanes, timeline in (before,)
@@ -102,7 +102,7 @@ def _devices(lane: Lane) -> str:
 
 
 def _rows(count: int, timeline: Timeline, labels: Mapping[Ran, str]) -> list[list[tuple[Ran | None, str]]]:
-    """For each lane, per unit of time: what runs, and the text that starts there."""
+    """For each lane, per unit of time: the running item, and the text that starts there."""
     rows: list[list[tuple[Ran | None, str]]] = [[(None, IDLE)] * timeline.length for _ in range(count)]
     for run in timeline.ran:
         if run.lane < count:
@@ -143,7 +143,7 @@ def _ruler(start: int, end: int, cell: int) -> str:
 
 
 def plain(lanes: Sequence[Lane]) -> Iterator[tuple[int, list[list[Item]]]]:
-    """Per device, in device order: the steps as plain lists, each of what may overlap."""
+    """Per device, in device order: the steps as plain lists of items that may overlap."""
     rows = {device: [list(work.items) for work in lane.steps] for lane in lanes for device in lane.devices}
     for device in sorted(rows):
         yield device, rows[device]

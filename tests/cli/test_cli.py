@@ -25,7 +25,7 @@ def piperc(*arguments: str, stdin: str | None = None, cwd: Path | None = None) -
 def test_check_is_fine_with_the_examples() -> None:
     done = piperc("check", EXAMPLE)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip().endswith("fine (4 devices, 4 chunks, 94 ordered steps)")
+    assert done.stdout.strip().endswith("ok (4 devices, 4 chunks, 94 ordered steps)")
 
 
 def test_no_torch_and_no_ray() -> None:

@@ -31,56 +31,56 @@ def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 @pytest.mark.parametrize(
     ("words", "message", "help"),
     [
-        ("orders S.piper --svg f", "`piperc orders` has no `--svg`", "it is an option of `piperc graph`"),
+        ("orders S.piper --svg f", "`piperc orders` has no option `--svg`", "it is an option of `piperc graph`"),
         (
             "check S.piper --steps 3",
-            "`piperc check` has no `--steps`",
+            "`piperc check` has no option `--steps`",
             "it is an option of `piperc train` and `piperc run`",
         ),
-        ("M.py S.piper --step 3", "`--step` is not written out", "did you mean `--steps`?"),
-        ("M.py S.piper --s=3", "`--s` is not written out", "did you mean `--steps` or `--seed`?"),
-        ("M.py S.piper --stesp 3", "`--stesp` is not understood", "did you mean `--steps`?"),
-        ("graph --aftr 3", "`--aftr` is not understood", "did you mean `--after`?"),
-        ("orders S.piper --jsn", "`--jsn` is not understood", "did you mean `--json`?"),
-        ("orders S.piper -x", "`-x` is not understood", "`piperc orders --help` lists what there is"),
-        ("check S.piper --numrics=1", "`--numrics` is not understood", "did you mean `--numerics`?"),
+        ("M.py S.piper --step 3", "abbreviated option `--step`", "did you mean `--steps`?"),
+        ("M.py S.piper --s=3", "abbreviated option `--s`", "did you mean `--steps` or `--seed`?"),
+        ("M.py S.piper --stesp 3", "unknown option `--stesp`", "did you mean `--steps`?"),
+        ("graph --aftr 3", "unknown option `--aftr`", "did you mean `--after`?"),
+        ("orders S.piper --jsn", "unknown option `--jsn`", "did you mean `--json`?"),
+        ("orders S.piper -x", "unknown option `-x`", "`piperc orders --help` lists the options"),
+        ("check S.piper --numrics=1", "unknown option `--numrics`", "did you mean `--numerics`?"),
         (
             "--json check S.piper",
-            "`--json` stands before the command",
-            "options come after it: piperc check --json ...",
+            "option `--json` is before the command",
+            "put options after the command: piperc check --json ...",
         ),
         (
             "--steps 3 M.py S.piper",
-            "`--steps` stands before the command",
-            "options come after it: piperc train --steps ...",
+            "option `--steps` is before the command",
+            "put options after the command: piperc train --steps ...",
         ),
-        ("--formt json check S.piper", "`--formt` is not understood", "did you mean `--format`?"),
-        ("--verison", "`--verison` is not understood", "did you mean `--version`?"),
-        ("version", "`version` is not a command", "did you mean `--version`?"),
-        ("help chek", "`chek` is not a command", "did you mean `check`?"),
-        ("ordres S.piper", "`ordres` is not a command", "did you mean `orders`?"),
+        ("--formt json check S.piper", "unknown option `--formt`", "did you mean `--format`?"),
+        ("--verison", "unknown option `--verison`", "did you mean `--version`?"),
+        ("version", "unknown command `version`", "did you mean `--version`?"),
+        ("help chek", "unknown command `chek`", "did you mean `check`?"),
+        ("ordres S.piper", "unknown command `ordres`", "did you mean `orders`?"),
         (
             "check S.piper --format jsno",
             "`jsno` is not one of full, concise, json, github, sarif",
             "did you mean `json`?",
         ),
-        ("check S.piper --format", "`--format` needs a value", "`piperc check --help` lists what there is"),
+        ("check S.piper --format", "`--format` needs a value", "`piperc check --help` lists the options"),
         (
             "M.py S.piper --steps ten",
-            "`--steps ten`: that is not a whole number",
-            "`piperc train --help` lists what there is",
+            "`--steps` must be an integer, not `ten`",
+            "`piperc train --help` lists the options",
         ),
         (
             "M.py S.piper --timeout ten",
-            "`--timeout ten`: that is not a number",
-            "`piperc train --help` lists what there is",
+            "`--timeout` must be a number, not `ten`",
+            "`piperc train --help` lists the options",
         ),
-        ("orders S.piper --json --csv", "`--csv` and `--json` exclude each other", "give one of them"),
-        ("orders S.piper T.piper", "`T.piper` is one argument too many", "piperc orders [options] FILE.piper"),
-        ("orders M.py S.piper", "`piperc orders` takes no model", "leave M.py out: piperc orders [options] FILE.piper"),
-        ("run M.py S.piper", "`piperc run` takes no model", "leave M.py out: piperc run [options] FILE.plan"),
-        ("fmt M.py", "`piperc fmt` takes no model", "leave M.py out: piperc fmt [options] FILE.piper ..."),
-        ("-- check S.piper", "`--` is not understood", "`piperc --help` lists what there is"),
+        ("orders S.piper --json --csv", "`--csv` and `--json` cannot be combined", "use only one of them"),
+        ("orders S.piper T.piper", "unexpected argument `T.piper`", "piperc orders [options] FILE.piper"),
+        ("orders M.py S.piper", "`piperc orders` takes no model", "remove M.py: piperc orders [options] FILE.piper"),
+        ("run M.py S.piper", "`piperc run` takes no model", "remove M.py: piperc run [options] FILE.plan"),
+        ("fmt M.py", "`piperc fmt` takes no model", "remove M.py: piperc fmt [options] FILE.piper ..."),
+        ("-- check S.piper", "unknown option `--`", "`piperc --help` lists the commands and options"),
         ("M.py", "SCHEDULE.piper is missing", "piperc train [options] MODEL.py SCHEDULE.piper"),
         ("graph", "MODEL.py and SCHEDULE.piper are missing", "piperc graph [options] MODEL.py SCHEDULE.piper"),
         ("check", "FILE.piper is missing", "piperc check [options] [MODEL.py] FILE.piper ..."),
@@ -91,16 +91,16 @@ def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ),
         (
             "S.piper",
-            "a schedule alone does not say what to do",
-            "`piperc check S.piper` checks it, `piperc MODEL.py S.piper` trains a model under it",
+            "missing command",
+            "`piperc check S.piper` checks the script, `piperc MODEL.py S.piper` trains a model with it",
         ),
-        ("S.piper M.py", "the model comes first, then the schedule", "piperc M.py S.piper"),
-        ("S.piper --steps 3 M.py", "the model comes first, then the schedule", "piperc M.py S.piper"),
-        ("train S.piper M.py", "the model comes first, then the schedule", "piperc M.py S.piper"),
-        ("check S.piper M.py", "the model comes first, then the schedule", "piperc check M.py S.piper"),
-        ("check S.piper --numerics M.py", "the model comes first, then the schedule", "piperc check M.py S.piper"),
-        ("graph S.piper M.py --json", "the model comes first, then the schedule", "piperc graph M.py S.piper"),
-        ("plan S.piper M.py", "the model comes first, then the schedule", "piperc plan M.py S.piper"),
+        ("S.piper M.py", "the model must come before the schedule", "piperc M.py S.piper"),
+        ("S.piper --steps 3 M.py", "the model must come before the schedule", "piperc M.py S.piper"),
+        ("train S.piper M.py", "the model must come before the schedule", "piperc M.py S.piper"),
+        ("check S.piper M.py", "the model must come before the schedule", "piperc check M.py S.piper"),
+        ("check S.piper --numerics M.py", "the model must come before the schedule", "piperc check M.py S.piper"),
+        ("graph S.piper M.py --json", "the model must come before the schedule", "piperc graph M.py S.piper"),
+        ("plan S.piper M.py", "the model must come before the schedule", "piperc plan M.py S.piper"),
     ],
 )
 def test_what_is_said_of_wrong_command_lines(
@@ -150,7 +150,7 @@ def test_options_may_stand_between_operands(capsys: pytest.CaptureFixture[str], 
         (tmp_path / f"{name}.piper").write_text("param n = 2\n")
     assert ran(capsys, "check", str(tmp_path / "a.piper"), "-p", "n=3", str(tmp_path / "b.piper"))[0] == 0
     assert ran(capsys, "check", "-pn=3", "--", str(tmp_path / "a.piper"))[0] == 0
-    assert "`x` is one argument too many" in ran(capsys, "orders", "a.piper", "-p", "n=3", "x")[2]
+    assert "unexpected argument `x`" in ran(capsys, "orders", "a.piper", "-p", "n=3", "x")[2]
 
 
 def test_alone_it_prints_help_and_does_not_look_like_success(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +218,7 @@ def test_check_of_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (code, out) == (1, "")
     assert re.findall(r"^(\S+?):", err, re.MULTILINE) == ["deep/er/b.piper"]
     code, out, err = ran(capsys, "check", "deep", "a.piper", "a.piper")
-    assert (code, out) == (1, "a.piper: fine (no directives)\n")
+    assert (code, out) == (1, "a.piper: ok (no directives)\n")
     assert "--> deep/er/b.piper:1:8" in err
 
 
@@ -240,7 +240,7 @@ def test_folders_that_give_nothing(command: str, folder: Path, capsys: pytest.Ca
     code, _, err = ran(capsys, command, "empty", "a.piper", "--format", "concise")
     assert (code, err) == (
         2,
-        "P0901 no .piper files in empty help: folders are searched for *.piper, hidden folders are not\n",
+        "P0901 no .piper files in empty help: folders are searched for *.piper; hidden folders are skipped\n",
     )
 
 
@@ -278,7 +278,7 @@ def test_github(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert first.startswith(
         "::error file=a%2Cb%3Ac%25.piper,line=1,endLine=1,col=9,endColumn=13,title=P0207%3A requirement not met::"
     )
-    assert first.endswith("::50%25%0Amore: \u00e9: this must hold")
+    assert first.endswith("::50%25%0Amore: \u00e9: this condition is false")
     assert "%0Ahelp: " in second
     assert second.startswith("::error file=d.piper,line=1,")
     assert ran(capsys, "check", BOTH, "--format", "github") == (0, "", "")

@@ -46,7 +46,7 @@ def test_what_it_writes_trains_and_keeps_the_mathematics(here: Path, capsys: pyt
     _, check, train = commands(capsys.readouterr().out)
     assert check[1:3] == ["a job/model.py", "a job/schedule.piper"]
     assert main(check) == 0
-    assert "same mathematics (2 devices, 2 chunks" in capsys.readouterr().out
+    assert "matches plain PyTorch (2 devices, 2 chunks" in capsys.readouterr().out
     assert main([*train, "--executor", "inline", "--json", "--out", "run"]) == 0
     losses = [json.loads(line)["loss"] for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 50
@@ -78,7 +78,7 @@ def test_what_the_schedule_suggests_works(here: Path, capsys: pytest.CaptureFixt
 def test_never_writes_over_a_file(there: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / there).write_text("mine")
     assert main(["init"]) == 2
-    assert f"error[P0902]: `{there}` is in this folder already" in capsys.readouterr().err
+    assert f"error[P0902]: `{there}` already exists in this folder" in capsys.readouterr().err
     assert [(path.name, path.read_text()) for path in here.iterdir()] == [(there, "mine")]
 
 

@@ -43,7 +43,7 @@ def test_secondary_labels_in_the_same_and_in_other_files() -> None:
     assert any(line.strip() == "..." for line in lines)
     assert any(line.strip().startswith("3 | place [stage=0]") for line in lines)
     assert any("::: std/pipeline.piper:" in line for line in lines)
-    assert lines[-1].strip().startswith("= help: a chunk runs in one place")
+    assert lines[-1].strip().startswith("= help: a chunk has one placement")
 
 
 def test_calls_of_the_users_own_functions_are_shown() -> None:
@@ -77,7 +77,7 @@ def test_long_and_odd_lines_stay_readable() -> None:
     line = "let a = " + "1 + " * 300 + "nope"
     text = shown(line + "\n")
     assert max(map(len, text.splitlines())) < 200
-    assert "^^^^ not bound here" in text
+    assert "^^^^ not defined here" in text
     wide = shown('let 長 = "x"\n')
     caret = next(part for part in wide.splitlines() if "^" in part)
     quoted = next(part for part in wide.splitlines() if part.startswith("1 |"))

@@ -535,7 +535,7 @@ def test_the_text_for_people() -> None:
         "  = note: in the model: head\n"
         "  = help: `replicate` or `shard` it over gpu.dp, or place it on one of them: gpu[dp=0]\n"
         "\n"
-        "1 error; `piperc explain P0404` tells more\n"
+        "1 error; for details, run `piperc explain P0404`\n"
     )
 
 
@@ -551,17 +551,17 @@ def test_a_circle_is_named_node_by_node() -> None:
     ("arguments", "says"),
     [
         (["check", "model.py"], "SCHEDULE.piper is missing"),
-        (["check", "model.py", "schedule.piper", "schedule.piper"], "not with 2"),
+        (["check", "model.py", "schedule.piper", "schedule.piper"], "expected one script with a model, not 2"),
         (["check", "schedule.piper", "--numerics"], "needs a model"),
-        (["check", "schedule.piper", "model.py"], "the model comes first"),
+        (["check", "schedule.piper", "model.py"], "the model must come before the schedule"),
         (["check", "model.py", "nothing.piper"], "nothing.piper"),
         (["check", "nothing.py", "schedule.piper"], "nothing.py"),
         (["check", "model.py", "schedule.piper", "-p", "ranks=2"], "`ranks`"),
         (["graph", "model.py", "schedule.piper", "-p", "ranks=2"], "`ranks`"),
-        (["graph", "model.py", "schedule.piper", "--after", "-1"], "below 0"),
+        (["graph", "model.py", "schedule.piper", "--after", "-1"], "--after must be at least 0, not -1"),
         (["graph", "model.py", "schedule.piper", "--svg", "nowhere/graph.svg"], "nowhere/graph.svg"),
-        (["graph", "schedule.piper", "model.py"], "the model comes first"),
-        (["graph", "schedule.piper", "schedule.piper"], "no Python file"),
+        (["graph", "schedule.piper", "model.py"], "the model must come before the schedule"),
+        (["graph", "schedule.piper", "schedule.piper"], "is not a Python file"),
     ],
     ids=" ".join,
 )

@@ -1070,7 +1070,7 @@ def test_the_text_for_people() -> None:
         "   = note: in module blocks.1\n"
         "   = help: compute both sides and choose with torch.where(condition, a, b); branches on shapes are fine\n"
         "\n"
-        "1 error; `piperc explain P0802` tells more\n"
+        "1 error; for details, run `piperc explain P0802`\n"
     )
 
 

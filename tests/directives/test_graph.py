@@ -192,7 +192,7 @@ def test_numerics(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) ->
     assert 0 < found["max_grad_rel_err"] < 1e-9  # summed in another order, so not to the last bit
     assert found["max_weight_rel_err"] < 1e-9
     assert main(["check", *files]) == 0
-    assert "fine with" in capsys.readouterr().out
+    assert "ok with" in capsys.readouterr().out
 
 
 def test_numerics_can_fail(

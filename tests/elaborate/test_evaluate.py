@@ -389,4 +389,4 @@ def test_a_requirement_without_words() -> None:
     """An empty message is no message: the error still says what it is about."""
     (problem,) = outline(Source("s.piper", 'require 1 == 2, ""\n')).problems
     assert problem.code == "P0207"
-    assert problem.message == "a requirement does not hold"
+    assert problem.message == "requirement not met"

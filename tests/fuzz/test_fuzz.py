@@ -163,7 +163,7 @@ def test_fine(executor: str, count: int, capsys: pytest.CaptureFixture[str], tmp
     )
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in said[:-1]] == [
-        f"seed {seed}: same mathematics" for seed in range(3, 3 + count)
+        f"seed {seed}: matches plain PyTorch" for seed in range(3, 3 + count)
     ]
     assert said[-1] == f"{count} schedules, 0 of them wrong"
     assert list(tmp_path.iterdir()) == []
@@ -233,12 +233,12 @@ def test_an_exception_of_the_compiler_is_a_fault_too(
     ("arguments", "says"),
     [
         (["--mesh", "pp"], "--mesh pp"),
-        (["--mesh", "pp=2,pp=2"], "not understood"),
-        (["--mesh", "dp=0"], "not understood"),
-        (["--mesh", "dp=7"], "do not come out even on 7"),
-        (["--count", "0"], "nothing to do"),
-        (["--devices", "0"], "nothing to do"),
-        (["--mesh", "pp=2", "--devices", "4"], "exclude each other"),
+        (["--mesh", "pp=2,pp=2"], "invalid mesh"),
+        (["--mesh", "dp=0"], "invalid mesh"),
+        (["--mesh", "dp=7"], "is not divisible by 7 devices"),
+        (["--count", "0"], "--count must be at least 1, not 0"),
+        (["--devices", "0"], "--devices must be at least 1, not 0"),
+        (["--mesh", "pp=2", "--devices", "4"], "cannot be combined"),
         (["--counts=3"], "did you mean `--count`?"),
     ],
 )

@@ -354,7 +354,7 @@ def test_other_commands_tell_on_standard_error(
     done = piperc("check", "model.py", "s.piper")
     assert done.code == 0
     assert re.search(r"^tracing model.py \.\.\. [1-9] s$", done.err, re.MULTILINE)
-    assert done.out.startswith("s.piper: fine")
+    assert done.out.startswith("s.piper: ok")
     done = piperc("check", "model.py", "s.piper", "--json")
     assert json.loads(done.out)["ok"]
     assert done.err == ""

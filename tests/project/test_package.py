@@ -156,7 +156,7 @@ def test_neither_torch_nor_ray_is_there(installed: Installed) -> None:
 
 
 def test_the_front_end_works(installed: Installed) -> None:
-    assert installed.piperc("check", ".") == "s.piper: fine (2 devices, 2 chunks, 8 ordered steps)\n"
+    assert installed.piperc("check", ".") == "s.piper: ok (2 devices, 2 chunks, 8 ordered steps)\n"
     assert installed.piperc("fmt", "--check", ".") == ""
     assert "device 0 | F0 F1" in installed.piperc("orders", "s.piper")
     assert installed.piperc("explain", "P0302").startswith("# P0302")

@@ -102,14 +102,14 @@ def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
     out = done.stdout
     assert "matched   4 nodes: 2 F, 2 B" in out
     assert "comm      + 2 send/recv, 128 KiB, stream comm" in out
-    assert "missing   [stage=2], [stage=3] have no place; estimates follow" in out
+    assert "missing   [stage=2], [stage=3] are not placed; estimates follow" in out
     assert "undone    place [stage=2:4] on gpu[pp=0]" in out
     assert re.search(r"memory    device 0: [\d.]+ MiB -> [\d.]+ MiB peak", out)
     assert re.search(r"step      \d+ us -> \d+ us estimated, idle \d+% -> \d+%", out)
-    assert "open      16 of 32 passes are in no order: the compiler chooses" in out
+    assert "open      16 of 32 passes are not ordered: the compiler schedules them" in out
     assert "device 1 | .    .    2F0* 3F0* 3B0*----- 2B0*----- 2F1*" in out
     assert "% idle (F=I=W=1, B=2, communication free, stages in a chain); * changed" in out
-    assert "numerics  same mathematics" in out
+    assert "numerics  matches plain PyTorch" in out
     losses = [float(x) for x in re.findall(r"^step +\d+  loss ([\d.]+)", out, re.MULTILINE)]
     assert "verified against eager PyTorch" in out
     assert out.count("trained 3 steps on 2 devices") == 1
@@ -151,8 +151,8 @@ def test_training_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = re.findall(r"step +(\d+)  loss ([\d.]+)", again.stdout)
     assert done.returncode == 0, done.stderr
     assert apart[:4] == whole
-    assert "going on after step 1" in done.stdout
-    assert "the script has changed: training starts anew" in done.stdout
+    assert "continuing after step 1" in done.stdout
+    assert "the script has changed: training starts over" in done.stdout
     assert apart[4] == ("0", whole[0][1])
 
 
@@ -201,7 +201,8 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
     assert "  -> F[stage=0, mb=0] on gpu[pp=0]  ordered by session:5" in done.stdout
     assert "  -> recv.F[stage=2, mb=0] on gpu[pp=1]  reads " in done.stdout
     assert (
-        "no, the other way round: F[stage=2, mb=0] on gpu[pp=1] waits for F[stage=0, mb=0] on gpu[pp=0]" in done.stdout
+        "no, the order is reversed: F[stage=2, mb=0] on gpu[pp=1] waits for F[stage=0, mb=0] on gpu[pp=0]"
+        in done.stdout
     )
     assert "both are the same node: F[stage=2, mb=0] on gpu[pp=1]\nboth are the same 2 nodes;" in done.stdout
     assert "nothing orders them: F[stage=2, mb=0] on gpu[pp=1] and F[stage=2, mb=1] on gpu[pp=1]" in done.stdout
@@ -225,8 +226,8 @@ split batch into 4 as mb
 """
     done = repl_here(text, GPT, monkeypatch=monkeypatch)
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
-    assert "nodes     19 new, 12 gone, 0 changed" in done.stdout  # two of its updates have the same name
-    assert "missing   [stage=2], [stage=3] have no place" in done.stdout
+    assert "nodes     19 added, 12 removed, 0 changed" in done.stdout  # two of its updates have the same name
+    assert "missing   [stage=2], [stage=3] are not placed" in done.stdout
     assert "4 nodes: 4 F\n16 nodes: 16 F\n" in done.stdout
     assert "+ 6 send/recv (2 -> 8), 128 KiB, stream comm" in done.stdout
     assert "send.F[stage=1, mb=0] on gpu[pp=0]  stream comm  session:2" in done.stdout
@@ -247,7 +248,7 @@ def test_tags_are_cut_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     done = repl_here(text, GPT, monkeypatch=monkeypatch)
     assert "did you mean `blocks.0.down`?" in done.stderr or "P0306" in done.stderr
-    assert "the model is cut when a directive uses the chunks" in done.stdout
+    assert "the model is cut into chunks when a directive uses them" in done.stdout
     assert "16 nodes: 8 F, 8 B" in done.stdout
     assert done.stdout.count("F[part=up, stage=") == 4
 
@@ -329,7 +330,7 @@ def test_no_error_is_exit_code_zero() -> None:
         (":undo x\n", "`x` is not a number of statements"),
         (":redo\n", "nothing to redo"),
         (":at 3\n", "`3` is not one of 0 to 0"),
-        (":at\n", "a number of statements is needed"),
+        (":at\n", "expected a number of statements"),
         (":orders foo\n", "`:orders` takes no argument"),
         (":quit foo\n", "`:quit` takes no argument"),
         ("undo\n", "commands start with a colon: `:undo`"),
@@ -338,17 +339,17 @@ def test_no_error_is_exit_code_zero() -> None:
         ("exit\n", "commands start with a colon: `:quit`"),
         ("let x = 1\n:undo 2\n", "only 1 statement can be undone"),
         ("mesh g = pp: 2\nplace [stage=0] on g[pp=0]\n:cost stage=99:2\n", "help: stage is one of 0\n"),
-        (":at 0 :run 3\n", "`:run` cannot look at an earlier state"),
-        (":diff 1\n", "two numbers are needed"),
+        (":at 0 :run 3\n", "`:run` cannot be used with `:at`"),
+        (":diff 1\n", "expected two numbers"),
         (":why [stage=0]\n", "with `before` between them"),
-        (":cost F=0\n", "`F=0` is not a cost from 1 to 100"),
+        (":cost F=0\n", "`F=0` is not a cost; expected 1 to 100"),
         (":cost Q=2\n", "`Q` is not a pass"),
-        (":save\n", "a file is needed"),
-        (":save x.txt\n", "a script ends in .piper"),
+        (":save\n", "expected a file"),
+        (":save x.txt\n", "the name of a script must end in .piper"),
         (":load nowhere.piper\n", "cannot read nowhere.piper"),
-        (":explain P9999\n", "there is no code `P9999`"),
-        (":explain\n", "there was no error yet"),
-        (":help nothing\n", "there is no help about `nothing`"),
+        (":explain P9999\n", "unknown code `P9999`"),
+        (":explain\n", "there was no diagnostic yet"),
+        (":help nothing\n", "no help for `nothing`"),
         (":graph\n", "needs a model"),
         (":count\n", "`:count` needs a selector"),
         (":count [stage=\n", "error[P0105]"),
@@ -372,8 +373,8 @@ def test_every_mistake_is_a_diagnostic(
 
 def test_usage_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, says in [
-        (["s.piper", "m.py"], "the model comes first"),
-        (["m.txt"], "neither a model nor a script"),
+        (["s.piper", "m.py"], "the model must come first"),
+        (["m.txt"], "neither a .py nor a .piper file"),
         (["a.py", "b.py"], "one model and one script"),
         (["nowhere.py"], "cannot read nowhere.py"),
         (["nowhere.piper"], "cannot read nowhere.piper"),
@@ -443,7 +444,7 @@ def test_help_and_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert all(re.search(rf"^  {name}\b.*\S", done.stdout, re.MULTILINE) for name in names)
     assert max(map(len, done.stdout.partition("\n\n`:help")[0].splitlines())) <= 100
-    assert "Ctrl-C stops after the step" in done.stdout
+    assert "Ctrl-C stops after the current step" in done.stdout
     assert "from std.pipeline import one_f_one_b" in done.stdout
     assert "# P0201" in done.stdout
     assert "# P0302" in done.stdout
@@ -467,7 +468,7 @@ def test_the_session_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text = lines.replace(":run 3", ":run 3 inline")
     done = repl_here(text, "--strict", "my_job/model.py", monkeypatch=monkeypatch, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "same mathematics" in done.stdout
+    assert "matches plain PyTorch" in done.stdout
     found = piperc("check", str(tmp_path / "my_job" / "model.py"), str(tmp_path / "my_job" / "mine.piper"), "--json")
     assert json.loads(found)["ok"]
 
@@ -521,16 +522,16 @@ def test_closed_standard_streams(closed: str, code: int) -> None:
 
 def test_every_axis_without_a_use_is_named() -> None:
     session = Session()
-    assert "missing   axis a.pp has no use [P0404]" in str(session.execute("mesh a = pp: 2"))
+    assert "missing   axis a.pp is not used [P0404]" in str(session.execute("mesh a = pp: 2"))
     session.execute("mesh b = x: 2, y: 3")
     answer = str(session.execute("mesh c = q: 4, r: 2, s: 2, t: 2"))
-    assert "missing   axes a.pp, b.x, b.y, c.q, c.r, c.s and 1 more have no use [P0404]" in answer
+    assert "missing   axes a.pp, b.x, b.y, c.q, c.r, c.s and 1 more are not used [P0404]" in answer
 
 
 def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n"
     done = repl_here(text, GPT, monkeypatch=monkeypatch)
-    assert "  missing   axis other.x has no use [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
+    assert "  missing   axis other.x is not used [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
     assert "gpu.dp has no use" not in done.stdout
     # Opening is told in the words of other commands.
     assert re.search(

@@ -106,11 +106,11 @@ def test_a_session_that_is_replaced_is_not_lost(tmp_path: Path, capsys: pytest.C
     assert repr(shell.user_ns["piper"]) == "<session: 1 statement, not saved>"
     magics.piper(str(tmp_path / "other.piper"))
     said = capsys.readouterr().out
-    assert "the session before has 1 statement not saved: it is `piper_before` now" in said
+    assert "the previous session has 1 unsaved statement: it is now `piper_before`" in said
     shell.user_ns["piper_before"].save(str(tmp_path / "kept.piper"))
     assert (tmp_path / "kept.piper").read_text() == "let x = 3\n"
     magics.piper("")  # what is open now is a file's
-    assert "the session before" not in capsys.readouterr().out
+    assert "the previous session" not in capsys.readouterr().out
     with pytest.raises(Refused):
         magics.piper("nowhere.py")
     assert magics.session is shell.user_ns["piper"]

@@ -153,7 +153,7 @@ def test_completion_blocks_history_and_leaving(terminal: Callable[..., Screen]) 
     screen.shows(r"^piper:6> split batch into 2 as mb")
     screen.process.send("\x03")
     screen.process.send("\x04")  # Ctrl-D
-    screen.shows("5 statements not saved: `:save FILE`, or Ctrl-D again to leave")
+    screen.shows("5 statements not saved: `:save FILE`, or Ctrl-D again to quit")
     screen.process.send("\x04")
     assert screen.ended() == 0
 
@@ -176,7 +176,7 @@ def test_history_is_kept_between_sessions(terminal: Callable[..., Screen]) -> No
     first = terminal()
     first.shows(r"^piper:1>")
     first.enter("let answer = 42", r"^piper:2>")
-    first.enter(":quit", "1 statement not saved: `:save FILE`, or `:quit` again to leave")
+    first.enter(":quit", "1 statement not saved: `:save FILE`, or `:quit` again to quit")
     first.enter("answer", r"^42$")  # stays, and would ask again
     first.enter(":quit", r"(?s)1 statement not saved.*1 statement not saved")
     first.type(":quit\r")
@@ -194,10 +194,10 @@ def test_ctrl_c_stops_a_run_and_stays_in_the_session(terminal: Callable[..., Scr
     screen.type(":run 5000 inline\r")
     screen.shows(r"^step    3  loss", 120)
     screen.process.send("\x03")
-    screen.shows(r"stopped before step \d+; `:run` goes on")
+    screen.shows(r"stopped before step \d+; `:run` continues")
     screen.shows(r"^piper:1>\s*$")
     screen.type(":run 1 inline\r")
-    screen.shows(r"going on after step \d+")
+    screen.shows(r"continuing after step \d+")
     screen.shows(r"trained 1 step on 1 device")
     screen.type(":quit\r")
     assert screen.ended() == 0

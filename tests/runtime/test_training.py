@@ -274,7 +274,7 @@ def test_a_norm_that_is_none(files: tuple[str, str], line: str, said: str, capsy
 
 def test_flags_that_cannot_be_followed(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*files, "--backend", "nccl"]) == (2 if not torch.cuda.is_available() else 0)
-    assert "torch sees no GPU" in capsys.readouterr().err
+    assert "torch finds no GPU" in capsys.readouterr().err
     Path(files[0]).write_text(MODEL.replace("def validation", "def other"))
     assert main([*files, "--validate-every", "2"]) == 2
     assert "has no `validation`" in capsys.readouterr().err
