@@ -455,16 +455,16 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
     "subclass under ZeRO": (
         "zero1",
         Normed,
-        ("Normed may read all", "`elementwise = True`", "`per_parameter = True`", "is divided"),
+        ("Normed may read all", "`elementwise = True`", "`per_parameter = True`", "is sharded"),
     ),
     "subclass under a pipeline": (
         "pp",
         Normed,
         ("Normed may read all", "is not on device", "keep all weights unsharded on every device"),
     ),
-    "declared per parameter": ("zero1", Halved, ("Halved needs unsharded weights", "is divided", "AdamW")),
+    "declared per parameter": ("zero1", Halved, ("Halved needs unsharded weights", "is sharded", "AdamW")),
     "Adafactor": ("pp zero3", optim.Adafactor, ("Adafactor needs unsharded weights", "states=sharded")),
-    "Muon": ("columns", partial(matrices, optim.Muon), ("Muon needs unsharded weights", "middle.weight is divided")),
+    "Muon": ("columns", partial(matrices, optim.Muon), ("Muon needs unsharded weights", "middle.weight is sharded")),
     "LBFGS": ("ddp", optim.LBFGS, ("LBFGS.step needs a closure",)),
     "SAM": ("ddp", Sam, ("Sam.step needs a closure",)),
     "SparseAdam": ("ddp", optim.SparseAdam, ("SparseAdam needs sparse gradients",)),
@@ -508,14 +508,14 @@ def test_a_refusal_points_at_the_directive() -> None:
     assert (span.source.name, span.first.line) == ("s.piper", 3)
     with pytest.raises(PiperError) as caught:
         threads("zero1", optim.Adafactor, steps=0)
-    assert "divided by s.piper:3" in said(caught.value)
+    assert "sharded by s.piper:3" in said(caught.value)
 
 
 def test_refused_on_workers(cluster: Cluster) -> None:
     with pytest.raises(PiperError) as caught:
         workers(cluster, "pp zero3", Normed, steps=0)
     assert caught.value.diagnostics[0].code == "P0601"
-    assert "divided by s.piper:5" in said(caught.value)
+    assert "sharded by s.piper:5" in said(caught.value)
     assert_equal(
         workers(cluster, "ddp", Normed, RATES["cosine"]), plain(lambda model: Normed(trained(model)), RATES["cosine"])
     )

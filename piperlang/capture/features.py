@@ -161,7 +161,7 @@ def _experts(values: Mapping[Slot, torch.Tensor]) -> int:
     if len(found) != 1:
         if not found:
             raise Unfit(
-                "style=experts needs a weight with three or more dimensions, the first of which is the experts",
+                "no weight of the chunk has three or more dimensions, the first of which must be the experts",
                 help="for a chunk without experts, use `with style=columns`, `rows` or `sequence`",
             )
         raise Unfit(

@@ -69,11 +69,11 @@ class Repair(StrEnum):
     PAIRS = "compare values within a sample; a loss over pairs of samples needs a batch that is not divided"
     ALIKE = "run the same operators for every batch size"
     FREQUENCIES = "remove `scale_grad_by_freq`"
-    KNOWN = "write it with other operators"
+    KNOWN = "rewrite it with other operators"
     ALONE = "do not combine it with values of single samples"
     NUMBERS = "compute with tensors"
     LAST = "take its mean over the samples"
-    FIRST = "apply it to a value whose first dimension is the batch"
+    FIRST = "apply it to a value whose first dimension is the batch dimension"
     THROUGHOUT = "use only means over the samples, or only sums"
 
 

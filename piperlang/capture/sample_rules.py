@@ -10,7 +10,7 @@ import torch
 from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, State, growing
 from piperlang.capture.tried import objection
 
-# ------------------------------------------------------------------------------------------- element by element
+# ------------------------------------------------------------------------------------------------- elementwise
 
 
 def pointwise(call: Call) -> State:

@@ -39,7 +39,7 @@ _DEEPEST = 4
 @dataclass(frozen=True)
 class Samples:
     loss: str
-    """`mean` or `sum`: how the losses of parts of the batch combine into the loss of the whole."""
+    """`mean` or `sum`: how the losses of the parts of the batch combine into the loss of the whole batch."""
     dims: dict[str, tuple[int, int]]
     """By node: its batch dimension, and how many consecutive elements of it belong to one sample."""
     mixing: Diagnostic | None
@@ -52,7 +52,7 @@ class Samples:
 
 
 def samples(small: Traced, large: Traced) -> Samples:
-    """`small` and `large` are one program traced at two sizes of the batch, 2 samples or more."""
+    """`small` and `large`: one program traced at two batch sizes, both at least 2."""
     assert large.samples > small.samples > 1
     assert large.samples % small.samples == 0
     if not _same(small.graph, large.graph):
@@ -295,14 +295,13 @@ class _Walk:
         self.known[key] = graph
         return graph
 
-    # --------------------------------------------------------------------------------------- backwards of autograd
-    # Functions
+    # ------------------------------------------------------------------------------ backwards of autograd Functions
 
     def _check_backward(self, a: fx.Node, b: fx.Node, states: States, call: Call) -> None:
         """A user-defined backward must process each sample independently, as autograd's own backward does where the
         forward does."""
         given = [self.states[leaf] for leaf in a.args if isinstance(leaf, fx.Node)]
-        # The gradient of what is free of data, a weight, is a sum over the samples.
+        # The gradient of a value that does not depend on data, such as a weight, is a sum over the samples.
         coming = [Along(s.dim, s.inner) if isinstance(s, Along) else Mixed(0) for s in _several(states)]
         graphs = [backward_graph(node, mode, _table()) for node, mode in zip((a, b), self.modes, strict=True)]
         if not _same(graphs[0], graphs[1]):
@@ -379,7 +378,7 @@ def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, sampl
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The tensor that a chain of views and writes starts from."""
+    """The tensor at the start of a chain of views and writes."""
     schema = getattr(node.target, "_schema", None)
     while (
         schema is not None

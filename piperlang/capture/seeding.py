@@ -1,4 +1,4 @@
-"""One seed for every generator that model code commonly draws from: torch, `random` and NumPy."""
+"""Seeds all generators that model code commonly uses: torch, `random` and NumPy."""
 
 from __future__ import annotations
 

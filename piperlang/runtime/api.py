@@ -1,4 +1,4 @@
-"""From Python: a model, a schedule, and an object that trains it.
+"""The Python API: compiles a model and a schedule into an object that trains the model.
 
 trainer = piperlang.compile(make_model, "schedule.piper", loss=loss, example=(inputs, target), optimizer=optimizer)
 for batch in loader:

@@ -90,7 +90,7 @@ def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Tra
 
 
 class Guard:
-    """The plain model beside the captured program."""
+    """Compares the plain model with the captured program."""
 
     def __init__(self, captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> None:
         self.captured, self.plan, self.batch, self.training, self.seed = captured, plan, batch, training, training.seed
@@ -218,8 +218,7 @@ class Guard:
         found: tuple[Any, Any] = pytree.tree_map(cut, self.batch)
         return found
 
-    # ------------------------------------------------------------------------------------------------- the captured
-    # program
+    # ----------------------------------------------------------------------------------------- the captured program
 
     def _captured(self, buffers: Mapping[str, torch.Tensor], flat: list[torch.Tensor], call: int, plain: Eager) -> _Ran:
         tensors = named_tensors(self.model) | dict(buffers) | self.traced.constants

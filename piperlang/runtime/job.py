@@ -239,8 +239,8 @@ class Job:
         return [self.cluster.call(i, "step", feed, count, gradients) for i, feed in enumerate(feeds)]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        """The loss of a batch, by the plan that was prepared."""
-        assert self.evaluation is not None, "prepare a plan for evaluation first"
+        """The loss of a batch, with the evaluation plan."""
+        assert self.evaluation is not None, "call prepare() with an evaluation plan first"
         self.active = self.evaluation
         count, feeds = self.evaluation.feeds(batch)
         return self.finish([self.cluster.call(i, "evaluate", feed, count) for i, feed in enumerate(feeds)]).loss

@@ -63,7 +63,7 @@ class ThreadJob:
         self.evaluation = _Routine(plan, captured, board, devices)
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        assert self.evaluation is not None, "prepare a plan for evaluation first"
+        assert self.evaluation is not None, "call prepare() with an evaluation plan first"
         return self.evaluation.run(self.steps, self.evaluation.checked(batch))
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:

@@ -23,9 +23,9 @@ CONVERTS = ("to", "_to_copy", "type_as", "type")
 class Whole(Enum):
     """How integers and booleans are changed."""
 
-    KEPT = "as they are"
+    KEPT = "unchanged"
     MIXED = "those of other samples"
-    MORE = "those of other samples, and where all samples have the same one, that or the next"
+    MORE = "those of other samples; if all samples have the same value, that value or the next"
 
 
 def varied(batch: tuple[Any, Any], seed: int, noise: bool = True, more: bool = True) -> Iterator[tuple[Any, Any]]:
