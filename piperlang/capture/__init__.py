@@ -1,1 +1,1 @@
-"""From a PyTorch model to chunks with explicit forward and backward graphs, without holding a weight."""
+"""Captures a PyTorch model as chunks with explicit forward and backward graphs, without allocating its weights."""

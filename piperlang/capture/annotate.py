@@ -9,21 +9,21 @@ from typing import Any
 from torch.fx import traceback
 
 PREFIX = "piper."
-"""Marks our keys among everything else that fx keeps in a node's `custom` metadata."""
+"""Prefix of piperlang's keys in a node's `custom` metadata, which fx shares with others."""
 
 
 @contextmanager
 def annotate(key: str, value: int | str) -> Iterator[None]:
-    """Tag every operator inside with key=value, for selectors like `[key=value]`. Tags nest; the innermost of a key
-    holds."""
+    """Tag every operator inside with key=value, for selectors like `[key=value]`. Tags nest; the innermost value of a
+    key applies."""
     if not isinstance(key, str) or not key.isidentifier():
-        raise TypeError(f"a tag's name is an identifier, not {key!r}")
+        raise TypeError(f"the name of a tag must be an identifier, not {key!r}")
     if not isinstance(value, int | str) or isinstance(value, bool):
-        raise TypeError(f"a tag's value is an integer or a string, not {value!r}")
+        raise TypeError(f"the value of a tag must be an integer or a string, not {value!r}")
     with traceback.annotate({PREFIX + key: value}):
         yield
 
 
 def tags_of(custom: Mapping[str, Any] | None) -> dict[str, int | str]:
-    """The tags among a node's custom metadata."""
+    """The tags in a node's custom metadata."""
     return {key.removeprefix(PREFIX): value for key, value in (custom or {}).items() if key.startswith(PREFIX)}

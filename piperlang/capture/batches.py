@@ -1,4 +1,4 @@
-"""Batches that the user's `data` and `validation` give, each checked before it is used."""
+"""Batches of the user's `data` and `validation`, each checked before it is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAIRS = "yield (input, target) pairs"
 
 
 class UserBatches(Guarded):
-    """`data` or `validation`: called, it gives an iterator over batches that have been checked."""
+    """`data` or `validation`. A call returns an iterator over checked batches."""
 
     def __call__(self) -> Iterator[tuple[Any, Any]]:
         first: Any = None
@@ -28,7 +28,7 @@ class UserBatches(Guarded):
             first = batch if first is None else first
             yield batch[0], batch[1]
         if first is None:
-            raise PiperError(mistake("P0801", Wrong(f"`{self.name}` gives no batch", _PAIRS), self.line))
+            raise PiperError(mistake("P0801", Wrong(f"`{self.name}` yields no batches", _PAIRS), self.line))
 
     def _batches(self) -> Iterator[Any]:
         with self.guarded():
@@ -40,7 +40,7 @@ class UserBatches(Guarded):
 
 
 def placed(batch: Any, cuda: bool) -> Any:
-    """A batch where the program will run: a trace keeps the device that operators were called with."""
+    """The batch on the device that runs the program: a trace records the device of its inputs."""
     device = "cuda" if cuda else "cpu"
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
@@ -51,21 +51,22 @@ def _no_batches(every: Any, name: str) -> Wrong | None:
     )
     if one:
         return Wrong(
-            f"`{name}` returned one batch, not an iterator over batches",
-            "write `yield input, target` instead of `return input, target`, in a loop if there are more",
+            f"`{name}` returned one batch instead of an iterator over batches",
+            "write `yield input, target` instead of `return input, target`, in a loop if there are several batches",
         )
     if not isinstance(every, Iterable) or isinstance(every, str | bytes):
         return Wrong(
-            f"`{name}` returned {kind(every)}, which is no iterator over batches",
+            f"`{name}` returned {kind(every)}, not an iterator over batches",
             f"{_PAIRS}, or return an iterator over them such as a torch DataLoader",
         )
     return None
 
 
 def wrong_batch(batch: Any, where: str) -> Wrong | None:
-    """Why something is not an (input, target) pair of tensors whose first dimension counts samples.
+    """Why a value is not an (input, target) pair of tensors whose first dimension is the batch dimension; None if it
+    is.
 
-    `where`: what it is called in messages."""
+    `where`: how messages name the value."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         return Wrong(f"{where} is {kind(batch)}, not an (input, target) pair", _pairs_from(batch))
     leaves = pytree.tree_leaves(batch)
@@ -73,53 +74,54 @@ def wrong_batch(batch: Any, where: str) -> Wrong | None:
     if other is not batch:
         return Wrong(
             f"{where} contains {kind(other)}",
-            "make every part of a batch a tensor whose first dimension counts samples, with torch.as_tensor or"
+            "make every part of a batch a tensor whose first dimension is the batch dimension, with torch.as_tensor or"
             " torch.stack",
         )
     counts = {leaf.shape[0]: leaf for leaf in leaves if leaf.dim()}
     if not counts:
         return Wrong(
-            f"{where} has no tensor with a dimension that counts samples",
-            "make every part of a batch a tensor whose first dimension counts samples",
+            f"{where} has no tensor with a batch dimension",
+            "make every part of a batch a tensor whose first dimension is the batch dimension",
         )
     if 0 in counts:
-        return Wrong(f"{where} has no samples: it contains {kind(counts[0])}", "leave empty batches out")
+        return Wrong(f"{where} has no samples: it contains {kind(counts[0])}", "skip empty batches")
     if len(counts) > 1:
         shapes = " and ".join(str(list(leaf.shape)) for leaf in list(counts.values())[:2])
         return Wrong(
             f"tensors of {where} have different numbers of samples: shapes {shapes}",
-            "let the first dimension of every tensor count the same samples",
+            "make the first dimension of every tensor the batch dimension, with the same number of samples",
         )
     return None
 
 
 def _pairs_from(batch: Any) -> str:
     if isinstance(batch, tuple | list) and len(batch) == 1:
-        return f"{_PAIRS}: `TensorDataset(inputs, targets)`, or `(x, x)` where the target is made from the input"
+        return f"{_PAIRS}: `TensorDataset(inputs, targets)`, or `(x, x)` where the target is computed from the input"
     if isinstance(batch, dict):
-        return f"{_PAIRS}; the input may be a dict, which becomes keyword arguments of the model"
+        return f"{_PAIRS}; the input may be a dict, whose entries become keyword arguments of the model"
     if isinstance(batch, tuple | list):
-        return f"{_PAIRS}; several inputs go into one tuple: `(a, b), target`"
+        return f"{_PAIRS}; put several inputs into one tuple: `(a, b), target`"
     return _PAIRS
 
 
 def wrong_change(batch: Any, first: Any, where: str) -> Wrong | None:
-    """How a batch differs from the first one, which the model was traced for."""
+    """How a batch differs from the first batch, which the model was traced with; None if it does not."""
     leaves, layout = pytree.tree_flatten(tuple(batch))
     known, before = pytree.tree_flatten(tuple(first))
     for leaf, other in zip(leaves, known, strict=False):
         if leaf.shape != other.shape:
             help = "give all batches the same shape: drop the last one (`DataLoader(..., drop_last=True)`) or pad it"
             return Wrong(
-                f"{where} has a tensor of shape {list(leaf.shape)}, and the first batch had {list(other.shape)}", help
+                f"{where} has a tensor of shape {list(leaf.shape)}, but the first batch had {list(other.shape)}", help
             )
         if leaf.dtype != other.dtype:
             return Wrong(
-                f"{where} has a tensor of {leaf.dtype}, and the first batch had {other.dtype}",
-                "give all batches the same type, with `.to(dtype)`",
+                f"{where} has a tensor of dtype {leaf.dtype}, but the first batch had {other.dtype}",
+                "give all batches the same dtype, with `.to(dtype)`",
             )
     if layout != before:
         return Wrong(
-            f"{where} has other parts than the first batch", "give all batches the same tuples, lists and dict keys"
+            f"{where} has a different structure than the first batch",
+            "give all batches the same tuples, lists and dict keys",
         )
     return None

@@ -1,10 +1,10 @@
-"""What a model writes while it runs: buffers that change, as values of the graph.
+"""Buffers that the model changes in its forward, as values of the graph.
 
-In plain PyTorch a buffer is changed once a step, by the forward of the whole batch. Here the forward of a chunk gives
-the new value as one more output. A value that does not depend on the samples (a counter, the vectors of spectral_norm)
-is the same for every part of the batch, so any part may give it; one that does (running statistics) is right only where
-the batch is not divided, which passes/build.py checks. Everything else that is written in place and outlives the
-forward is refused: parameters, plain tensors, views of buffers."""
+In plain PyTorch a buffer changes once per step, in the forward of the whole batch. Here the forward of a chunk returns
+the new value as an additional output. A value that does not depend on the samples (a counter, the vectors of
+spectral_norm) is the same for every part of the batch, so any part may compute it. A value that does (running
+statistics) is correct only where the batch is not divided, which passes/build.py checks. All other in-place writes to
+tensors that outlive the forward are refused: to parameters, plain tensors and views of buffers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ aten = torch.ops.aten
 
 
 def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[str, str]) -> dict[str, fx.Node]:
-    """Replace writes in place by operators that give new tensors.
+    """Replace in-place operators by operators that return new tensors.
 
-    `kept`: what outlives a step, by placeholder: parameters, buffers, constants; `buffers`: those of them that may
-    change. Gives the new values that running statistics take; all other changes are results of the replaced operators,
-    which the trace already reads in place of the old tensors."""
+    `kept`: the names of tensors that outlive a step (parameters, buffers, constants), by placeholder; `buffers`: those
+    of them that may change. Returns the new values of running statistics. All other new values are results of the
+    replaced operators, which the trace already reads instead of the old tensors."""
     statistics: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in (aten.batch_norm.default, aten.instance_norm.default):
@@ -41,10 +41,10 @@ def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[s
                     "the model changes its batch in place",
                     line_of_operator(node),
                     notes=[
-                        "whoever yields the same tensor again would yield the changed one; devices have copies",
+                        "eager PyTorch would change the tensor that `data` yielded, but devices work on copies of it",
                         module_of(node),
                     ],
-                    help="work on a copy: `x = x.clone()`, or write the operator without the underscore",
+                    help="work on a copy: `x = x.clone()`, or use the operator without the underscore",
                 )
             alone = direct and len(written(node)) == 1 and not _viewed_later(root, node)
             if root.op == "placeholder" and root.name in kept and (root.name not in buffers or not alone):
@@ -55,7 +55,7 @@ def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[s
 
 
 def _refuse_custom(node: fx.Node) -> None:
-    """An operator of the user's own that writes to its arguments: only aten's have a form without the write."""
+    """Refuse a user-defined operator that writes to its arguments: only aten operators have functional forms."""
     namespace = getattr(node.target, "namespace", "aten")
     if namespace not in ("aten", "piper"):
         raise error(
@@ -63,17 +63,17 @@ def _refuse_custom(node: fx.Node) -> None:
             f"operator {node.target} writes to its arguments",
             line_of_operator(node),
             notes=[module_of(node)],
-            help="let it return new tensors, with `mutates_args=()`",
+            help="return new tensors and declare `mutates_args=()`",
         )
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The tensor whose memory a value lies in."""
+    """The tensor that owns the memory of a value."""
     return _root(node)[0]
 
 
 def _viewed_later(root: fx.Node, write: fx.Node) -> bool:
-    """Whether a view made before the write is read after it: then it must see what was written."""
+    """Whether a view made before the write is read after it: then it must contain the written values."""
     views, readers = {root}, set()
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     todo = [root]
@@ -89,14 +89,14 @@ def _viewed_later(root: fx.Node, write: fx.Node) -> bool:
 
 
 def _chain(node: fx.Node) -> Iterator[fx.Node]:
-    """The views and writes between a value and the tensor whose memory it lies in."""
+    """The views and writes between a value and the tensor that owns its memory."""
     while (source := _aliased(node)) is not None:
         yield node
         node = source
 
 
 def new_values(values: Mapping[str, fx.Node], names: Mapping[str, str]) -> dict[str, fx.Node]:
-    """Of what buffers are at the end of the forward, by placeholder, those that have changed."""
+    """The buffers whose value has changed at the end of the forward, by placeholder."""
     changed = {}
     for place, node in values.items():
         if node.op == "placeholder" and node.name == place:
@@ -105,12 +105,12 @@ def new_values(values: Mapping[str, fx.Node], names: Mapping[str, str]) -> dict[
         if (old.meta["val"].shape, old.meta["val"].dtype) != (node.meta["val"].shape, node.meta["val"].dtype):
             raise error(
                 "P0803",
-                f"buffer {names[place]} is replaced by one of another shape or type",
+                f"buffer {names[place]} is replaced by a tensor of a different shape or dtype",
                 line_of_operator(node),
                 notes=[module_of(node)],
-                help="keep the shape and type that it is registered with",
+                help="keep the shape and dtype that it was registered with",
             )
-        # The new value is an output of its own, whoever else reads it, and nothing is differentiated through it.
+        # The new value is a separate output, even if other operators read it, and no gradient flows through it.
         if node.op == "placeholder" or len(node.users) > 1 or node.meta["val"].requires_grad:
             with node.graph.inserting_before(_after(node)):
                 node = _call(
@@ -121,7 +121,7 @@ def new_values(values: Mapping[str, fx.Node], names: Mapping[str, str]) -> dict[
 
 
 def _after(node: fx.Node) -> fx.Node:
-    """The first operator after a node."""
+    """The first operator after a node, placeholders skipped."""
     node = node.next
     while node.op == "placeholder":
         node = node.next
@@ -143,7 +143,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def _root(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The tensor that a chain of views and writes starts from, and whether there is no view in between."""
+    """The tensor at the start of a chain of views and writes, and whether the chain has no view."""
     direct = True
     while (source := _aliased(node)) is not None:
         direct = direct and not _is_view(node)
@@ -152,7 +152,7 @@ def _root(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
-    """What the result of an operator shares its memory with."""
+    """The argument that the result of an operator shares its memory with; None if it has its own."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None or not schema.arguments:
         return None
@@ -168,7 +168,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, must: bool, name: str) -> None:
-    """The operator without the write. One that has no such form stays, unless it writes to a buffer."""
+    """Replace an in-place operator by its functional form. One without such a form stays, unless it writes to a
+    buffer."""
     plain = _functional(node.target)
     if plain is None:
         if must:
@@ -206,7 +207,7 @@ def _functional(target: Any) -> Any:
 def _call(
     graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> fx.Node:
-    """A new node, at the place and with the module and line of another."""
+    """A new node with the position, module and source line of another."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     node.meta = dict(like.meta)
     given_args, given_kwargs = fx.node.map_arg((args, dict(kwargs or {})), lambda n: n.meta["val"])
@@ -217,8 +218,8 @@ def _call(
 
 
 def _running(graph: fx.Graph, node: fx.Node, current: dict[str, fx.Node], buffers: Mapping[str, str]) -> None:
-    """Batch normalisation changes its running statistics, which its schema does not say: it is given none, and what
-    they become is computed beside it."""
+    """Batch normalization changes its running statistics, though its schema does not declare it. It is called without
+    them, and their new values are computed by separate operators."""
     given: Any = node.args
     x, _, _, mean, variance, training, momentum = given[:7]
     if not training or not isinstance(mean, fx.Node):
@@ -238,7 +239,7 @@ def _running(graph: fx.Graph, node: fx.Node, current: dict[str, fx.Node], buffer
 
 
 def _refused(node: fx.Node, name: str, view: bool) -> PiperError:
-    how = "through a view, or in a way that has no form without the write" if view else "in place"
+    how = "through a view, or with an operator that has no functional form" if view else "in place"
     return error(
         "P0803",
         f"the model changes {name} while it runs",
@@ -246,14 +247,14 @@ def _refused(node: fx.Node, name: str, view: bool) -> PiperError:
         f"{node.target} writes to it {how}",
         notes=[module_of(node)],
         help=(
-            "let the forward only read parameters and plain tensors; keep what changes from step to step in a"
-            " registered buffer and assign it a new value: `self.x = f(self.x)`"
+            "only read parameters and plain tensors in the forward; keep values that change from step to step in a"
+            " registered buffer, and assign a new value: `self.x = f(self.x)`"
         ),
     )
 
 
 def ancestors(nodes: Iterator[fx.Node] | list[fx.Node]) -> set[fx.Node]:
-    """Operators that values depend on, themselves included."""
+    """The operators that values depend on, including their own."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:

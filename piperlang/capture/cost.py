@@ -1,4 +1,4 @@
-"""What a piece costs: floating-point operations and bytes moved, from shapes alone."""
+"""The cost of a stage program: floating-point operations and memory, from shapes alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 @dataclass(frozen=True)
 class Cost:
     flops: int
-    """Of matrix products, convolutions and attention, as torch counts them."""
+    """Floating-point operations of matrix products, convolutions and attention, as torch counts them."""
     read_bytes: int
     written_bytes: int
     scratch_bytes: int = 0
-    """Needed on the way, beyond what it reads and gives."""
+    """Peak bytes of temporaries, beyond inputs and outputs."""
     given: tuple[frozenset[int], ...] = ()
-    """For each thing that it takes, the storages it lies in, by number; the same for what it gives. Numbers tell only
-    which are the same."""
+    """For each input, the numbers of the storages it uses; the same for outputs. Equal numbers mean the same
+    storage."""
     gave: tuple[frozenset[int], ...] = ()
     sizes: Mapping[int, int] = field(default_factory=dict)
     """Bytes of each storage."""
@@ -51,7 +51,7 @@ def cost(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Cos
 
 
 def storages(values: Any) -> dict[int, int]:
-    """What values lie in, by identity, and how large that is."""
+    """The storages of values, by identity, with their sizes in bytes."""
     return {
         value.untyped_storage()._cdata: value.untyped_storage().nbytes()
         for value in pytree.tree_leaves(values)
@@ -60,7 +60,7 @@ def storages(values: Any) -> dict[int, int]:
 
 
 class _Watched(fx.Interpreter):
-    """Runs a graph and sees how much of its own it holds at most; the generated code, too, lets go of a value after its
+    """Runs a graph and records the peak size of its temporaries. Like the generated code, it frees a value after its
     last use."""
 
     def __init__(self, module: fx.GraphModule, inputs: list[Any]) -> None:
@@ -85,7 +85,7 @@ class _Watched(fx.Interpreter):
         return result
 
     def storages(self, values: Any) -> dict[int, int]:
-        """But for what was given."""
+        """The storages of values, without those of the inputs."""
         return {storage: length for storage, length in storages(values).items() if storage not in self.given}
 
 

@@ -1,8 +1,9 @@
-"""Losses that are a sum over a count: exact however the batch is divided, even where parts count differently.
+"""Losses that are a sum divided by a count: exact however the batch is divided, even where its parts have different
+counts.
 
 `loss` may return (sum, count), such as the sum of token losses and the number of tokens that are not masked. A cross
-entropy with reduction "mean" is one in disguise: it divides by the number of targets that are not `ignore_index`. The
-count of the whole batch is computed from the batch alone before a step; the graph then has the sum only, and its
+entropy with reduction "mean" is such a loss, too: it divides by the number of targets that are not `ignore_index`. The
+count of the whole batch is computed from the batch alone before a step. The graph then computes only the sum, and its
 gradient starts from 1 / count."""
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ MEAN, SUM = 1, 2
 def take_count(
     root: fx.GraphModule, batch: list[str], leaves: int, constants: Mapping[str, torch.Tensor]
 ) -> fx.GraphModule | None:
-    """Leave only the sum of the loss in the graph; gives a module from the batch's tensors to the count, or None where
-    there is no count.
+    """Leave only the sum of the loss in the graph. Returns a module that computes the count from the tensors of the
+    batch, or None where there is no count.
 
-    `leaves`: how many of the graph's outputs are the loss; those after it stay. `constants`: what the code makes of
-    numbers, by placeholder."""
+    `leaves`: how many of the graph's outputs belong to the loss; the outputs after them stay. `constants`: tensors made
+    of numbers in the code, by placeholder."""
     (output,) = (node for node in root.graph.nodes if node.op == "output")
     results, others = list(output.args[0][:leaves]), output.args[0][leaves:]
     if len(results) > 2 or not all(isinstance(node, fx.Node) for node in results):
         raise error(
             "P0807",
-            "the loss gives no tensor" if len(results) == 1 else f"the loss gives {len(results)} values",
-            help="return one number, or (sum, count)",
+            "the loss returns no tensor" if len(results) == 1 else f"the loss returns {len(results)} values",
+            help="return a scalar, or (sum, count)",
         )
     if len(results) == 1 and not _is_mean_of_targets(results[0]):
         return None
@@ -87,7 +88,7 @@ def _insert(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) 
 def _counting(
     root: fx.GraphModule, count: fx.Node, batch: list[str], constants: Mapping[str, torch.Tensor]
 ) -> fx.GraphModule:
-    """The part of the graph that makes the count, which must need nothing but the batch and constants."""
+    """The part of the graph that computes the count. It may depend only on the batch and on constants."""
     wanted: set[fx.Node] = set()
     todo = [count]
     while todo:
@@ -99,9 +100,9 @@ def _counting(
         if node.op == "placeholder" and node.name not in batch and node.name not in constants:
             raise error(
                 "P0807",
-                "the count of a loss depends on the model",
+                "the count of the loss depends on the model",
                 notes=[f"{module_of(count)}"],
-                help="count from the batch alone, such as the targets that are not masked",
+                help="compute the count from the batch alone, such as the number of targets that are not masked",
             )
     graph, held = fx.Graph(), nn.Module()
     copied = {node: graph.placeholder(node.name) for name in batch for node in root.graph.nodes if node.name == name}

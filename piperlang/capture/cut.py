@@ -1,7 +1,7 @@
-"""Cutting the traced graph into chunks: maximal runs of equal tags, in the order of the program.
+"""Cuts the traced graph into chunks: maximal runs of operators with equal tags, in program order.
 
-The chunks form a true DAG: a value used three stages later has its own edge, several tensors may cross an edge, and
-integers and masks cross it forward only."""
+The chunks form a DAG: a value used three stages later has its own edge, several tensors may cross an edge, and integers
+and masks have no backward edge."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Tags = tuple[tuple[str, int | str], ...]
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor between chunks, by the name of the node that makes it."""
+    """A tensor between chunks, identified by the name of the node that computes it."""
 
     name: str
     fake: torch.Tensor
     differentiable: bool
-    """Whether a gradient comes back along it."""
+    """Whether it receives a gradient."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the model that runs as one: F from `weights`, `batch` and `inputs` to `outputs`."""
+    """A part of the model that is scheduled as one unit: F maps `weights`, `batch` and `inputs` to `outputs`."""
 
     number: int
     tags: Tags
@@ -49,9 +49,9 @@ class Chunk:
     """Whether it reads `rng`."""
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    """What others read, the loss, and what buffers become."""
+    """Values that other chunks read, the loss, and the new values of buffers."""
     changes: tuple[tuple[int, int], ...] = ()
-    """Of `weights`, the buffers that it changes, and which of `outputs` they become."""
+    """Buffers among `weights` that the chunk changes, each with the output that is its new value."""
 
 
 def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Chunk]:
@@ -110,7 +110,8 @@ def _chunk(
 
 
 def _refuse_shared_writes(nodes: list[fx.Node], owner: dict[fx.Node, int]) -> None:
-    """Chunks hand tensors to each other as copies: a write in place that another chunk should see would be lost."""
+    """Refuse an in-place write that is visible through a view in another chunk: chunks exchange copies, so the write
+    would be lost there."""
     writes = {target: node for node in nodes for target in written(node)}
     if not writes:
         return
@@ -137,23 +138,23 @@ def _refuse_shared_writes(nodes: list[fx.Node], owner: dict[fx.Node, int]) -> No
 
 
 def _tags(nodes: list[fx.Node], directives: list[Tag], changing: set[fx.Node]) -> dict[fx.Node, Tags]:
-    """`changing`: operators that buffers depend on."""
+    """The tags of every node. `changing`: operators that new values of buffers depend on."""
     own = {node: _own_tags(node, directives) for node in nodes}
-    # A part of a tuple stays with the operator that made the tuple.
+    # An item of a tuple stays with the operator that returned the tuple.
     for node in nodes:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             own[node] = own[node.args[0]]
-    # An untagged operator joins the latest tagged one that it reads, so that only what it makes crosses an edge;
+    # An untagged operator joins the latest tagged operator that it reads, so that only its result crosses an edge;
     for node in nodes:
         if not own[node]:
             producers = [own[source] for source in node.all_input_nodes if own.get(source)]
             own[node] = producers[-1] if producers else {}
-    # one that reads none (a mask, positions) joins the first that reads it.
+    # one that reads no tagged operator (a mask, positions) joins the first operator that reads it.
     for node in reversed(nodes):
         if not own[node]:
             users = [own[user] for user in node.users if own.get(user)]
             own[node] = users[0] if users else {}
-    # A counter that no operator reads stays with what runs before it, or else after it.
+    # A counter that no operator reads joins the operator before it, or the one after it if there is none.
     for line in (nodes, nodes[::-1]):
         for before, node in pairwise(line):
             if not own[node] and node in changing:
@@ -169,20 +170,20 @@ def _own_tags(node: fx.Node, directives: list[Tag]) -> dict[str, int | str]:
         for module in directive.paths:
             length = matches(module, parts)
             for key, value in directive.tags if length else ():
-                if length >= depth.get(key, 0):  # the deepest path holds, and of equal ones the last
+                if length >= depth.get(key, 0):  # the deepest path applies; of equally deep ones, the last
                     found[key], depth[key] = value, length
     return found | tags_of(node.meta.get("custom"))
 
 
 def module_path(node: fx.Node) -> list[str]:
-    """The parts of the path of the innermost module that an operator is in; none for the model itself."""
+    """The components of the path of the innermost module of an operator; empty for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = [path for path, _ in stack.values()][-1] if stack else ""
     return [part for part in path.removeprefix("model").strip(".").split(".") if part]
 
 
 def matches(module: ModulePath, parts: list[str]) -> int:
-    """How many parts of a module's path `module` names, if it names the module or one around it; else 0."""
+    """The number of path components in `module` if it names this module or one that contains it; else 0."""
     if len(module.parts) > len(parts):
         return 0
     for wanted, part in zip(module.parts, parts, strict=False):

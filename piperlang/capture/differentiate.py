@@ -1,10 +1,9 @@
-"""Backward at compile time: explicit graphs for F, B, and the halves I and W of a chunk, none recomputing what another
-did.
+"""Compiles the backward: explicit F, B, I and W graphs of a chunk. None recomputes what another computed.
 
-The joint graph of a chunk (joint.py) is divided by dependency alone: F is what the outputs need; of the
-rest, I is what the gradients of the inputs need, and W is what remains. B is I and W in one.
+The joint graph of a chunk (joint.py) is partitioned by dependency alone. F is what the outputs need. Of the rest, I is
+what the gradients of the inputs need, and W is what remains. B is I and W in one graph.
 
-Pieces know their values by slot (the third weight, the first input), not by name, so that equal chunks share them:
+Graphs identify their values by slot (the third weight, the first input) instead of by name, so equal chunks share them:
 sixteen equal layers are differentiated, and later compiled, once."""
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from piperlang.capture.trace import Traced
 from piperlang.ir.model import Slot
 
 Localize: TypeAlias = Callable[[fx.GraphModule, Sequence[Slot], Sequence[Slot | None]], fx.GraphModule]
-"""Turns a joint graph, with what it takes and gives, into the one that each device runs."""
+"""Turns a joint graph, with its inputs and outputs, into the graph that each device runs."""
 
 _VIEWS = {
     torch.ops.aten.t.default,
@@ -43,12 +42,13 @@ _VIEWS = {
     torch.ops.aten.select.int,
     torch.ops.aten.reshape.default,
 }
-"""Of a weight or of the batch they are no activation, and are made again rather than kept."""
+"""View operators. A view of a weight or of the batch is not an activation; the backward recomputes it instead of saving
+it."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One runnable graph, from slots to slots."""
+    """One stage program (an F, B, I or W graph) that maps slots to slots."""
 
     module: fx.GraphModule
     takes: tuple[Slot, ...]
@@ -59,15 +59,15 @@ class Piece:
         return dict(zip(self.gives, self.call([values[slot] for slot in self.takes]), strict=True))
 
     def call(self, taken: Sequence[Any]) -> Sequence[Any]:
-        """By `forward`: called as a module, a graph in which an operator raises prints its code and forgets where it
-        was."""
+        """Calls `forward` directly: a GraphModule called as a module prints its code when an operator raises, and loses
+        the location."""
         function = self.module.forward if isinstance(self.module, fx.GraphModule) else self.module
         return function(*taken)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """All graphs of a chunk. I is missing where no input wants a gradient, W where no weight learns, B where neither
+    """All graphs of a chunk. I is None where no input requires a gradient, W where no weight does, B where neither
     does."""
 
     F: Piece
@@ -75,13 +75,13 @@ class Pieces:
     I: Piece | None
     W: Piece | None
     saved_bytes: int
-    """Activations that F keeps for the backward: no weight, no view of one, nothing of the batch."""
+    """Activations that F saves for the backward, without weights, their views and tensors of the batch."""
     kept_bytes: int
-    """What I keeps for W when the two run apart."""
+    """Residuals for the weight gradient, which I saves for W when the two run separately."""
 
     def saved(self) -> tuple[int, tuple[Slot, ...]]:
-        """Of what F keeps for the backward: bytes that only that keeps, and which of its inputs and outputs it keeps
-        with it, because it lies in them."""
+        """Of the activations saved for the backward: the bytes that nothing else keeps alive, and the inputs and
+        outputs of F that they keep alive because they share their memory."""
         cost = self.F.cost
         mine = frozenset[int]().union(
             *(found for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] == "saved")
@@ -97,7 +97,7 @@ class Pieces:
 
 
 def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
-    """The pieces of every chunk; equal chunks get the same object."""
+    """The graphs of every chunk. Equal chunks get the same object."""
     known: dict[object, Pieces] = {}
     found: list[Pieces] = []
     for chunk in chunks:
@@ -109,12 +109,12 @@ def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
 
 
 def divide(joint: Joint, local: Localize | None = None) -> Pieces:
-    """The pieces of a chunk; with `local`, for one device of those that divide its weights."""
+    """The graphs of a chunk; with `local`, for one of the devices that shard its weights."""
     return _Division(joint, local).divide()
 
 
 def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> object:
-    """Equal for chunks that compute the same: operators, constants, shapes, and who reads whom; with `sizes`, at any
+    """Equal for chunks that compute the same: operators, constants, shapes and data flow; with `sizes`, at any batch
     size."""
     numbers: dict[fx.Node, int] = {}
     parts: list[object] = []
@@ -134,8 +134,8 @@ def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> objec
 
 
 def value_name(chunk: Chunk, slot: Slot) -> str:
-    """The name, unique in the whole graph, of what stands in a slot of a chunk. Gradients are `grad:` and what they are
-    of."""
+    """The name of the value in a slot of a chunk, unique in the whole graph. A gradient is named `grad:` and the name
+    of its value."""
     kind, i = slot
     if kind.startswith("grad_"):
         return f"grad:{value_name(chunk, (kind.removeprefix('grad_'), i))}"
@@ -154,10 +154,10 @@ def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _copies(results: Sequence[tuple[Slot, fx.Node]]) -> list[bool]:
-    """Which gradients have to be copied: those that cross and are not contiguous, and those that would share a tensor
-    with another.
+    """Which gradients have to be copied: those that cross between chunks and are not contiguous, and those that would
+    share a tensor with another.
 
-    Optimizers and sums change gradients in place, so every one needs a tensor of its own."""
+    Optimizers and sums change gradients in place, so each gradient needs a tensor of its own."""
     given: set[fx.Node] = set()
     found = []
     for slot, node in results:
@@ -211,7 +211,7 @@ class _Division:
         return Pieces(f, b, i, w, bytes_of(saved), bytes_of(kept) if i and w else 0)
 
     def _needed(self, targets: Iterable[fx.Node], stop: set[fx.Node] | None = None) -> list[fx.Node]:
-        """The operators that `targets` need, in order, not going behind `stop`."""
+        """The operators that `targets` depend on, in order, not searching past `stop`."""
         found: set[fx.Node] = set()
         todo = list(targets)
         while todo:
@@ -223,13 +223,13 @@ class _Division:
         return [node for node in self.nodes if node in found]
 
     def _read(self, users: Iterable[fx.Node], results: list[tuple[Slot, fx.Node]], made: set[fx.Node]) -> list[fx.Node]:
-        """Of `made`, what `users` read or `results` are."""
+        """The nodes in `made` that `users` read or that are `results`."""
         read = {source for node in users for source in node.all_input_nodes if source in made}
         read |= {node for _, node in results if node in made}
         return [node for node in self.nodes if node in read]
 
     def _is_view_of_given(self, node: fx.Node) -> bool:
-        """A view of a weight or of the batch, however long the chain."""
+        """Whether a node is a view of a weight or of the batch, through any number of views."""
         while node.target in _VIEWS:
             node = node.all_input_nodes[0]
             if node.op == "placeholder":
@@ -249,8 +249,8 @@ class _Division:
             if node in inside:
                 copied[node] = graph.node_copy(node, lambda n: copied[n])
                 if node.target is torch.ops.aten.view.default:
-                    # Some kernels lay their result out otherwise than tracing says; then a view is impossible where a
-                    # copy is not.
+                    # Some kernels return a memory layout that differs from the traced one. A view may then be
+                    # impossible where a copy works.
                     copied[node].target = torch.ops.aten.reshape.default
         graph.output(
             tuple(

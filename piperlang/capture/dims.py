@@ -1,7 +1,7 @@
-"""Operators that choose dimensions by their sizes, with the dimensions that they chose for the whole batch.
+"""Makes operators that choose dimensions by size use the dimensions that they chose for the whole batch.
 
-`squeeze()` removes whatever has size 1, and `cross` without a dimension takes the first of size 3. In a part of the
-batch that could be the dimension of the samples."""
+`squeeze()` removes every dimension of size 1, and `cross` without a dimension uses the first of size 3. In a part of
+the batch that could be the batch dimension."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The plain model, run eagerly as anyone would, with dropout masks that the traced program meets too.
+"""Runs the plain model eagerly, with the dropout masks of the traced program.
 
-Private API, kept in this file: `torch._VF`, where nn.Dropout and its functional form look `dropout` up (tried on torch
+Private API, kept in this file: `torch._VF`, where nn.Dropout and its functional form look up `dropout` (tried on torch
 2.11 and 2.13)."""
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from piperlang.capture.user_code import eagerly
 
 @contextmanager
 def counted_dropout(seed: int, step: int, samples: int) -> Iterator[None]:
-    """Dropout by a count of its calls, as the traced program has it, in place of dropout by a generator.
+    """Replaces dropout by the counter-based dropout of the traced program.
 
-    A call is known by a number drawn from torch's generator, because checkpointing, which runs a part of the forward
-    again, sets the generator back: the same call draws the same number."""
+    A call is identified by a number drawn from torch's generator. Checkpointing, which runs a part of the forward
+    again, resets the generator, so the same call draws the same number."""
     plain = torch.dropout
     rng, calls = [mix(seed, step), 0], dict[int, int]()
 
@@ -43,19 +43,19 @@ def counted_dropout(seed: int, step: int, samples: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Eager:
-    """What a forward and backward of the plain model gave."""
+    """The results of a forward and backward of the plain model."""
 
     loss: float
     count: float | None
-    """What the loss was divided by, where the model file gives (sum, count)."""
+    """The count that the loss was divided by, where the model file returns (sum, count)."""
     gradients: Mapping[str, torch.Tensor]
-    """By the first name of each parameter; those that have none are missing."""
+    """Gradients by the first name of each parameter; parameters without a gradient are missing."""
 
 
 def forward_and_backward(
     model: nn.Module, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int, step: int, samples: int
 ) -> Eager:
-    """Gradients stay in the parameters, too."""
+    """Also leaves the gradients in the parameters."""
     model.zero_grad(set_to_none=True)
     with eagerly(model, loss), counted_dropout(seed, step, samples), torch.enable_grad():
         result = loss(called(model, batch[0]), batch[1])

@@ -1,12 +1,12 @@
-"""Operators with side effects, as ahead-of-time autograd writes them: `with_effects(token, operator, ...)`, with tokens
-that order them.
+"""Operators with side effects, as ahead-of-time autograd represents them: `with_effects(token, operator, ...)`, ordered
+by tokens.
 
-What `torch.linalg` checks, whether its matrices could be solved, is such an effect: it only raises. It becomes a value
-that passes through the check, so that the check goes wherever the value is computed.
+The error checks of `torch.linalg` (whether a matrix could be solved) are such effects: they only raise. Each becomes a
+value that passes through the check, so the check runs wherever the value is computed.
 
 Private API, kept in this file, tried on torch 2.11 and 2.13: the form of these nodes, `aten._linalg_check_errors`, and
-the register of effects, which has that operator since 2.13. Before, autograd drops it, and the program goes on with
-what could not be computed."""
+the registry of effects, which has that operator since 2.13. Before, autograd drops it, and the program continues with
+the invalid result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if effects._get_effect(_CHECK) is None:
     "piper::checked", mutates_args=(), schema="(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor"
 )
 def checked(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool) -> torch.Tensor:
-    """The value, if `info` says that it could be computed."""
+    """Returns the value; raises if `info` reports an error."""
     _CHECK(info, name, is_matrix=is_matrix)
     return value.clone()
 
@@ -41,7 +41,7 @@ def _(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool) -> to
 
 
 def without_effects(joint: fx.GraphModule) -> None:
-    """Makes values of checks, and takes out the tokens, which come first among what a graph takes and gives. Refuses
+    """Turns checks into values, and removes the tokens, which are the first inputs and outputs of a graph. Refuses
     other effects."""
     graph = joint.graph
     found = [node for node in graph.nodes if node.target is torch.ops.higher_order.with_effects]
@@ -55,7 +55,7 @@ def without_effects(joint: fx.GraphModule) -> None:
                 line_of_operator(node),
                 notes=[module_of(node)],
                 help=(
-                    "do it outside of the model: chunks run on several devices, and a step runs them once for every"
+                    "move it out of the model: chunks run on several devices, and a step runs each of them once per"
                     " microbatch"
                 ),
             )
@@ -74,7 +74,7 @@ def without_effects(joint: fx.GraphModule) -> None:
 
 
 def _pass_through(graph: fx.Graph, check: fx.Node) -> None:
-    """Everything that is computed together with what the check reads is read through it."""
+    """Passes the other outputs of the operator whose status the check reads through the check."""
     info, name = check.args[2], check.args[3]
     assert isinstance(info, fx.Node)
     together = [node for node in info.all_input_nodes[0].users if node.target is operator.getitem and node is not info]

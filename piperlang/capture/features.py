@@ -1,5 +1,5 @@
-"""What a style divides: the features of weights, found from the operators that read them, and the places of all values,
-in the order to try them."""
+"""What a shard style divides: the feature dimensions of weights, found from the operators that read them, and candidate
+placements of all values, in the order to try them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.ir.model import WHOLE, Divide, Place, Slot
 
 Features: TypeAlias = tuple[int | None, int | None]
-"""The dimension of output features and that of input features; None where there is none."""
+"""The dimensions of output and of input features; None where there is none."""
 
 PerAxis: TypeAlias = tuple[Place, ...]
-"""A place for each axis."""
+"""A placement for each axis."""
 
 aten = torch.ops.aten
 _ATTEMPTS = 16
@@ -36,11 +36,11 @@ _SAME = {
 _PRODUCTS = {aten.mm.default, aten.matmul.default, aten.bmm.default}
 
 
-_APART = "give this part a tag of its own, so that it is a chunk that is divided in another way or not at all"
+_APART = "tag this part separately, so that it becomes a chunk that is sharded differently or not at all"
 
 
 class Unfit(Exception):
-    """A choice of places that does not work, and which operator or value is to blame."""
+    """Placements that do not work, and the operator or value that causes it."""
 
     def __init__(self, reason: str, at: fx.Node | Slot | None = None, help: str = _APART) -> None:
         super().__init__(reason)
@@ -51,7 +51,8 @@ class Unfit(Exception):
 
 
 def features_of(traced: Traced, chunk: Chunk) -> dict[Slot, Features]:
-    """Of every weight of a chunk. Where operators disagree about a weight, the first one holds."""
+    """The feature dimensions of every weight of a chunk. Where operators disagree about a weight, the first one
+    decides."""
     found: dict[str, Features] = {}
     for node in chunk.nodes:
         for argument, features in _read(node):
@@ -63,7 +64,7 @@ def features_of(traced: Traced, chunk: Chunk) -> dict[Slot, Features]:
 
 
 def _read(node: fx.Node) -> list[tuple[Any, Features]]:
-    """What an operator reads as a weight, and the dimensions of features as it sees them."""
+    """The weights that an operator reads, with their feature dimensions as the operator sees them."""
     arguments: list[Any] = [*node.args, None, None, None]
     if node.target is aten.linear.default:
         return [(arguments[1], (0, 1)), (node.kwargs.get("bias", arguments[2]), (0, None))]
@@ -76,7 +77,7 @@ def _read(node: fx.Node) -> list[tuple[Any, Features]]:
         and isinstance(arguments[0], fx.Node)
         and arguments[0].target in _PRODUCTS | {aten.einsum.default}
     ):
-        return [(arguments[1], (-1, None))]  # a bias that is no argument of the product
+        return [(arguments[1], (-1, None))]  # a bias that is added separately
     if node.target is aten.embedding.default:
         return [(arguments[0], (1, None))]
     if node.target is aten.einsum.default and len(arguments[1]) == 2:
@@ -85,7 +86,7 @@ def _read(node: fx.Node) -> list[tuple[Any, Features]]:
 
 
 def _einsum(equation: str, operands: list[Any]) -> list[tuple[Any, Features]]:
-    """Output features are letters that the result has from this operand alone; input features are summed over."""
+    """Output features are indices of the result that only this operand has; input features are summed over."""
     read, _, result = equation.partition("->")
     if "." in read or not result:
         return []
@@ -128,8 +129,8 @@ def candidates(
     arriving: Mapping[Slot, PerAxis],
     rows: Collection[Slot] = (),
 ) -> tuple[list[dict[Slot, PerAxis]], int]:
-    """What to try, in order, and the number of the one that the styles ask for, whose failure is the one to report.
-    `rows`: inputs whose rows go where their experts are."""
+    """The placements to try, in order, and the index of those that the styles ask for: if none work, their failure is
+    reported. `rows`: inputs that are routed tokens."""
     experts = [_experts(values) if divide.style == "experts" else 0 for divide in divides]
     choices: dict[Slot, list[PerAxis]] = {}
     asked: dict[Slot, PerAxis] = {}
@@ -160,18 +161,18 @@ def _experts(values: Mapping[Slot, torch.Tensor]) -> int:
     if len(found) != 1:
         if not found:
             raise Unfit(
-                "no weight of it has three or more dimensions, the first of them the experts",
-                help="without experts, say how to divide: `with style=columns`, `rows` or `sequence`",
+                "no weight of the chunk has three or more dimensions, the first of which must be the experts",
+                help="for a chunk without experts, use `with style=columns`, `rows` or `sequence`",
             )
         raise Unfit(
-            "the first dimension of weights of three or more dimensions is the number of experts, but there are"
-            f" {sorted(found)}"
+            "the first dimension of weights with three or more dimensions must be the number of experts, but it has"
+            f" different sizes: {sorted(found)}"
         )
     return found.pop()
 
 
 def _choices(slot: Slot, value: torch.Tensor, divide: Divide, features: Features, experts: int) -> list[Place]:
-    """PerAxis of a value along one axis, the best first."""
+    """The placements of a value along one axis, the best first."""
     kind, last = slot[0], value.dim() - 1
     if divide.size == 1:
         return [WHOLE]
@@ -193,24 +194,24 @@ def _choices(slot: Slot, value: torch.Tensor, divide: Divide, features: Features
 
 
 def check(places: Mapping[Slot, PerAxis], values: Mapping[Slot, torch.Tensor], divides: Sequence[Divide]) -> None:
-    """Refuse places that cannot be before anything is traced."""
+    """Refuse impossible placements before anything is traced."""
     for slot, chosen in places.items():
         shape = list(values[slot].shape)
         for dim in {place for place in chosen if isinstance(place, int)}:
             times = math.prod(divide.size for place, divide in zip(chosen, divides, strict=True) if place == dim)
             if shape[dim] % times:
                 raise Unfit(
-                    f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is no multiple of {times}",
+                    f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is not divisible by {times}",
                     slot,
-                    f"divide it among a number of devices that divides {shape[dim]}, or {_APART}",
+                    f"shard it over a number of devices that divides {shape[dim]}, or {_APART}",
                 )
     for axis, divide in enumerate(divides):
         if divide.style == "sequence" and divide.size > 1 and all(chosen[axis] == WHOLE for chosen in places.values()):
-            raise Unfit(f"nothing that it reads has a second dimension that is a multiple of {divide.size}")
+            raise Unfit(f"no input of the chunk has a second dimension that is divisible by {divide.size}")
 
 
 def part_shape(shape: Sequence[int], places: PerAxis, divides: Sequence[Divide]) -> list[int]:
-    """The shape of one device's part."""
+    """The local shape on one device."""
     sizes = list(shape)
     for place, divide in zip(places, divides, strict=True):
         if isinstance(place, int):
@@ -224,18 +225,18 @@ def part_shape(shape: Sequence[int], places: PerAxis, divides: Sequence[Divide])
 def refusal(
     problem: Unfit, divides: Sequence[Divide], nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule
 ) -> PiperError:
-    """The diagnostic for it, but for which chunk and which line; `nodes` are the placeholders of the joint graph."""
+    """The diagnostic, without chunk and line, which the caller adds. `nodes`: the placeholders of the joint graph."""
     how = " and ".join(f"over {divide.axis} with style={divide.style}" for divide in divides)
     return error(
         "P0411",
-        f"the chunk cannot be divided {how}",
+        f"the chunk cannot be sharded {how}",
         notes=[problem.reason, *_where(_blamed(problem, nodes, joint))],
         help=problem.help,
     )
 
 
 def _blamed(problem: Unfit, nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule) -> fx.Node | None:
-    """The operator to blame: of a value its first reader, and of the whole chunk its first one."""
+    """The operator that causes the problem: for a value its first reader, for a whole chunk its first operator."""
     if isinstance(problem.at, fx.Node):
         return problem.at
     readers = (
@@ -247,7 +248,8 @@ def _blamed(problem: Unfit, nodes: Mapping[Slot, fx.Node], joint: fx.GraphModule
 
 
 def _where(node: fx.Node | None) -> list[str]:
-    """The module of an operator; of one that has none, such as a sum of gradients, of the nearest one that it reads."""
+    """The module of an operator. For an operator without one, such as a sum of gradients, that of the nearest operator
+    that it reads."""
     while node is not None:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if stack:

@@ -1,12 +1,12 @@
-"""Custom `torch.autograd.Function`s: the backward that the user wrote is kept.
+"""Custom `torch.autograd.Function`s: the user's backward is kept.
 
-torch.export looks through `Function.apply` and sees only the operators of its forward; differentiating those drops the
-user's backward. So while a model is traced every call of `apply` becomes one opaque operator, and afterwards a node
-that calls the Function itself. Ahead-of-time autograd then runs forward and backward of the Function as they were
-written, and the graphs of a chunk hold plain operators again.
+torch.export traces through `Function.apply` and records only the operators of its forward; differentiating those would
+drop the user's backward. So while a model is traced, every call of `apply` becomes one opaque operator, and afterwards
+a node that calls the Function itself. Ahead-of-time autograd then runs forward and backward of the Function as they
+were written, and the graphs of a chunk contain plain operators again.
 
-Private API, kept in this file: `torch.autograd.function._SingleLevelFunction` (tried on torch 2.11 and 2.13). It is
-where every `apply` ends up, also one that was bound to a name (`scale = Scale.apply`) long before the trace."""
+Private API, kept in this file: `torch.autograd.function._SingleLevelFunction` (tried on torch 2.11 and 2.13). Every
+`apply` calls its `apply`, also one that was bound to a name (`scale = Scale.apply`) long before the trace."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from piperlang.source import Source, Span
 
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _HOLE = object()
-"""Stands for a tensor among the arguments of a call."""
+"""Placeholder for a tensor among the arguments of a call."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A Function as a target of graph nodes; its arguments, tensors and constants, are those of the node."""
+    """A Function as the target of graph nodes. The node's arguments are the call's tensors and constants."""
 
     function: type
     arguments: pytree.TreeSpec
@@ -57,29 +57,29 @@ class Applied:
 
 @dataclass
 class Call:
-    """A call of a Function that the trace has seen."""
+    """A recorded call of a Function."""
 
     function: type
     arguments: pytree.TreeSpec
     flat: list[Any]
-    """Constants, and holes where tensors go."""
+    """Constants, with placeholders in the positions of tensors."""
     result: Any = None
-    """What it gave: the structure is the Function's, the tensors are those of the trace."""
+    """The result: structured as the Function returned it, with the tensors of the trace."""
 
 
 _open: list[list[Call]] = []
-"""Calls of the trace that is under way."""
+"""The calls recorded by each open trace."""
 
 
 def _apply(function: type, *arguments: Any) -> Any:
-    """`function.apply` as torch has it."""
+    """torch's own `function.apply`."""
     return _SingleLevelFunction.__mro__[1].__dict__["apply"].__get__(None, function)(*arguments)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """While open, calls of autograd Functions become `piper::apply_function` operators; their numbers index the
-    list."""
+    """Inside the context, calls of autograd Functions become `piper::apply_function` operators. Their `call` argument
+    is an index into the returned list."""
     calls: list[Call] = []
     _open.append(calls)
     _SingleLevelFunction.apply = classmethod(_record)  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def _record(function: type, *arguments: Any) -> Any:
         return _checkpointed(*arguments)
     if function.__module__.startswith(
         "torch."
-    ):  # torch's own: inside a custom operator, which is traced as one, or without a gradient
+    ):  # torch's own: part of a custom operator, which is traced as one operator, or without gradient
         return _apply(function, *arguments)
     flat, layout = pytree.tree_flatten(arguments)
     tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
@@ -103,8 +103,8 @@ def _record(function: type, *arguments: Any) -> Any:
     if other is not None:
         raise _refused(
             function,
-            f"is given a {type(other).__name__}",
-            "pass it tensors and numbers only, and what it needs of other objects as arguments of their own",
+            f"has an argument of type {type(other).__name__}",
+            "pass only tensors and numbers; pass the values it needs from other objects as separate arguments",
         )
     call = Call(function, layout, [_HOLE if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
     _open[-1].append(call)
@@ -113,8 +113,8 @@ def _record(function: type, *arguments: Any) -> Any:
 
 
 def _checkpointed(run: Any, preserve: bool, *arguments: Any) -> Any:
-    """Reentrant checkpointing: what it recomputes is a matter of memory, but without an input that requires gradients,
-    nothing inside gets any."""
+    """Reentrant checkpointing: recomputation only affects memory, but if no input requires gradients, nothing inside
+    gets a gradient."""
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in arguments):
         return run(*arguments)
     with torch.no_grad():
@@ -127,7 +127,7 @@ _library.define("apply_function(Tensor[] tensors, int call) -> Tensor[]")  # typ
 
 @torch.library.register_fake("piper::apply_function", lib=_library)  # type: ignore[untyped-decorator]
 def _shapes(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """The Function's forward on fake tensors, for the shapes of what it gives."""
+    """Runs the Function's forward on fake tensors, for the shapes of its outputs."""
     call = _open[-1][number]
     given = iter(tensors)
     versions = [tensor._version for tensor in tensors]
@@ -142,7 +142,7 @@ def _shapes(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
 
 
 def restore(graph: fx.Graph, calls: Sequence[Call]) -> None:
-    """Every recorded call becomes a node that calls its Function."""
+    """Replaces every recorded call by a node that calls its Function."""
     for node in [node for node in graph.nodes if node.target is torch.ops.piper.apply_function.default]:
         tensors, number = node.args
         call, given = calls[number], iter(tensors)
@@ -157,8 +157,8 @@ def restore(graph: fx.Graph, calls: Sequence[Call]) -> None:
 
 
 def backward_graph(node: fx.Node, mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:
-    """Of a call of a Function: from its tensors and the gradients of its outputs to the gradients of its tensors, None
-    where there is none."""
+    """The backward of a Function call as a graph: from the input tensors and the gradients of the outputs to the
+    gradients of the inputs, None where an input has none."""
     tensors = [leaf.meta["val"] for leaf in node.args if isinstance(leaf, fx.Node)]
     results = list(pytree.tree_leaves(node.meta["val"]))
 
@@ -189,7 +189,7 @@ def backward_graph(node: fx.Node, mode: FakeTensorMode, table: Mapping[Any, Any]
 
 
 def refuse_backward_state(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Python state that a backward changes: the program keeps the values that it had when it was traced."""
+    """Refuse a backward that changes Python state: the program would keep the values from the time of tracing."""
     seen: set[type] = set()
     for node in graph.nodes:
         if not isinstance(node.target, Applied) or node.target.function in seen:
@@ -204,13 +204,13 @@ def refuse_backward_state(graph: fx.Graph, mode: FakeTensorMode) -> None:
                 "P0808",
                 f"{min(evolving)} changes every time the backward of `{function.__qualname__}` runs",
                 _line_of_class(function),
-                notes=["the traced program would keep the value it had in the first step"],
+                notes=["the traced program would keep the value from the first step"],
                 help="pass it to `apply` as a tensor: a registered buffer, or a tensor that comes with the batch",
             )
 
 
 def identity(target: object) -> object:
-    """Tells targets of nodes apart that print alike: classes made by one function are different Functions."""
+    """Distinguishes node targets that print alike: classes created by the same function are different Functions."""
     return id(target.function) if isinstance(target, Applied) else None
 
 
@@ -219,7 +219,7 @@ def _refused(function: type, what: str, help: str) -> PiperError:
         "P0809",
         f"autograd function `{function.__qualname__}` {what}",
         _line_of_class(function),
-        notes=["it cannot be traced with the backward that it defines"],
+        notes=["a Function that does this cannot be traced together with its backward"],
         help=help,
     )
 

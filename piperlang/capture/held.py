@@ -1,8 +1,9 @@
-"""Models that the user's code keeps hold of: they are left as they were, and not used by mistake.
+"""Models that the user's code keeps a reference to. They are restored after a comparison, and using them during
+training is refused.
 
-`model()` may return an object that the file keeps (`NET = Net()` at its top, a list that it is appended to). Devices
-train their own parts of the weights, so code that goes on with the kept object (labels from the current weights in
-`data`, clamping in `on_step`) would work with other weights than those that are trained."""
+`model()` may return an object that the file keeps (`NET = Net()` at module level, a list that it is appended to).
+Devices train their own parts of the weights, so code that uses the kept object (labels from the current weights in
+`data`, clamping in `on_step`) would work with weights that are not trained."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ _held: WeakSet[nn.Module] = WeakSet()
 
 
 def hold(model: nn.Module) -> None:
-    """Remember a model that user code may have."""
+    """Remember a model that user code may hold a reference to."""
     _held.add(model)
 
 
 def saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model has, to be restored after a comparison has changed it."""
+    """The tensors of a model, to restore them after a comparison changed them."""
     return {name: value.detach().clone() for name, value in _tensors(model)}
 
 
@@ -42,7 +43,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def refuse_use() -> None:
-    """From here on the parameters of all these models refuse to be used: training has begun."""
+    """From now on, using parameters of these models is an error: training has begun."""
     while _held:
         model = _held.pop()
         for module in model.modules():
@@ -60,7 +61,7 @@ class _Untrained(nn.Parameter):
 
 
 class _Frozen(nn.Parameter):
-    """One that is not trained may be read, but neither changed nor trained from now on."""
+    """A parameter that is not trained may be read, but not changed or trained."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,13 +75,11 @@ class _Frozen(nn.Parameter):
 def _refused() -> PiperError:
     return error(
         "P0808",
-        "this code uses a model that is not the one that is trained",
+        "this code uses a model object that is not being trained",
         here(),
-        notes=[
-            "devices train copies of what `model` returns; the object that is kept here has the weights of the start"
-        ],
+        notes=["devices train copies of what `model` returns; this object still has the initial weights"],
         help=(
-            "compute what depends on the current weights in the model's forward or in the loss; read trained weights"
-            " from weights.pt of the run folder"
+            "compute values that depend on the current weights in the model's forward or in the loss; read trained"
+            " weights from weights.pt in the run folder"
         ),
     )

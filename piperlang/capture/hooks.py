@@ -1,5 +1,4 @@
-"""What model code does to gradients behind the program's back: hooks, and backwards of its own. The traced program has
-no place for them, so they are refused.
+"""Gradient hooks, and backward calls inside the forward. The traced program cannot contain them, so they are refused.
 
 Private API, kept in this file: the dicts in which torch keeps hooks of modules and tensors (tried on torch 2.11 and
 2.13)."""
@@ -25,7 +24,7 @@ _REPAIR = (
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Hooks that the constructor has registered, of modules and parameters."""
+    """Refuse hooks that the constructor registered on modules and parameters."""
     for path, module in model.named_modules():
         for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
             raise _refused(hook, f"module {path or '(the model itself)'} has a backward hook")
@@ -41,7 +40,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def only_forward() -> Iterator[None]:
-    """While a model is traced: what would change gradients, or compute them, is refused at the line that does it."""
+    """While a model is traced: operations that change or compute gradients are refused at the line that does it."""
     replaced: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "register_hook", _no_hook),
         (torch.Tensor, "register_post_accumulate_grad_hook", _no_hook),
@@ -68,9 +67,9 @@ def _no_hook(self: torch.Tensor, hook: Callable[..., Any], **_: Any) -> Any:
 
 
 def _no_saved_tensors_hooks(self: saved_tensors_hooks) -> None:
-    """Those of torch's own, for checkpoints and for keeping activations on the host, change no gradient."""
+    """torch's own hooks, for checkpointing and for offloading activations, do not change gradients and are allowed."""
     if type(self) is saved_tensors_hooks:
-        raise _refused(self.unpack_hook, "the model changes what is saved for the backward", at_call=True)
+        raise _refused(self.unpack_hook, "the model changes the tensors saved for the backward", at_call=True)
     _enter_saved(self)
 
 
@@ -81,7 +80,7 @@ def _no_inference_mode(self: torch.inference_mode) -> None:
             "the model runs a part in inference mode",
             here(),
             "torch.inference_mode",
-            help="use torch.no_grad(): the values it gives may be used in training",
+            help="use torch.no_grad(): its results may be used in training",
         )
     _enter_inference(self)
 
@@ -91,10 +90,10 @@ def _no_backward(*_: Any, **__: Any) -> Any:
         "P0810",
         "the model computes gradients inside its forward",
         here(),
-        notes=["a traced program is differentiated as a whole, and derivatives of derivatives are not captured"],
+        notes=["the traced program is differentiated as a whole; second derivatives are not supported"],
         help=(
-            "write the derivative out as a formula in the forward, or as a torch.autograd.Function; add a second loss"
-            " to the loss that is returned"
+            "write the derivative as a formula in the forward or as a torch.autograd.Function; add an auxiliary loss"
+            " to the returned loss"
         ),
     )
 
@@ -107,6 +106,6 @@ def _refused(hook: Callable[..., Any], what: str, at_call: bool = False) -> Pipe
         what,
         span,
         f"hook `{name}`",
-        notes=["gradients are computed by the traced program, which does not call hooks"],
+        notes=["the traced program computes gradients without calling hooks"],
         help=_REPAIR,
     )

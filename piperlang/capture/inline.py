@@ -1,5 +1,5 @@
-"""Tidying what export gives: regions without gradients (`with torch.no_grad()`), which it keeps as calls of submodules,
-become part of the graph, and what nobody reads goes."""
+"""Cleans up an exported graph: inlines regions without gradients (`with torch.no_grad()`), which export represents as
+calls of submodules, and removes unused operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def inline_regions(root: fx.GraphModule) -> None:
-    """Replace every such call by its operators; what leaves a region without gradients is detached."""
+    """Replace every such call by its operators. Values that leave a region without gradients are detached."""
     for call in [node for node in root.graph.nodes if node.target is _REGION]:
         enabled, inner, *arguments = call.args
         results = _copy(root, getattr(root, inner.target), arguments, call)
@@ -29,7 +29,7 @@ def inline_regions(root: fx.GraphModule) -> None:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Operators whose result nobody reads, and checks of shapes and types, which tracing has already made."""
+    """Removes operators whose result is unused, and checks of shapes and dtypes, which already ran during tracing."""
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue

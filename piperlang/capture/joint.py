@@ -1,7 +1,7 @@
-"""The joint graph of a chunk: its forward and its backward in one, by torch's ahead-of-time autograd.
+"""The joint graph of a chunk: its forward and backward in one graph, by torch's ahead-of-time autograd.
 
-Private API, kept in this file: `torch._functorch.aot_autograd.aot_export_joint_simple` (tried on torch 2.11 and 2.13).
-"""
+Private API, kept in this file: `torch._functorch.aot_autograd.aot_export_joint_simple` (tried on torch 2.11 and
+2.13)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from piperlang.ir.model import Slot
 
 
 def sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
-    """What a chunk reads: slot, node of the traced graph, and whether it learns."""
+    """The inputs of a chunk: slot, node of the traced graph, and whether it requires a gradient."""
     nodes = {node.name: node for node in traced.graph.nodes}
     found: list[tuple[Slot, fx.Node, bool]] = [
         (("weight", i), nodes[p], traced.weights[p].name in traced.trained) for i, p in enumerate(chunk.weights)
@@ -31,8 +31,8 @@ def sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
 
 
 def _stand_in(slot: Slot, value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor for tracing. What crosses between chunks, forward and backward, is contiguous: both sides count on
-    it."""
+    """A fake tensor for tracing. Tensors that cross between chunks, forward and backward, are contiguous: both sides
+    rely on it."""
     return torch.empty_like(
         value, memory_format=torch.contiguous_format if slot[0] == "input" else torch.preserve_format
     )
@@ -64,17 +64,17 @@ class Joint:
         self.gives: list[Slot | None] = [
             slot if isinstance(node, fx.Node) else None for slot, node in zip(slots, output.args[0], strict=False)
         ]
-        """None where there is no gradient; a chunk in which nothing that learns is reached gives outputs alone."""
+        """None where there is no gradient. A chunk without values that require gradients has outputs only."""
 
     def _value(self, slot: Slot, node: fx.Node) -> torch.Tensor:
-        """A value of the traced graph as it is at our number of samples."""
+        """A value of the traced graph, at this joint graph's number of samples."""
         value: torch.Tensor = self.traced.value(node)
         if self.sizes is None or self.samples == self.traced.samples or slot[0] in ("weight", "rng"):
             return value
         return torch.empty(self.sizes.shape(node, self.samples), dtype=value.dtype, device=value.device)
 
     def _trace(self) -> fx.GraphModule:
-        # What is known of each operator, its module above all, is carried over into the joint graph for messages.
+        # The metadata of each operator, in particular its module, is copied to the joint graph for messages.
         with differentiating(), self.traced.mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
             fakes = [
                 _stand_in(slot, self._value(slot, node)).requires_grad_(learns) for slot, node, learns in self.sources
@@ -86,8 +86,8 @@ class Joint:
         return joint
 
     def _run(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The chunk's operators. What crosses to another chunk is contiguous, and a tensor of its own: no view, nothing
-        that the chunk was given."""
+        """Runs the chunk's operators. Outputs to other chunks are contiguous and own their memory: they are neither
+        views nor inputs of the chunk."""
         seen = {_storage(tensor) for tensor in given}
         found = []
         for result in self.operators.run(*given, enable_io_processing=False):
@@ -98,7 +98,7 @@ class Joint:
         return tuple(found)
 
     def _operators(self) -> fx.Interpreter:
-        """Runs the chunk's operators as a module of their own."""
+        """An interpreter of the chunk's operators as a separate module."""
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for _, node, _ in self.sources}
         for node in self.chunk.nodes:

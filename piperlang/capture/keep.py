@@ -1,10 +1,10 @@
-"""Which elements a dropout keeps, as one operator.
+"""The elements that a dropout keeps, as one operator.
 
-One operator rather than the dozen that compute it, because only so can a divided chunk say which part of the whole
-tensor a device has: the mask hashes positions in the undivided tensor, so it is the same however the tensor is divided.
+It is one operator instead of the dozen that compute it, because a sharded chunk must be able to tell it which part of
+the whole tensor a device has: the mask hashes positions in the unsharded tensor, so it does not depend on the sharding.
 
-`rng` is an int64 tensor of [seed and step mixed, number of the first sample here, coordinate of this device along the
-chunk's first shard axis, along its second, ...]; a chunk that is not divided reads only the first two."""
+`rng` is an int64 tensor of [seed and step mixed, index of the first sample here, coordinate of this device along the
+chunk's first shard axis, along its second, ...]. A chunk that is not sharded reads only the first two."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCHEMA = "(Tensor like, Tensor rng, int operator, float p, int samples, int[] d
 def keep(
     like: torch.Tensor, rng: torch.Tensor, operator: int, p: float, samples: int, divided: Sequence[int] = ()
 ) -> torch.Tensor:
-    """True where an element of `like` stays. `divided`: (dim, index into `rng` of the coordinate, size of the axis),
+    """True where an element of `like` is kept. `divided`: (dim, index into `rng` of the coordinate, size of the axis),
     flattened; outer axes first."""
     return uniform(like, rng, operator, samples, divided) >= p
 
@@ -35,8 +35,8 @@ def _(
 def uniform(
     like: torch.Tensor, rng: torch.Tensor, operator: int, samples: int, divided: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Uniform numbers in [0, 1) of the shape of `like`, the device's part of a tensor whose first dimension goes
-    through the samples."""
+    """Uniform numbers in [0, 1) in the shape of `like`, the local part of a tensor whose first dimension is the batch
+    dimension."""
     at, numel = _positions(like, rng, divided)
     x = (at + rng[1] * (numel // samples)) * -7046029254386353131 + (rng[0] + signed(operator * 6364136223846793005))
     for multiplier in (-4658895280553007687, -7723592293110705685, 2862933555777941757):
@@ -46,10 +46,10 @@ def uniform(
 
 
 def _positions(like: torch.Tensor, rng: torch.Tensor, divided: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Where each element stands in the undivided tensor, counted along its rows, and how many elements that has."""
+    """The row-major index of each element in the unsharded tensor, and the number of elements of that tensor."""
     starts: list[torch.Tensor | int] = [0] * like.dim()
     sizes = list(like.shape)
-    for dim, index, size in reversed(list(_triples(divided))):  # the innermost axis has the smallest parts
+    for dim, index, size in reversed(list(_triples(divided))):  # the innermost axis has the smallest shards
         starts[dim] = starts[dim] + rng[index] * sizes[dim]
         sizes[dim] *= size
     at = torch.zeros((), dtype=torch.int64, device=like.device)
@@ -66,5 +66,5 @@ def _triples(divided: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def signed(x: int) -> int:
-    """As an int64 that has wrapped round."""
+    """The integer wrapped to int64."""
     return (x + 2**63) % 2**64 - 2**63

@@ -1,11 +1,10 @@
-"""Which values of a program receive a gradient, as autograd says when it sees the program run on fake tensors.
+"""Which values of a program receive a gradient, according to autograd when the program runs on fake tensors.
 
-That a value is floating and made from others that require gradients does not say it: zeros in the shape of an
-activation do not, and what the loss does not depend on receives none, whatever it is made from. A parameter that
-receives none is not trained: in plain PyTorch its gradient is None, and no optimizer touches it.
+The dtype and the inputs of a value do not decide it: zeros in the shape of an activation receive no gradient, nor does
+a value that the loss does not depend on. A parameter that receives none is not trained: in plain PyTorch its gradient
+is None, and no optimizer changes it.
 
-Autograd's graph is walked, not run: some second derivatives crash on fake tensors (torch 2.13).
-"""
+Autograd's graph is walked, not run: some second derivatives crash on fake tensors (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 
 def learning(graph: fx.Graph, root: fx.GraphModule, mode: FakeTensorMode, requiring: Collection[str]) -> set[fx.Node]:
-    """`requiring`: placeholders of parameters that require gradients. Those among them that receive one are in the
-    result."""
+    """The values that receive a gradient. `requiring`: placeholders of parameters that require gradients; the result
+    contains those of them that receive one."""
     places = [node for node in graph.nodes if node.op == "placeholder"]
     watched = _Watched(root, graph)
     with mode, torch.enable_grad():
@@ -35,11 +34,11 @@ def learning(graph: fx.Graph, root: fx.GraphModule, mode: FakeTensorMode, requir
 
 
 Edge: TypeAlias = tuple[Any, int]
-"""A value in autograd's graph: the function that made it, and which of its outputs it is."""
+"""A value in autograd's graph: the function that computed it, and the index of the output."""
 
 
 class _Watched(fx.Interpreter):
-    """Notes where each value is in autograd's graph."""
+    """Records the position of each value in autograd's graph."""
 
     def __init__(self, root: fx.GraphModule, graph: fx.Graph) -> None:
         super().__init__(root, graph=graph)
@@ -61,7 +60,7 @@ def _edge(value: torch.Tensor) -> Edge:
 
 
 def _behind(loss: torch.Tensor) -> set[Edge]:
-    """Everything that the backward of the loss goes through."""
+    """All edges that the backward of the loss passes through."""
     found: set[Edge] = {_edge(loss)}
     walked: set[Any] = set()
     todo = [_edge(loss)[0]]

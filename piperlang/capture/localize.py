@@ -1,9 +1,10 @@
-"""A chunk's joint graph as one device of a divided chunk runs it: expert and tensor parallelism.
+"""The joint graph of a sharded chunk as one device runs it: expert and tensor parallelism.
 
-The joint graph is traced again on DTensors, whose rules know how each operator follows its inputs' division; what comes
-out is a plain graph at local shapes. A division that needs communication inside the chunk is refused: communication is
-between chunks, where a schedule sees it. So is one in which devices would run different graphs, because a device cuts
-its part out of a whole value: the graph is traced for the first device and for the last one, and both must be equal.
+The joint graph is traced again on DTensors, whose rules propagate the placements of the inputs through each operator.
+The result is a plain graph at local shapes. A sharding that needs communication inside the chunk is refused:
+communication happens between chunks, where a schedule controls it. So is a sharding in which devices would run
+different graphs, because a device slices its part out of a replicated value: the graph is traced for the first and for
+the last device, and both must be equal.
 
 Private API, kept in this file: `torch.testing._internal.distributed.fake_pg.FakeStore` and
 `torch.fx.experimental.proxy_tensor.make_fx` (tried on torch 2.11 and 2.13)."""
@@ -37,29 +38,29 @@ from piperlang.ir.model import SUM, WHOLE, Divide, Place, Slot
 
 _COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor")
 _COORDINATES = 2
-"""Where the device's coordinates begin in `rng`."""
+"""The index in `rng` of the device's first coordinate."""
 aten = torch.ops.aten
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""Operators, with their backward ones and those for CPUs, that treat samples (dim 0) and heads (dim 1) each alone."""
+"""Operators that process samples (dim 0) and heads (dim 1) independently, with their backward and CPU variants."""
 _MASKS = ("attn_mask", "attn_bias")
 _COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
-"""Copies of parts are parts of copies. DTensor would rather add up the parts of a sum before it copies them."""
+"""Copies commute with partial sums. DTensor would otherwise reduce a partial value before it copies it."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """What every device runs, and what it has of each value."""
+    """The graph that every device runs, and the placement of each value."""
 
     joint: fx.GraphModule
     places: dict[Slot, PerAxis]
 
 
 Tried: TypeAlias = dict[tuple[tuple[Slot, PerAxis], ...], Local | None]
-"""What came of places; None where they need communication."""
+"""The result for each set of placements; None where they need communication."""
 
 
 def localize(
@@ -73,12 +74,12 @@ def localize(
     before: Mapping[Slot, PerAxis] | None = None,
     tried: Tried | None = None,
 ) -> Local:
-    """Divide a joint graph with the first places that need no communication: as the inputs arrive if that works, else
+    """Shard a joint graph with the first placements that need no communication: as the inputs arrive if possible, else
     as the styles ask.
 
-    `rows`: inputs of which each device gets the rows that chose its experts; here they are as if their first dimension
-    were divided. `before`: the places that were found for another number of samples. They are tried first, which is
-    quick. `tried`: what has come of the same graph and axes, however its inputs arrived."""
+    `rows`: inputs that are routed tokens; each device gets those of its own experts. Here they are treated as sharded
+    in their first dimension. `before`: the placements found for another number of samples; they are tried first, which
+    is fast. `tried`: results for the same graph and axes, however its inputs arrived."""
     nodes = dict(zip(takes, (node for node in joint.graph.nodes if node.op == "placeholder"), strict=True))
     values = {slot: node.meta["val"] for slot, node in nodes.items()}
     try:
@@ -117,8 +118,8 @@ def _is_about_this_job(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _fake_group(divides: Sequence[Divide]) -> Iterator[None]:
-    """DTensor asks for a process group even where nothing is sent. Making one changes how Python shows exceptions; we
-    change it back."""
+    """A fake process group, which DTensor needs even where nothing is sent. Creating it replaces `sys.excepthook`,
+    which is restored."""
     hook = sys.excepthook
     dist.init_process_group("fake", rank=0, world_size=math.prod(divide.size for divide in divides), store=FakeStore())
     _COLLECTIVES_LOGGER.addFilter(_is_about_this_job)
@@ -131,7 +132,7 @@ def _fake_group(divides: Sequence[Divide]) -> Iterator[None]:
 
 
 class _Localization:
-    """A joint graph, to be tried with several choices of places."""
+    """A joint graph, to be tried with several sets of placements."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class _Localization:
         self.nodes = {node.name: node for node in joint.graph.nodes}
         ranks = torch.arange(math.prod(divide.size for divide in divides), device="cpu")
         device = next(iter(values.values())).device.type
-        # We are rank 0. In the second mesh that is the last device.
+        # This process is rank 0. In the second mesh, rank 0 is the last device.
         self.meshes = [self._mesh(device, order) for order in (ranks, ranks.flip(0))]
 
     def _mesh(self, device: str, ranks: torch.Tensor) -> DeviceMesh:
@@ -158,7 +159,7 @@ class _Localization:
 
     def local(self, places: Mapping[Slot, PerAxis]) -> Local:
         check(places, {slot: self.values[slot] for slot in places}, self.divides)
-        # A gradient of an output is divided as the output is: find that first.
+        # The gradient of an output has the placement of the output, which is therefore determined first.
         found = self._outputs(places)
         incoming = {
             slot: tuple(WHOLE if place == SUM else place for place in found["output", slot[1]])
@@ -167,28 +168,28 @@ class _Localization:
         return self._divided({**places, **incoming})
 
     def again(self, places: Mapping[Slot, PerAxis]) -> Local:
-        """If these are the places that would be found."""
+        """The local graph, if these placements are the ones that would be found."""
         found = self._divided({slot: places[slot] for slot in self.values})
         if found.places != places:
-            raise Unfit("other places")
+            raise Unfit("different placements")
         return found
 
     def reason(self, places: Mapping[Slot, PerAxis]) -> Unfit:
-        """Why these places do not work; where the forward has a reason already, that one says more."""
+        """Why these placements do not work. A reason found in the forward is preferred."""
         try:
             check(places, {slot: self.values[slot] for slot in places}, self.divides)
             self._everywhere(*self._forward(places))
             self.local(places)
         except Unfit as problem:
             return problem
-        raise AssertionError("these places work")
+        raise AssertionError("these placements work")
 
     @property
     def _incoming(self) -> list[Slot]:
         return [slot for slot in self.values if slot[0] == "grad_output"]
 
     def _forward(self, places: Mapping[Slot, PerAxis]) -> tuple[dict[Slot, PerAxis], list[Slot | None]]:
-        """Places, and what is wanted, where only outputs are."""
+        """The placements and the requested values of the forward alone."""
         whole: PerAxis = (WHOLE,) * len(self.divides)
         return {**places, **dict.fromkeys(self._incoming, whole)}, [
             slot if slot is not None and slot[0] == "output" else None for slot in self.gives
@@ -200,7 +201,7 @@ class _Localization:
             source = (kind.removeprefix("grad_"), i)
             if kind != "output" and not all(map(_fits, places[source], chosen)):
                 raise Unfit(
-                    f"the {source[0]} is {places[source]}, but its gradient is {chosen}",
+                    f"the placement of the {source[0]} is {places[source]}, but that of its gradient is {chosen}",
                     self.results[list(self.gives).index((kind, i))],
                 )
         return Local(graph, {**places, **found})
@@ -208,7 +209,7 @@ class _Localization:
     def _everywhere(
         self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None]
     ) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
-        """The graph of every device, if they have one in common and it does not communicate."""
+        """The graph of every device, if all devices run the same graph and it does not communicate."""
         graph, found = self._trace(places, gives, self.meshes[0])
         for node in graph.graph.nodes:
             if getattr(node.target, "namespace", "") in _COMMUNICATION:
@@ -218,18 +219,20 @@ class _Localization:
                 )
         other, _ = self._trace(places, gives, self.meshes[1])
         if written(graph.graph) != written(other.graph):
-            # DTensor puts operators of its own into a graph where it needs a rule for the first time; it remembers
-            # rules.
+            # DTensor inserts operators of its own where it uses a rule for the first time; later it uses the cached
+            # rule.
             graph, found = self._trace(places, gives, self.meshes[0])
         for ours, theirs, node in itertools.zip_longest(written(graph.graph), written(other.graph), graph.graph.nodes):
             if ours != theirs:
                 origin = self._origin(node) if node is not None else None
-                raise Unfit(f"{operator_name(origin)} needs a part of a value that every device has whole", origin)
+                raise Unfit(
+                    f"{operator_name(origin)} needs a slice of a value that is replicated on every device", origin
+                )
         graph.recompile()
         return graph, found
 
     def _origin(self, node: fx.Node) -> fx.Node | None:
-        """The operator of the joint graph that a local one comes from."""
+        """The operator of the joint graph that an operator of the local graph comes from."""
         origins = node.meta.get("from_node") or []
         return self.nodes.get(origins[-1].name) if origins else None
 
@@ -249,7 +252,7 @@ class _Localization:
         return graph, found
 
     def _outputs(self, places: Mapping[Slot, PerAxis]) -> dict[Slot, PerAxis]:
-        """The places of the outputs, without a graph; what needs communication is not noticed here."""
+        """The placements of the outputs, without a graph. Communication is not detected here."""
         forward, gives = self._forward(places)
         with self._tracing():
             results = self._run(self._fakes(forward), forward, gives, self.meshes[0])
@@ -268,7 +271,7 @@ class _Localization:
         gives: Sequence[Slot | None],
         mesh: DeviceMesh,
     ) -> list[tuple[torch.Tensor | None, PerAxis]]:
-        """What a device has of what is wanted, and its places."""
+        """The local parts of the requested values, and their placements."""
         values = [
             _divided(part, mesh, list(map(_placement, places[slot])), whole)
             for part, (slot, whole) in zip(parts, self.values.items(), strict=True)
@@ -288,7 +291,7 @@ class _Localization:
         return torch.empty_like(value[tuple(slice(size) for size in part_shape(value.shape, places, self.divides))])
 
     def _part(self, value: torch.Tensor, node: fx.Node) -> tuple[torch.Tensor, PerAxis]:
-        """What a device has of a result, and its places."""
+        """The local part of a result, and its placements."""
         if not isinstance(value, DTensor):
             return value, (WHOLE,) * len(self.divides)  # made from constants alone
         part, whole = value.to_local(), node.meta["val"]
@@ -298,7 +301,7 @@ class _Localization:
         places = tuple(place for place in map(_place, value.placements) if place is not None)
         if len(places) < len(self.divides) or list(part.shape) != part_shape(whole.shape, places, self.divides):
             raise Unfit(
-                f"the result of {operator_name(node)} is divided in a way that cannot leave a chunk:"
+                f"the result of {operator_name(node)} has placements that are not supported between chunks:"
                 f" {value.placements}",
                 node,
             )
@@ -312,7 +315,7 @@ class _Runner(fx.Interpreter):
         super().__init__(joint, garbage_collect_values=False)
         self.needed, self.mesh = needed, mesh
         self.whole: Any = None
-        """What the operator that runs now gives when nothing is divided."""
+        """The unsharded result of the operator that is running."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n not in self.needed and n.op == "call_function":
@@ -322,7 +325,7 @@ class _Runner(fx.Interpreter):
             return super().run_node(n)
         except Exception as problem:
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            raise Unfit(f"{operator_name(n)} cannot be divided so: {reason}", n) from problem
+            raise Unfit(f"{operator_name(n)} cannot be sharded this way: {reason}", n) from problem
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.piper.keep.default:
@@ -336,11 +339,11 @@ class _Runner(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _keep(self, like: DTensor, rng: DTensor, *constants: Any) -> DTensor:
-        """A mask is divided as what it masks is, and has to know how, to be the part of the undivided mask."""
+        """A dropout mask is sharded as its input is. It needs to know how, to be that part of the unsharded mask."""
         placements = [Replicate() if _place(placement) == SUM else placement for placement in like.placements]
         dims = [_place(placement) for placement in placements]
         if None in dims:
-            raise ValueError("what it masks is not divided in even slices")
+            raise ValueError("the input of dropout is not sharded evenly")
         divided = [
             number
             for axis, dim in enumerate(dims)
@@ -352,7 +355,7 @@ class _Runner(fx.Interpreter):
         )
 
     def _routed(self, target: Any, args: tuple[Any, ...]) -> DTensor:
-        """Rows that choose experts: our own operators, so our own rules."""
+        """Routed tokens: piperlang's operators have piperlang's own rules."""
         names = [argument.name for argument in target._schema.arguments]
         tensors = {name: value for name, value in zip(names, args, strict=True) if isinstance(value, DTensor)}
         placements: list[Placement] = []
@@ -360,7 +363,7 @@ class _Runner(fx.Interpreter):
         for axis in range(self.mesh.ndim):
             dims = {name: _place(value.placements[axis]) for name, value in tensors.items()}
             if SUM in dims.values():
-                raise ValueError("parts of a sum cannot be multiplied")
+                raise ValueError("a partial sum cannot be multiplied")
             result = routed.divided(target, {name: dim if isinstance(dim, int) else None for name, dim in dims.items()})
             placements.append(Replicate() if result is None else Partial() if result == SUM else Shard(int(result)))
             if isinstance(experts, int) and dims["chosen"] == 0:
@@ -369,8 +372,8 @@ class _Runner(fx.Interpreter):
         return _divided(target(*local), self.mesh, placements, self.whole)
 
     def _attention(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Our own rule: DTensor has none for CPUs, leaves a mask that is a keyword argument as it is, and would cut one
-        that is the same for all heads."""
+        """piperlang's own rule: DTensor has none for CPUs, ignores a mask that is a keyword argument, and would shard a
+        mask that is the same for all heads."""
         named = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
         tensors = {
             name: value
@@ -380,9 +383,9 @@ class _Runner(fx.Interpreter):
         placements = tensors["query"].placements
         alone = all(placement in (Replicate(), Shard(0), Shard(1)) for placement in placements)
         if not alone or any(tensor.placements != placements for tensor in tensors.values()):
-            raise ValueError("its inputs are not all divided by samples or all by heads")
+            raise ValueError("its inputs are neither all sharded by samples nor all sharded by heads")
         if named.get("attn_bias") is not None and (named.get("grad_input_mask") or [False])[-1]:
-            raise ValueError("its mask learns")
+            raise ValueError("its mask requires gradients")
         local = {
             name: self._mask(value, placements) if name in _MASKS else _local(value) for name, value in named.items()
         }
@@ -394,7 +397,8 @@ class _Runner(fx.Interpreter):
         )
 
     def _mask(self, mask: Any, placements: Sequence[Placement]) -> Any:
-        """The part of a mask for a part of samples or heads: all of it where it is the same for all of them."""
+        """The local part of a mask for a shard of the samples or heads: the whole mask where it is broadcast over
+        them."""
         own = list(mask.placements) if isinstance(mask, DTensor) else [Replicate()] * len(placements)
         part = _local(mask)
         for axis, placement in enumerate(placements):
@@ -402,7 +406,7 @@ class _Runner(fx.Interpreter):
             if dim >= 0 and own[axis] == Replicate() and mask.shape[dim] > 1 and mask.stride(dim) == 0:
                 part = part.narrow(dim, 0, part.shape[dim] // self.mesh.size(axis))
             elif mask is not None and own[axis] != (Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate()):
-                raise ValueError("its mask is not divided as its inputs are")
+                raise ValueError("its mask is not sharded like its inputs")
         return part
 
 
@@ -419,8 +423,8 @@ def _placement(place: Place) -> Placement:
 
 
 def _place(placement: Placement) -> Place | None:
-    """None for what is divided otherwise than in even slices, as flattened dimensions can be."""
-    if type(placement) is Shard:  # not a subclass, whose parts are no slices
+    """None for placements other than even slices, as flattened dimensions can have."""
+    if type(placement) is Shard:  # not a subclass, whose shards are not slices
         return placement.dim
     if isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg"):
         return SUM
@@ -428,7 +432,8 @@ def _place(placement: Placement) -> Place | None:
 
 
 def _fits(place: Place, gradient: Place) -> bool:
-    """What a gradient may be: of a whole value it is a sum, unless all devices do the same with it."""
+    """Whether the placement of a gradient is valid for that of its value. The gradient of a replicated value is a
+    partial sum, unless all devices compute the same."""
     return gradient == place or (place == WHOLE and gradient == SUM) or (place == SUM and gradient == WHOLE)
 
 
@@ -444,8 +449,8 @@ def _needed(targets: Iterable[fx.Node | None]) -> set[fx.Node]:
 
 
 def _drop_views(graph: fx.Graph) -> None:
-    """`from_local` begins with a view that changes nothing, and would be kept for the backward beside what it is a view
-    of; and what nobody reads goes."""
+    """Removes the no-op view that `from_local` adds, which would be saved for the backward in addition to its source,
+    and unused operators."""
     for view in graph.find_nodes(op="call_function", target=aten.view.default):
         (source,) = view.all_input_nodes
         before, after = source.meta["val"], view.meta["val"]
@@ -456,7 +461,7 @@ def _drop_views(graph: fx.Graph) -> None:
 
 
 def written(graph: fx.Graph) -> list[tuple[str, str, str]]:
-    """Operators with their constants, and who reads whom by number: names depend on what DTensor remembers."""
+    """Operators with their constants, and their operands by number, because names depend on DTensor's caches."""
     numbers = {node: i for i, node in enumerate(graph.nodes)}
     found: list[tuple[str, str, str]] = []
     for node in graph.nodes:

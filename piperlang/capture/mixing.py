@@ -1,8 +1,8 @@
-"""What values hold of the samples of a batch, and why some mix them.
+"""How each value of a program depends on the samples of the batch, and why some values mix samples.
 
-A value is free of the batch's data; or it goes along the samples, one dimension of it counting them; or it is mixed: a
-linear combination over all samples. What fits none of these is not made of what the parts of a divided batch make, and
-is refused."""
+A value is Free: it does not depend on the data of the batch. Or it is Along: one of its dimensions is the batch
+dimension. Or it is Mixed: a linear combination over all samples. A value of any other kind cannot be computed from
+microbatches or replicas, so dividing the batch is refused."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ import torch
 
 @dataclass(frozen=True)
 class Free:
-    """No data of the batch in it. Dimensions as long as the batch it may have (zeros, a mask)."""
+    """A value that does not depend on the data of the batch. It may still have dimensions of the batch size (zeros, a
+    mask)."""
 
     degree: int | None = 0
-    """It is a constant times this power of the batch's size; None: it changes with that size in another way."""
+    """The value is a constant times this power of the batch size. None: it depends on the batch size in another way."""
     zero: bool = False
     uniform: bool = True
-    """The same for every sample. What is not (`arange` over the batch) says where in the batch a sample stands, which
-    is another place in a part of it."""
+    """Whether the value is the same for every sample. A value that is not, such as `arange` over the batch, depends on
+    the position of a sample in the batch, which is different in a part of the batch."""
     place: int = 0
-    """It is this many times the number of the sample, and may be used to find that sample: `x[arange(len(x)),
-    target]`."""
+    """The value is this many times the position of the sample, and may be used to index that sample: `x[arange(len(x)),
+    target]`. 0 otherwise."""
 
 
 @dataclass(frozen=True)
 class Along:
-    """`dim` has outer * batch * inner elements, and the batch's part of the index is the number of the sample."""
+    """A value with a batch dimension. `dim` has outer * batch * inner elements; the batch part of the index is the
+    position of the sample."""
 
     dim: int
     inner: int
     degree: int = 0
-    """Each sample's part is a value of its own, times this power of the batch's size."""
+    """The value of each sample is scaled with this power of the batch size."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """A sum over the samples, times this power of the batch's size: 0 is the sum, -1 the mean."""
+    """A sum over the samples times this power of the batch size: 0 is the sum, -1 the mean."""
 
     degree: int
 
@@ -51,35 +53,32 @@ class Mixed:
 
 
 class Repair(StrEnum):
-    """What to do about it."""
+    """Help texts: how to change the model so that the batch can be divided."""
 
-    WITHIN = "let it work within each sample: along another dimension than that of the samples"
-    PER_SAMPLE = "take it within each sample, and the mean over the samples last"
+    WITHIN = "apply it within each sample, along a dimension other than the batch dimension"
+    PER_SAMPLE = "apply it within each sample, and take the mean over the samples last"
     BALANCE = (
-        "use the mean over the samples only as it is, or times a constant; compute a balancing loss per sequence, as"
-        " DeepSeek-V3 does, and take its mean"
+        "use a mean over the samples only as it is or multiplied by a constant; compute a load-balancing loss per"
+        " sequence, as DeepSeek-V3 does, and take its mean"
     )
     NORM = "use a norm within each sample, such as LayerNorm or GroupNorm"
-    RATIO = "divide by a constant, or by a number of each sample's own before the mean over the samples is taken"
-    SIZE = (
-        "take means over the samples; of the size of the batch use nothing but x.shape[0], as a number and not as a"
-        " tensor"
-    )
-    MEAN = "take the mean over the samples: a constant added to a sum would be added once for every part"
-    EACH = "treat every sample alike: the first sample of a part is not the first of the batch"
-    PAIRS = "compare within a sample; a loss over pairs of samples needs the whole batch in one place"
-    ALIKE = "let the model run the same operators for every size of the batch"
-    FREQUENCIES = "leave `scale_grad_by_freq` out"
-    KNOWN = "write it with other operators"
-    ALONE = "use it without the samples"
+    RATIO = "divide by a constant, or divide each sample by a value of its own before taking the mean over the samples"
+    SIZE = "take means over the samples; use the batch size only as the number `x.shape[0]`, never as a tensor"
+    MEAN = "take the mean over the samples: a constant added to a sum would be added once per microbatch and replica"
+    EACH = "treat every sample alike: the first sample of a microbatch is not the first sample of the batch"
+    PAIRS = "compare values within a sample; a loss over pairs of samples needs a batch that is not divided"
+    ALIKE = "run the same operators for every batch size"
+    FREQUENCIES = "remove `scale_grad_by_freq`"
+    KNOWN = "rewrite it with other operators"
+    ALONE = "do not combine it with values of single samples"
     NUMBERS = "compute with tensors"
     LAST = "take its mean over the samples"
-    FIRST = "apply it to a value whose first dimension is the batch"
-    THROUGHOUT = "use means over the samples throughout, or sums throughout"
+    FIRST = "apply it to a value whose first dimension is the batch dimension"
+    THROUGHOUT = "use only means over the samples, or only sums"
 
 
 class Mixing(Exception):
-    """The value is not what the same operators make of parts of the batch."""
+    """The value cannot be computed from the parts of a divided batch."""
 
     def __init__(self, message: str, help: Repair) -> None:
         super().__init__(message)
@@ -87,7 +86,8 @@ class Mixing(Exception):
 
 
 class Placed(Mixing):
-    """It depends on where in the batch a sample stands."""
+    """The value depends on the position of a sample in the batch; or, found by trial, an operator mixes samples. An
+    operator that decomposes into such operators is tried as a whole."""
 
 
 State: TypeAlias = Free | Along | Mixed | Mixing
@@ -102,18 +102,19 @@ class Operand:
 
 @dataclass(frozen=True)
 class Call:
-    """An operator as both traces call it. Tensors among the arguments are Operands, the same in both."""
+    """One operator call, as it appears in both traces. Tensors among the arguments are Operands, the same objects in
+    `small` and `large`."""
 
     name: str
     shown: str
-    """The name of the operator that the program wrote, which may have been decomposed into this one."""
+    """The operator's name in messages: the one in the user's program, which may have been decomposed into this one."""
     target: Any
     small: dict[str, Any]
     large: dict[str, Any]
     results: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     samples: int
     times: int
-    """How many times the samples of the small batch the large one has."""
+    """The number of samples of the large batch divided by that of the small batch."""
 
     @property
     def operands(self) -> list[Operand]:
@@ -128,38 +129,40 @@ class Call:
         return self.results[0][0].dim()
 
     def degree(self, name: str) -> int | None:
-        """Which power of the batch's size a number among the arguments follows."""
+        """The power of the batch size that a number among the arguments is proportional to."""
         return power(self.small.get(name), self.large.get(name), self.times)
 
     @property
     def changed(self) -> bool:
-        """Whether a number among the arguments is another in the large trace."""
+        """Whether a number among the arguments differs between the two traces."""
         pairs = zip(leaves(self.small.values()), leaves(self.large.values()), strict=False)
         return any(not same_number(a, b) for a, b in pairs if not isinstance(a, Operand))
 
     def placed(self) -> Placed:
-        return Placed(f"{self.shown} depends on where in the batch a sample stands", Repair.EACH)
+        return Placed(f"{self.shown} depends on the position of a sample in the batch", Repair.EACH)
 
     def through(self) -> Mixing:
-        return Mixing(f"{self.shown} goes through the samples", Repair.NORM if "norm" in self.shown else Repair.WITHIN)
+        return Mixing(
+            f"{self.shown} operates along the batch dimension", Repair.NORM if "norm" in self.shown else Repair.WITHIN
+        )
 
     def against(self) -> Mixing:
-        return Mixing(f"{self.shown} sets samples against each other", Repair.PAIRS)
+        return Mixing(f"{self.shown} combines different samples with each other", Repair.PAIRS)
 
     def sized(self) -> Mixing:
-        return Mixing(f"{self.shown} uses a number that depends on the size of the batch", Repair.SIZE)
+        return Mixing(f"{self.shown} uses a number that depends on the batch size", Repair.SIZE)
 
     def nonlinear(self, state: State) -> Mixing:
-        """Anything but a linear operator on a mixed value, or on one that the batch's size has scaled."""
+        """The error for a nonlinear operator on a Mixed value, or on a value that is scaled with the batch size."""
         return (
-            Mixing(f"{self.shown} of a {state} over the samples", Repair.BALANCE)
+            Mixing(f"{self.shown} is applied to a {state} over the samples", Repair.BALANCE)
             if isinstance(state, Mixed)
             else self.sized()
         )
 
     def plain(self) -> list[Operand]:
-        """The operands with data, as operators want them that may do anything with a sample, and nothing with a
-        combination of samples."""
+        """The operands that depend on the data, for operators that may compute anything within a sample. Raises where
+        one of them is a combination of samples."""
         for operand in self.data:
             if not isinstance(operand.state, Along) or operand.state.degree:
                 raise self.nonlinear(operand.state)
@@ -168,7 +171,7 @@ class Call:
         return self.data
 
     def aligned(self, operands: list[Operand], degree: int = 0, rank: int | None = None) -> Along:
-        """Dimensions are matched from the right, as in broadcasting."""
+        """The state of a broadcast result. Dimensions are aligned from the right."""
         places = {(o.state.dim - o.small.dim(), o.state.inner) for o in operands if isinstance(o.state, Along)}
         if len(places) != 1:
             raise self.against()
@@ -180,7 +183,7 @@ Rule: TypeAlias = Callable[[Call], State | tuple[State, ...]]
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """What lists within the values hold."""
+    """The values, with nested lists flattened."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from leaves(value)
@@ -189,12 +192,12 @@ def leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def same_number(a: Any, b: Any) -> bool:
-    """A NaN is the same as another."""
+    """Equality that treats NaN as equal to NaN."""
     return bool(a == b or (a != a and b != b))
 
 
 def power(small: Any, large: Any, times: int) -> int | None:
-    """Which power of the batch's size leads from one number to the other."""
+    """The power of the batch size that takes one number to the other; None where there is none."""
     if same_number(small, large):
         return 0
     if not small or not large:
@@ -203,6 +206,6 @@ def power(small: Any, large: Any, times: int) -> int | None:
 
 
 def growing(small: torch.Tensor, large: torch.Tensor) -> list[int]:
-    """The dimensions that are longer in the large trace: they go through the samples. As text, because sizes that
-    depend on data refuse to be compared."""
+    """The dimensions that are longer in the large trace, which are batch dimensions. Compared as text, because
+    data-dependent sizes cannot be compared."""
     return [i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if str(a) != str(b)]

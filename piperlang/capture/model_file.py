@@ -1,4 +1,4 @@
-"""model.py: what a user writes beside a schedule."""
+"""The user's model.py, which a schedule runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BODIES = {
     "loss": "return torch.nn.functional.mse_loss(output, target)",
     "data": "yield input, target",
 }
-"""The shortest body of each function that must be there."""
+"""The shortest body of each required function."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class ModelFile:
     optimizer: Callable[[Any], Any] | None
     lr_schedule: Callable[[Any], Any] | None
     validation: Callable[[], Iterator[tuple[Any, Any]]] | None = None
-    """Batches to evaluate on, after training or every so often."""
+    """Validation batches, used after training or every N steps."""
     max_norm: float | None = None
-    """Gradients are scaled so that the norm of all of them is at most this."""
+    """Gradients are clipped to this global norm."""
     on_step: Callable[[dict[str, Any]], Any] | None = None
-    """Called in the driver after every step, with what metrics.jsonl has of it."""
+    """Called in the driver after every step, with the step's entry in metrics.jsonl."""
 
 
 def load_model(path: Path) -> ModelFile:
-    """Run model.py and take its functions; whatever is wrong with it is a diagnostic at its line."""
+    """Run model.py and return its functions. Every mistake in it is a diagnostic at its line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -66,19 +66,19 @@ def load_model(path: Path) -> ModelFile:
 
 
 def from_text(path: Path, text: str) -> ModelFile:
-    """Run a model file whose text is known."""
+    """Run a model file from its text."""
     source, file = _run(path, text)
-    remember(source)  # that of the file that was asked for last: others may have the same name
+    remember(source)  # of the file loaded last: other files may have the same name
     return file
 
 
 @lru_cache(maxsize=8)
 def _run(path: Path, text: str) -> tuple[Source, ModelFile]:
-    """Once: operators that a model file defines can be defined only once."""
+    """Runs a model file once: operators that it defines can be registered only once."""
     source = Source(str(path), text)
     remember(source)
     if str(path.parent.resolve()) not in sys.path:
-        sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours, as it could if python ran it
+        sys.path.insert(0, str(path.parent.resolve()))  # it may import modules beside it, as if run by python
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     try:
@@ -104,7 +104,7 @@ def _made(source: Source, path: Path, module: ModuleType) -> ModelFile:
         path,
         source.text,
         model=guarded("model", UserFunction),
-        loss=found["loss"],  # type: ignore[arg-type]  # as it is: it may be a module with weights of its own
+        loss=found["loss"],  # type: ignore[arg-type]  # not wrapped: it may be a module with weights of its own
         data=guarded("data", UserBatches),
         optimizer=guarded("optimizer", UserFunction),
         lr_schedule=guarded("lr_schedule", UserFunction),
@@ -116,7 +116,7 @@ def _made(source: Source, path: Path, module: ModuleType) -> ModelFile:
 
 @dataclass(frozen=True)
 class Shipped:
-    """A function of a model file for another process: the text travels, not what it made here."""
+    """A function of a model file for another process: the text of the file is sent, not the function object."""
 
     path: Path
     text: str
@@ -140,7 +140,7 @@ def shipped(file: ModelFile, name: str) -> Shipped | None:
 
 
 def _missing(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
-    """One diagnostic for all functions that are not there, with a help for each."""
+    """One diagnostic for all missing functions, with a help for each."""
     missing = [name for name in REQUIRED if getattr(module, name, None) is None]
     if not missing:
         return
@@ -150,7 +150,7 @@ def _missing(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
 
 
 def _how_to_add(name: str, source: Source, module: ModuleType) -> str:
-    """The name that may have been misspelt, or the lines to add."""
+    """The name that may be misspelled, or the lines to add."""
     functions = [
         key
         for key, value in vars(module).items()
@@ -169,7 +169,7 @@ def _how_to_add(name: str, source: Source, module: ModuleType) -> str:
 
 
 def _unusable(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
-    """What is there and cannot be used."""
+    """Diagnostics for definitions that exist but cannot be used."""
     for name in (*REQUIRED, *OPTIONAL):
         value = getattr(module, name, None)
         if value is None:
@@ -186,7 +186,7 @@ def _unusable(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
 
 
 def _line_of_name(source: Source, name: str, kind: type[ast.stmt] = ast.stmt) -> Span | None:
-    """The last line at the top of the file that binds a name."""
+    """The last module-level line that binds a name."""
     lines = [node.lineno for node in ast.parse(source.text).body if isinstance(node, kind) and name in _bound(node)]
     return line_at(source, lines[-1]) if lines else None
 
@@ -201,12 +201,12 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _not_imported(source: Source, problem: BaseException) -> Exception:
-    """Point at the line of model.py, or of what it imports, that raised, or where its syntax breaks."""
+    """The diagnostic at the line of model.py, or of a module that it imports, that raised or has the syntax error."""
     name = Path(source.name).name
-    help = f"run `python {name}` to see the whole trace"
+    help = f"run `python {name}` to see the full traceback"
     span = line_of(problem) or line_at(source, 1)
     if isinstance(problem, SyntaxError) and problem.filename == source.name:
-        span, help = line_at(source, problem.lineno or 1), "repair the syntax of this line, or of the one before it"
+        span, help = line_at(source, problem.lineno or 1), "fix the syntax of this line or of the line before it"
     elif isinstance(problem, ModuleNotFoundError) and problem.name:
         help = f"install `{problem.name.partition('.')[0]}` for {sys.executable}, or put its file beside {name}"
     return error("P0801", f"{name} cannot be imported", span, said(problem), help=help)

@@ -1,4 +1,4 @@
-"""Model and loss as one module, so that one export sees both, and what a call of it does besides giving a loss."""
+"""Model and loss as one module, so that one export records both, and the side effects of a call."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from piperlang.diagnostics import error
 
 @dataclass
 class Seen:
-    """What a call of the model showed. An object of its own, because export takes back what a forward sets on a
-    module."""
+    """What was observed in a call of the model. A separate object, because export reverts attributes that a forward
+    sets on a module."""
 
     watch: Watch = field(default_factory=Watch)
     set: dict[str, object] = field(default_factory=dict)
-    """Attributes that the forward has set, by module path and name."""
+    """Attributes that the forward set, by module path and name."""
     reassigned: list[str] = field(default_factory=list)
     """Those of them that were tensors before."""
     leaves: int = 0
-    """How many values the loss gave."""
+    """The number of values that the loss returned."""
     buffers: list[str] = field(default_factory=list)
-    """Whose values at the end are outputs, after the loss."""
+    """Buffers whose final values are outputs, after the loss."""
     replaced: list[str] = field(default_factory=list)
-    """Parameters that the forward has put others in the place of."""
+    """Parameters that the forward replaced by other tensors."""
 
 
 class Observed(nn.Module):
     layout: pytree.TreeSpec
-    """Of a batch: its inputs and target."""
+    """The structure of a batch (inputs, target)."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Observed(nn.Module):
         ]
         self.seen.replaced = [path for path, value in _parameters(self.model).items() if parameters.get(path) != value]
         self.seen.leaves = len(pytree.tree_leaves(result))
-        # What buffers are now: an assignment to one inside a module is nothing that export notices.
+        # The current buffers: export does not record that a module assigns a new tensor to a buffer.
         self.seen.buffers = list(buffers)
         now = [module._buffers[name] for module, name, _ in buffers.values()]
         for module, name, value in buffers.values():
@@ -68,7 +68,8 @@ class Observed(nn.Module):
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
-    """The model on the inputs of a batch: a dict by name, a tuple or list one by one, anything else as it is."""
+    """Calls the model on the inputs of a batch: a dict as keyword arguments, a tuple or list as positional arguments,
+    anything else as one argument."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
@@ -86,7 +87,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
 
 
 def _parameters(model: nn.Module) -> dict[str, object]:
-    """What each name of a parameter stands for: the tensor, and the memory that it has."""
+    """The tensor of each parameter name, and the memory it uses."""
     return {
         f"{path}.{name}".lstrip("."): (value, value.untyped_storage()._cdata) if value is not None else None
         for path, module in model.named_modules()
@@ -105,10 +106,11 @@ def _attributes(model: nn.Module) -> dict[str, object]:
 
 
 def refuse_shared_storage(model: nn.Module, read: Mapping[str, torch.Tensor]) -> None:
-    """Tensors that lie in the memory of a parameter: an update of it would change the others. `read`: what the program
-    reads besides parameters, by name.
+    """Refuse tensors that share the memory of a parameter: an update of it would change them, too. `read`: tensors that
+    the program reads besides parameters, by name.
 
-    Attributes that nobody reads do no harm: those of old parametrizations, which the forward sets anew."""
+    Attributes that the program does not read are allowed: old parametrizations have some that the forward sets
+    again."""
     owners = {value.untyped_storage()._cdata: (name, value) for name, value in reversed(list(model.named_parameters()))}
     for name, value in (*model.named_parameters(), *model.named_buffers(), *read.items()):
         if not isinstance(value, torch.Tensor):  # a generator of random numbers
@@ -117,12 +119,12 @@ def refuse_shared_storage(model: nn.Module, read: Mapping[str, torch.Tensor]) ->
         if first is not value and value.numel():
             raise error(
                 "P0803",
-                f"parameter {owner} and {name} share their memory",
+                f"parameter {owner} and {name} share memory",
                 line_of_function(type(model).__init__),
-                notes=["an update of the parameter would change the other, too"],
+                notes=["in eager PyTorch, an update of the parameter changes the other tensor, too"],
                 help=(
-                    "compute what depends on a parameter in the forward, or `clone()` it once; tie whole weights by"
-                    " assigning the parameter itself"
+                    "compute values that depend on a parameter in the forward, or `clone()` it once; to tie weights,"
+                    " assign the parameter itself"
                 ),
             )
 
@@ -133,6 +135,6 @@ def refuse_replaced(observed: Observed) -> None:
             "P0803",
             f"the forward replaces parameter {observed.seen.replaced[0]}",
             line_of_function(type(observed.model).forward),
-            notes=["the next step would train another tensor than the one that the optimizer has"],
-            help="compute with a new tensor, and leave the parameter as it is",
+            notes=["the next step would use a different tensor than the one that the optimizer updates"],
+            help="compute with a new tensor and do not reassign the parameter",
         )

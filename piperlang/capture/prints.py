@@ -1,8 +1,7 @@
-"""Prints of Python values: equal as long as a value, and everything that can be reached from it, has not changed.
+"""Fingerprints of Python values: equal as long as a value, and everything reachable from it, has not changed.
 
-The garbage collector knows what an object refers to, whatever its type: a deque, a `functools.partial`, the locals of a
-generator. What it cannot tell is a position kept in C (of an iterator, of a random generator); those types are listed
-here.
+The garbage collector knows the references of an object of any type: a deque, a `functools.partial`, the locals of a
+generator. It does not know positions kept in C (of an iterator, of a random generator); those types are listed here.
 
 Private API, kept in this file: `torch.utils._python_dispatch._disable_current_modes` (tried on torch 2.11 and 2.13),
 `functools._lru_cache_wrapper` (Python 3.11 to 3.13)."""
@@ -29,31 +28,32 @@ from torch.utils._python_dispatch import _disable_current_modes
 from piperlang.capture.where import is_users, is_users_file
 
 BUDGET = 20_000
-"""Values looked at for one snapshot: what a program reads is small, and a data set that lies about is not looked
-through to its end."""
+"""The most values visited for one snapshot: the state that a program reads is small, and a large data set in a global
+is not searched to its end."""
 DEEPEST = 60
 SAMPLED = 1 << 20
-"""Bytes of an array from which on only some of its elements are looked at: globals are looked at before every step."""
+"""For arrays larger than this many bytes only some elements are compared, because globals are checked before every
+step."""
 
 _ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _OPAQUE = (BuiltinFunctionType, CodeType, FrameType, torch.optim.Optimizer)
 _ITERATORS = ("builtins", "itertools")
-"""Modules of the types whose `__reduce__` tells the position of an iterator."""
+"""Modules of the types whose `__reduce__` contains the position of an iterator."""
 
 
 class Prints:
-    """The prints of one snapshot. Objects that are reached in several ways are looked at once."""
+    """The fingerprints of one snapshot. An object that is reachable in several ways is visited once."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[object, object]] = {}
-        """By id, with the object itself: an id must not be given to another one in the meantime."""
+        """By id, together with the object, so that the id is not reused in the meantime."""
         self.left, self.depth = BUDGET, 0
 
     def of(self, value: Any) -> object:
         self.left -= 1
         if isinstance(value, _ATOMS):
             return (type(value).__name__, value if value == value else "nan")
-        if isinstance(value, nn.Parameter):  # trained, so of another value in every step
+        if isinstance(value, nn.Parameter):  # trained, so its value changes in every step
             return "parameter"
         if isinstance(value, torch.Tensor):
             return ("tensor", str(value.dtype), tuple(value.shape))
@@ -64,8 +64,8 @@ class Prints:
         if id(value) in self.known:
             return self.known[id(value)][1]
         if self.left <= 0 or self.depth >= DEEPEST:
-            return "not looked at"
-        self.known[id(value)] = value, "under way"  # it may contain itself
+            return "not visited"
+        self.known[id(value)] = value, "in progress"  # it may contain itself
         self.depth += 1
         found = self._inside(value)
         self.depth -= 1
@@ -88,8 +88,8 @@ class Prints:
         return self.items(own) if isinstance(own, dict) else ()
 
     def _referents(self, value: Any) -> Iterator[Any]:
-        """What the collector sees: values of attributes again where these are in no dict, elements, slots. Not the
-        type."""
+        """The references that the garbage collector reports: elements, slots, and attribute values that are not in a
+        dict. The type is excluded."""
         own = getattr(value, "__dict__", None)
         shown = {id(item) for item in own.values()} if isinstance(own, dict) else set()
         for item in gc.get_referents(value):
@@ -97,12 +97,12 @@ class Prints:
                 yield item
 
     def _position(self, value: Any) -> Iterator[object]:
-        """Of an iterator written in C."""
+        """The position of an iterator implemented in C."""
         if type(value).__module__ in _ITERATORS and hasattr(value, "__next__"):
             try:
                 yield from (part for part in value.__reduce__()[2:] if isinstance(part, _ATOMS))
-                yield repr(value)[: repr(value).find(" at 0x")]  # a count has its number there
-            except TypeError:  # some cannot be copied, and none can from Python 3.14 on
+                yield repr(value)[: repr(value).find(" at 0x")]  # the repr of itertools.count contains its number
+            except TypeError:  # not all can be copied; from Python 3.14 on, none can
                 yield repr(value)
 
     def items(self, value: Mapping[Any, Any]) -> object:
@@ -129,12 +129,12 @@ class Prints:
         return (frame.f_lasti, self.items(frame.f_locals)) if frame is not None else "ended"
 
     def names(self, value: Any) -> object:
-        """Of a class or a module."""
+        """The attributes of a class or a module."""
         return self.items({name: item for name, item in list(vars(value).items()) if not name.startswith("__")})
 
     def cached(self, value: Any) -> object:
-        """What a cache holds, without the order in which it was last read. The elements of a bounded one are links,
-        which hold key and result."""
+        """The contents of a cache, regardless of the order of use. A bounded cache consists of links, which contain key
+        and result."""
         caches = [
             held
             for held in gc.get_referents(value)
@@ -154,7 +154,7 @@ def _array(_: Prints, value: np.ndarray[Any, Any]) -> object:
 
 
 def _torch_generator(_: Prints, value: torch.Generator) -> object:
-    with _disable_current_modes():  # the state of a generator is a tensor, and must not become one of the trace
+    with _disable_current_modes():  # the state of a generator is a tensor, which must not be traced
         return value.get_state().numpy().tobytes()
 
 
@@ -181,10 +181,10 @@ _LOOKS: dict[type, Callable[[Prints, Any], object]] = {
 
 
 def is_users_own(value: FunctionType | type | ModuleType) -> bool:
-    """Whether a function, class or module is the user's own."""
+    """Whether a function, class or module is defined in the user's own code."""
     if isinstance(value, FunctionType):
         return is_users(value)
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
-    if module is None:  # a model file is run, not imported
+    if module is None:  # a model file is executed, not imported
         return True
     return is_users_file(getattr(module, "__file__", None) or "<")

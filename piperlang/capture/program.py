@@ -1,4 +1,4 @@
-"""A model captured for scheduling: the description that passes read, and the pieces that devices run."""
+"""A model captured for scheduling: the description that passes read, and the graphs that devices run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from piperlang.ir.model import Arrangement
 
 @dataclass
 class Program:
-    """The traced model and loss. Cutting it by tags gives a Captured; each distinct piece is differentiated once."""
+    """The traced model and loss. Cutting it by tags returns a Captured; each distinct chunk is differentiated once."""
 
     sizes: Sizes
     _known: dict[object, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Program:
     _places: dict[tuple[int, int, Arrangement], ir.Places] = field(default_factory=dict)
     _tried: dict[tuple[int, int, tuple[ir.Divide, ...]], Tried] = field(default_factory=dict)
     _promised: dict[tuple[int, Arrangement], tuple[int, ir.Places]] = field(default_factory=dict)
-    """What passes have been told, and for how many samples it was found."""
+    """The placements that passes were given, with the number of samples they were found for."""
 
     def cut(self, tags: Iterable[Tag] = ()) -> Captured:
         return Captured(self, cut(self.sizes.small, tags))
@@ -48,7 +48,7 @@ class Program:
             self._check_path(path)
 
     def key(self, chunk: Chunk) -> int:
-        """The same number for chunks that compute the same."""
+        """An identifier that is equal for chunks that compute the same."""
         return self._known.setdefault(signature(self.sizes.small, chunk, self.sizes), len(self._known))
 
     def pieces(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
@@ -59,10 +59,11 @@ class Program:
                 self._any_rows(chunk, known, made)
             promised = self._promised.get((key, arranged))
             if promised is not None and 1 < samples < promised[0] and promised[1] != self._places[known]:
+                tags = ", ".join(f"{name}={value}" for name, value in sorted(chunk.tags)) or "untagged"
                 raise error(
                     "P0411",
-                    f"with {samples} samples {chunk} is divided otherwise than with {promised[0]}",
-                    help="split the batch, and replicate, before `shard`",
+                    f"chunk {tags} is sharded differently with {samples} samples than with {promised[0]} samples",
+                    help="put `split` and `replicate` before `shard`",
                 )
             self._pieces[known] = made
         return self._pieces[known]
@@ -73,11 +74,11 @@ class Program:
         return self._joints[key, samples]
 
     def places(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement) -> ir.Places:
-        """How everything of a chunk lies when its weights are divided.
+        """The placements of all values of a chunk whose weights are sharded.
 
-        As it lies for more samples, where that is known: styles divide features, so that how many samples there are, if
-        there are several, has no part in it. A device that has to run the chunk has it traced at its own size
-        (`pieces`), and then it must be so."""
+        If the placements for a larger number of samples are known, those are returned: styles shard features, so the
+        number of samples does not matter as long as it is greater than one. The graphs for a device are traced at its
+        own size (`pieces`), which checks it."""
         known = (key, samples, arranged)
         promised = self._promised.get((key, arranged))
         if (
@@ -113,11 +114,10 @@ class Program:
 
         return local
 
-    # ------------------------------------------------------------------------------------------ rows that choose
-    # experts
+    # ------------------------------------------------------------------------------------------------ routed tokens
 
     def _rows(self, chunk: Chunk) -> frozenset[ir.Slot]:
-        """Inputs and outputs whose rows go where their experts are, if rows of this chunk choose experts."""
+        """Inputs and outputs that are dispatched to the experts of their tokens, if this chunk has routed operators."""
         if not any(routed.operators(chunk.nodes)):
             return frozenset()
         nodes = {node.name: node for node in self.sizes.small.graph.nodes}
@@ -127,35 +127,36 @@ class Program:
         return frozenset(slot for slot, v in crossing if (dims := self.sizes.dims(nodes[v.name])) and dims[0][0])
 
     def _unroutable(self, chunk: Chunk, rows: frozenset[ir.Slot]) -> Unfit | None:
-        """Why rows could not go where their experts are."""
+        """Why tokens cannot be dispatched to their experts; None if they can."""
         if not rows:
             return None
         first, apart = (
             next(routed.operators(chunk.nodes)),
-            "let one chunk choose and flatten, and the next have the experts: `with annotate(...)` around them alone",
+            "compute and flatten the routing in one chunk, and the experts in the next: `with annotate(...)` around the"
+            " experts alone",
         )
         if choice(chunk) is None:
             return Unfit(
-                "rows can go to their experts only if they have chosen them before, all by one choice that is an input"
-                " of this chunk",
+                "tokens can be dispatched to their experts only if one tensor of expert indices routes all of them, and"
+                " it is an input of this chunk",
                 first,
                 apart,
             )
         if chunk.random:
             return Unfit(
-                "dropout numbers elements by their place in the batch, and rows that have gone to their experts have"
-                " left it",
+                "dropout masks depend on the position in the batch, which tokens lose when they are dispatched to their"
+                " experts",
                 first,
-                "put dropout before or after the experts",
+                "apply dropout before or after the experts",
             )
         return (
-            Unfit("it reads the batch itself, which does not go where the experts are", first, apart)
+            Unfit("it reads a tensor of the batch, which is not dispatched to the experts", first, apart)
             if chunk.batch
             else None
         )
 
     def _any_rows(self, chunk: Chunk, known: tuple[int, int, Arrangement], made: Pieces) -> None:
-        """The data decide how many rows there are: the pieces must be the same for any number of them."""
+        """Checks that the graphs are the same for any number of tokens, because that number depends on the data."""
         key, samples, arranged = known
         twice = (key, 2 * samples, arranged)
         other = divide(self._joint(chunk, key, 2 * samples), self._local(chunk, twice))
@@ -169,9 +170,9 @@ class Program:
                 if ours != theirs:
                     raise refusal(
                         Unfit(
-                            f"{operator_name(node)} asks how many rows there are, which the data decide",
+                            f"{operator_name(node)} depends on the number of routed tokens, which the data decides",
                             node,
-                            "flatten rows before they go to their experts, and treat each by itself there",
+                            "flatten tokens before the experts, and process each token independently in the experts",
                         ),
                         arranged[0],
                         {},
@@ -180,7 +181,7 @@ class Program:
 
     @cached_property
     def samples(self) -> Samples:
-        """How losses of parts of the batch combine, and whether they do at all."""
+        """How the losses of parts of the batch combine, and whether the batch may be divided."""
         found = samples(self.sizes.small, self.sizes.large)
         if self.sizes.small.count is not None and found.loss != "sum" and found.mixing is None:
             return replace(found, mixing=_not_a_sum())
@@ -202,9 +203,9 @@ class Program:
         around = {".".join(parts[:depth]) for parts in known for depth in range(1, len(parts) + 1)}
         raise error(
             "P0306",
-            f"no operator of the model is in `{path}`",
+            f"the model has no operator in `{path}`",
             path.span,
-            "no such module, or it computes nothing",
+            "there is no such module, or it has no operators",
             help=did_you_mean(str(path), around) or _some(around),
         )
 
@@ -229,54 +230,53 @@ class Captured:
         return self.program.sizes.small.batch
 
     def check_state(self) -> None:
-        """Python state that the program has taken in must stay as it was: called before every step."""
+        """Python state that the program has captured must not change. Called before every step."""
         self.program.sizes.small.frozen.check()
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """What a program reads besides the batch and the model's own tensors."""
+        """Tensors that the program reads besides the batch and the model's own tensors."""
         return self.program.sizes.small.constants
 
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
-        """Further names of tied weights."""
+        """Additional names of tied weights."""
         return {weight.name: weight.aliases for weight in self.program.sizes.small.weights.values() if weight.aliases}
 
     def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
-        """The tensors of a batch in the order in which the program takes them, whatever the order of a dict's keys.
+        """The tensors of a batch in the order of the program's inputs, independent of the order of dict keys.
 
-        A plan is for batches of one shape: more samples would be left out, fewer would be missed."""
+        A plan is for batches of one shape: additional samples would be ignored, and fewer would not be enough."""
         sizes = self.program.sizes
         assert sizes.layout is not None
         try:
             flat: list[torch.Tensor] = sizes.layout.flatten_up_to(tuple(batch))
         except ValueError:
             raise _other_shape(
-                f"a batch is {_written(pytree.tree_structure(batch))}, and was {_written(sizes.layout)} when the model"
-                " was traced"
+                f"a batch has the structure {_written(pytree.tree_structure(batch))}, but the model was traced with"
+                f" {_written(sizes.layout)}"
             ) from None
         for i, (tensor, shape, dtype) in enumerate(zip(flat, sizes.shapes, sizes.dtypes, strict=True)):
             if tuple(tensor.shape) != shape:
                 raise _other_shape(
-                    f"tensor {i} of a batch has shape {list(tensor.shape)}, and had {list(shape)} when the model was"
-                    " traced"
+                    f"tensor {i} of a batch has shape {list(tensor.shape)}, but the model was traced with {list(shape)}"
                 )
             if tensor.dtype != dtype:
                 raise _other_shape(
-                    f"tensor {i} of a batch is of {tensor.dtype}, and was of {dtype} when the model was traced"
+                    f"tensor {i} of a batch has dtype {tensor.dtype}, but the model was traced with {dtype}"
                 )
         return flat
 
     def count(self, batch: Sequence[torch.Tensor]) -> float:
-        """What the loss of a whole batch is divided by, where it is a sum over a count."""
+        """The count that the loss of a whole batch is divided by, where the loss is a sum over a count."""
         traced = self.program.sizes.small
         count = float(traced.count(*batch)) if traced.count is not None else 1.0
         if count == 0:
             raise error(
                 "P0807",
-                "the loss counts nothing in a batch, so that its sum would be divided by 0",
+                "the count of the loss is 0 for a batch, and the loss would divide by 0",
                 line_of_function(traced.loss),
-                help="leave out batches in which every target is masked",
+                help="skip batches in which every target is masked",
             )
         return count
 
@@ -298,9 +298,9 @@ class Captured:
             if traced.value(nodes[name]).numel() == 0:
                 raise error(
                     "P0802",
-                    "a tensor without elements goes from one chunk to another",
+                    "an empty tensor is passed from one chunk to another",
                     line_of_operator(nodes[name]),
-                    help="make it in the chunk that reads it",
+                    help="create it in the chunk that reads it",
                 )
         tensors = {name: self._tensor(nodes[name], name in differentiable) for name in nodes if name in crossing}
         chunks = [self._chunk(chunk) for chunk in self.chunks]
@@ -354,7 +354,7 @@ class Captured:
 
 
 def choice(chunk: Chunk) -> ir.Choice | None:
-    """The input by which rows of a chunk choose their experts, if they do and there is one for all."""
+    """The expert indices of a chunk's routed tokens: an input of the chunk, if there is one for all tokens."""
     choices = {ir.Choice(*routed.choice_of(node)) for node in routed.operators(chunk.nodes)}
     return (
         next(iter(choices))
@@ -371,7 +371,7 @@ def _routed(places: tuple[ir.Place, ...], divides: Sequence[ir.Divide]) -> tuple
 
 
 def _of(slot: ir.Slot) -> ir.Slot:
-    """What a gradient is of."""
+    """The slot whose gradient this is."""
     return slot[0].removeprefix("grad_"), slot[1]
 
 
@@ -381,30 +381,30 @@ def _written(layout: pytree.TreeSpec) -> str:
 
 
 def _other_shape(message: str) -> PiperError:
-    return error("P0801", message, help="give batches of equal shapes: drop or fill up the last one")
+    return error("P0801", message, help="give all batches the same shape: drop or pad the last one")
 
 
 def _not_a_sum() -> Diagnostic:
     return Diagnostic(
         "P0805",
-        "the batch cannot be divided: the loss is a pair (sum, count), and its first part is no sum over the samples",
+        "the batch cannot be divided: the loss is a pair (sum, count) whose first value is not a sum over the samples",
         notes=("in the loss",),
-        helps=("return the sum over all that is counted, and how many there are; or the mean alone",),
+        helps=("return the sum over all counted elements and their number, or the mean alone",),
     )
 
 
 def _weights_differ(nodes: Sequence[str]) -> Diagnostic:
     return Diagnostic(
         "P0805",
-        "the batch cannot be divided: a mean over targets, some of which may be ignored, is part of the loss",
+        "the batch cannot be divided: the loss contains a mean over targets, some of which may be ignored",
         notes=(
             f"in the loss: {', '.join(nodes)}",
-            "parts of the batch that ignore more targets would have to weigh less",
+            "microbatches and replicas that ignore more targets would need a smaller weight",
         ),
         helps=(
             (
-                'divide by a fixed number: `cross_entropy(..., reduction="sum") / target.numel()`; alone, such a mean,'
-                " or a pair (sum, count), is exact"
+                'divide by a fixed number: `cross_entropy(..., reduction="sum") / target.numel()`; a loss that is only'
+                " such a mean, or a pair (sum, count), is supported"
             ),
         ),
     )

@@ -1,9 +1,9 @@
-"""Random operators that do not depend on the schedule.
+"""Dropout that does not depend on the schedule.
 
 A mask is a hash of (seed and step, operator, global position of the element), not of a generator's state: however the
-batch is divided and in whatever order the pieces run, every sample meets the same mask. The graph gets one more input,
-`rng`: an int64 tensor of [seed and step mixed, number of the first sample here, position along each axis that divides
-the weights]."""
+batch is divided and in whatever order stages run, every sample gets the same mask. The graph gets one more input,
+`rng`: an int64 tensor of [seed and step mixed, index of the first sample here, position along each axis that shards the
+weights]."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ def counter_dropout(x: torch.Tensor, rng: torch.Tensor, operator: int, p: float,
 
 
 def mix(seed: int, step: int) -> int:
-    """Seed and step as one int64."""
+    """Seed and step mixed into one int64."""
     x = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     return signed(x ^ (x >> 31))
 
 
 def number_dropouts(graph: fx.Graph) -> None:
-    """In the order in which the model calls them, which is also how eager runs count them (eager.py): before anything
-    is dropped from the graph."""
+    """Numbers dropouts in the order in which the model calls them, as eager runs count them (eager.py). Must run before
+    operators are removed from the graph."""
     for number, node in enumerate(node for node in graph.nodes if is_active(node.target, node.args)):
         node.meta[_NUMBER] = number
 
 
 def is_active(target: object, args: Sequence[Any]) -> bool:
-    """Whether a call is a dropout that drops anything."""
+    """Whether a call is a dropout with an effect."""
     return target is DROPOUT and args[1] > 0.0 and bool(args[2])
 
 
 def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
-    """Replace every dropout by one that counts; refuse what cannot be. True if the graph now reads `rng`."""
+    """Replace every dropout by the counter-based one; refuse other random operators. True if the graph now reads
+    `rng`."""
     active = [node for node in graph.nodes if is_active(node.target, node.args)]
     for node in graph.nodes:
         _refuse(node)
@@ -62,9 +63,9 @@ def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
         if x.meta["val"].shape[0] % samples:
             raise error(
                 "P0804",
-                "a dropout whose first dimension is not the batch",
+                "the first dimension of a dropout is not the batch dimension",
                 notes=[module_of(node)],
-                help="apply it before the batch is moved to another dimension",
+                help="apply dropout before the batch dimension is moved",
             )
         with graph.inserting_before(node):
             counted = graph.call_function(counter_dropout, (x, place, node.meta[_NUMBER], p, samples))
@@ -75,17 +76,17 @@ def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
 
 
 def _refuse(node: fx.Node) -> None:
-    """Every operator that draws random numbers, but for the dropouts that count."""
+    """Refuse every operator that draws random numbers, except supported dropouts."""
     if node.op != "call_function" or node.target is DROPOUT or not _draws(node):
         return
     name = str(getattr(node.target, "_schema").name).removeprefix("aten::")  # noqa: B009
     what = "attention with dropout inside" if "scaled_dot_product" in name else name
     raise error(
         "P0804",
-        f"the masks of {what} would depend on the schedule",
+        f"the random numbers of {what} would depend on the schedule",
         line_of_operator(node),
         notes=[module_of(node)],
-        help="use nn.Dropout, whose masks we count, or set it to 0",
+        help="use nn.Dropout, whose masks do not depend on the schedule, or set the dropout probability to 0",
     )
 
 

@@ -1,11 +1,10 @@
-"""Rows that each choose an expert, without a limit to how many choose the same one.
+"""Dropless routing: each token is processed by the expert it is routed to, without a capacity limit.
 
-On one device nothing has a size that depends on the data: there are as many rows as tokens have choices. Where experts
-are divided among devices, each device gets the rows that chose its experts, however many those are; so these operators
-ask nothing of the order of rows, nor of how many there are.
+On one device no size depends on the data: there are as many routed tokens as tokens times choices. Where experts are
+sharded over devices, each device gets all tokens of its experts, however many there are. So these operators must not
+depend on the order or the number of tokens.
 
-Private API, kept in this file: `torch._grouped_mm` (tried on torch 2.11; used on CUDA alone).
-"""
+Private API, kept in this file: `torch._grouped_mm` (tried on torch 2.11; used on CUDA alone)."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 _ALIGNED = 16
-"""Bytes that a row of what a grouped product reads must be a multiple of."""
+"""Alignment in bytes of the rows that a grouped product reads."""
 
 
 def routed_linear(rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Row i of `rows` [n, in] times the matrix of the expert that it chose: `weight` [experts, in, out] at `chosen`
-    [n], plus its row of `bias` [experts, out]."""
+    """Row i of `rows` [n, in] times the matrix of its expert, `weight[chosen[i]]` of `weight` [experts, in, out], plus
+    `bias[chosen[i]]` of `bias` [experts, out]."""
     if (
         rows.dim() != 2
         or chosen.dim() != 1
@@ -31,7 +30,7 @@ def routed_linear(rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | N
         or rows.shape[1] != weight.shape[1]
     ):
         raise ValueError(
-            f"routed_linear takes rows [n, in], choices [n] and weights [experts, in, out], and got {list(rows.shape)},"
+            f"routed_linear needs rows [n, in], choices [n] and weights [experts, in, out], not {list(rows.shape)},"
             f" {list(chosen.shape)} and {list(weight.shape)}"
         )
     done: Tensor = torch.ops.piper.routed_linear(rows, chosen, weight)
@@ -60,7 +59,7 @@ def _linear(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     "piper::routed_outer", mutates_args=(), schema="(Tensor rows, Tensor grads, Tensor chosen, int experts) -> Tensor"
 )
 def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
-    """For every expert the sum over its rows of row times gradient: the gradient of its matrix."""
+    """For every expert the sum over its rows of row times gradient, which is the gradient of its matrix."""
     order, counts = by_expert(chosen, experts)
     given, arrived = rows[order], grads[order]
     if _grouped(given, arrived):
@@ -84,10 +83,10 @@ def _sum(grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Rows by expert, those of one expert in the order in which they came; and how many each has."""
+    """The order that groups rows by expert (stable within an expert), and the number of rows of each expert."""
     counts = torch.bincount(chosen, minlength=experts)
     if len(counts) != experts:
-        raise ValueError(f"a row chose expert {len(counts) - 1}, and there are {experts}, counted from 0")
+        raise ValueError(f"expert index {len(counts) - 1} is out of range: there are {experts} experts")
     return torch.argsort(chosen, stable=True), counts
 
 
@@ -96,7 +95,7 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def _grouped(first: Tensor, second: Tensor) -> bool:
-    """Whether one kernel can do all experts, without asking the device how many rows each has."""
+    """Whether one grouped kernel can compute all experts, without copying the number of rows of each to the host."""
     aligned = all(
         max(one.stride()) * one.element_size() % _ALIGNED == 0 and one.shape[-1] * one.element_size() % _ALIGNED == 0
         for one in (first, second)
@@ -173,15 +172,15 @@ _ROWS = {
     "routed_rows": ("chosen",),
     "routed_sum": ("grads", "chosen"),
 }
-"""Of each operator, what goes row by row."""
+"""The arguments of each operator that have one row per token."""
 _FEATURES: dict[str, list[dict[str, int | None]]] = {
     "routed_linear": [{"weight": 2, "result": 1}, {"rows": 1, "weight": 1, "result": None}],
     "routed_outer": [{"rows": 1, "result": 1}, {"grads": 1, "result": 2}],
     "routed_rows": [{"table": 1, "result": 1}],
     "routed_sum": [{"grads": 1, "result": 1}],
 }
-"""Which dims of arguments may be divided together, and the dim of the result that is divided then; None where it is a
-sum of parts."""
+"""Dims of arguments that may be sharded together, and the dim of the result that is then sharded; None where the result
+is a partial sum."""
 
 
 def operators(nodes: Any) -> Iterator[Any]:
@@ -198,15 +197,15 @@ def _name(target: Any) -> str:
 
 
 def choice_of(node: Any) -> tuple[str, int]:
-    """What a routed operator of a forward graph has its choices from, and among how many experts."""
+    """The tensor of expert indices of a routed operator in a forward graph, and the number of experts."""
     arguments = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=True))
     table = arguments["weight" if "weight" in arguments else "table"]
     return arguments["chosen"].name, table.meta["val"].shape[0]
 
 
 def divided(target: Any, dims: dict[str, int | str | None]) -> int | str | None:
-    """How the result lies along one axis when arguments lie so: a dim, "sum", None for whole. Rows and experts are
-    divided together, each row where its expert is."""
+    """The placement of the result along one axis for given placements of the arguments: a dim, "sum", or None for
+    replicated. Tokens and experts are sharded together, each token on the device of its expert."""
     name = _name(target)
     given = {key: dim for key, dim in dims.items() if dim is not None}
     rows = dict.fromkeys(_ROWS[name], 0)
@@ -218,4 +217,4 @@ def divided(target: Any, dims: dict[str, int | str | None]) -> int | str | None:
     for way in _FEATURES[name]:
         if given == {key: dim for key, dim in way.items() if key != "result"}:
             return "sum" if way["result"] is None else way["result"]
-    raise ValueError("its rows and its experts are not divided alike")
+    raise ValueError("its tokens and its experts are sharded differently")

@@ -1,5 +1,5 @@
-"""Constants as long as the batch: whether they are the same for every sample, number the samples, or hold the size of
-the batch."""
+"""Constants with a dimension of the batch size: whether they are the same for every sample, number the samples, or
+depend on the batch size."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ CONSTANT = (
 
 
 def loses_samples(call: Call) -> bool:
-    """Whether an operator on constants as long as the batch may go through that dimension, and so make something of the
-    batch's size of it."""
+    """Whether an operator on constants with a dimension of the batch size may operate along that dimension, so that its
+    result depends on the batch size."""
     made = max((len(growing(*result)) for result in call.results), default=0)
     given = [len(growing(operand.small, operand.large)) for operand in call.operands]
     rule = rule_of(call.target)
@@ -52,7 +52,7 @@ def loses_samples(call: Call) -> bool:
 
 
 def place_of(call: Call) -> int:
-    """1 for `arange(len(batch))`, the number of each sample; 5 for `arange(0, 5 * len(batch), 5)`; 0 for everything
+    """1 for `arange(len(batch))`, the position of each sample; 5 for `arange(0, 5 * len(batch), 5)`; 0 for everything
     else."""
     start, step = call.small.get("start", 0), call.small.get("step", 1)
     found = (
@@ -76,8 +76,8 @@ def _is_uniform(operand: Operand) -> bool:
 
 
 def stays_uniform(call: Call) -> bool:
-    """Whether what is made of constants that are the same for all samples is so, too. `call` has no operands with data,
-    and a result that grows."""
+    """Whether the result of an operator on constants that are the same for all samples is the same for all samples,
+    too. `call` has no operands that depend on data, and a result that grows with the batch size."""
     if call.name in CONSTANT:
         return True
     operands = call.operands
@@ -87,7 +87,7 @@ def stays_uniform(call: Call) -> bool:
         source, indices = call.small["self"], call.small.get("indices", call.small.get("index"))
         places = [index for index in indices if isinstance(index, Operand)] if isinstance(indices, list) else [indices]
         reads = call.name in ("index", "_unsafe_index", "gather", "index_select", "embedding")
-        # Samples that are all the same may be taken in any order.
+        # If all samples are the same, any of them may be selected in any order.
         found = uniform or (
             source in wide
             and all(

@@ -1,4 +1,4 @@
-"""How operators treat the samples of a batch: a rule per family of operators, which says what the result holds of them
+"""How operators treat the samples of a batch: one rule per group of operators. A rule returns the state of the result,
 or raises."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from piperlang.capture.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, State, growing
 from piperlang.capture.tried import objection
 
-# ------------------------------------------------------------------------------------------- element by element
+# ------------------------------------------------------------------------------------------------- elementwise
 
 
 def pointwise(call: Call) -> State:
@@ -21,7 +21,8 @@ def pointwise(call: Call) -> State:
 
 
 def masked(call: Call) -> State:
-    """Some elements of a combination of samples, where the mask is free of data, and 0 elsewhere: that is linear."""
+    """A masked value: elements of a combination of samples where the mask does not depend on data, and 0 elsewhere.
+    That is linear."""
     mask = call.small.get("condition", call.small.get("mask"))
     mixed = {o.state for o in call.data if isinstance(o.state, Mixed)}
     numbers = [
@@ -42,7 +43,7 @@ def masked(call: Call) -> State:
 
 
 def kept(call: Call) -> State:
-    """Linear, element by element, without a second operand; or data that is only repeated, which adds to `outer`."""
+    """Elementwise linear operators with one operand; or operators that only repeat data, which adds to `outer`."""
     operand, *_ = call.operands
     state = operand.state
     if operand.small.is_floating_point() and not call.results[0][0].is_floating_point():  # rounded
@@ -51,23 +52,23 @@ def kept(call: Call) -> State:
 
 
 def copied(call: Call) -> State:
-    """What is written over does not matter."""
+    """The result of a copy; the overwritten values do not matter."""
     state = call.operands[1].state
     return call.aligned(call.operands[1:], state.degree) if isinstance(state, Along) else state
 
 
 def _summed(call: Call, operands: list[Operand], constant: bool) -> State:
-    """Values added, or put side by side: alike in kind and degree. A constant fits where it is the same in every
-    part."""
+    """Values that are added or concatenated: all must have the same kind of state and the same degree. A constant is
+    allowed where it is the same in every part of the batch."""
     data = [o.state for o in operands if not isinstance(o.state, Free)]
     free = [o.state for o in operands if isinstance(o.state, Free) and not o.state.zero]
     mixed = [state for state in data if isinstance(state, Mixed)]
     if mixed and len(mixed) < len(data):
-        raise Mixing(f"{call.shown} combines a {mixed[0]} over the samples with single samples", Repair.BALANCE)
+        raise Mixing(f"{call.shown} combines a {mixed[0]} over the samples with individual samples", Repair.BALANCE)
     if len({state.degree for state in data if isinstance(state, Mixed | Along)}) > 1 or any(
         state.degree != 0 for state in free
     ):
-        raise Mixing(f"{call.shown} combines values that follow the size of the batch differently", Repair.THROUGHOUT)
+        raise Mixing(f"{call.shown} combines values that scale differently with the batch size", Repair.THROUGHOUT)
     degree = mixed[0].degree if mixed else next(state.degree for state in data if isinstance(state, Along))
     if (free or constant) and degree != (-1 if mixed else 0):
         raise (
@@ -88,7 +89,7 @@ def added(call: Call) -> State:
 
 
 def scaled(call: Call) -> State:
-    """Products and quotients: degrees add."""
+    """Products and quotients; degrees add up."""
     divides = call.name == "div"
     if divides and call.small.get("rounding_mode") is not None:
         return pointwise(call)
@@ -117,7 +118,7 @@ def _degree(operand: Operand) -> int | None:
 
 
 def dims_of(call: Call, rank: int) -> set[int]:
-    """The dimensions that an operator names; all where it names none."""
+    """The dimensions in an operator's `dim` argument; all of them where it has none."""
     given = next((call.small[name] for name in ("dim", "dims", "dimension") if name in call.small), None)
     dims = [given] if isinstance(given, int) else list(given or range(rank))
     return {dim % rank for dim in dims} if rank else set()
@@ -141,14 +142,14 @@ def reduced(call: Call) -> State:
         return _less(state, dims, bool(call.small.get("keepdim")))
     if not linear:
         raise Mixing(
-            f"{call.shown} over the samples is neither their sum nor their mean",
+            f"{call.shown} over the samples is neither a sum nor a mean",
             Repair.NORM if "norm" in call.shown else Repair.PER_SAMPLE,
         )
     return Mixed(state.degree - (call.name == "mean"))
 
 
 def scanned(call: Call) -> State:
-    """Elements along a dimension meet, and the dimension stays."""
+    """Operators that combine elements along a dimension and keep that dimension (softmax, cumsum, sort)."""
     operand, *_ = call.operands
     if call.name not in ("cumsum", "flip", "roll"):
         call.plain()
@@ -158,7 +159,7 @@ def scanned(call: Call) -> State:
 
 
 def matrix(call: Call) -> State:
-    """Matrices in the last two dimensions."""
+    """Operators on matrices in the last two dimensions."""
     operand, *_ = call.plain()
     assert isinstance(operand.state, Along)
     if operand.state.dim >= operand.small.dim() - 2:
@@ -180,8 +181,7 @@ def diagonal(call: Call) -> State:
 
 
 def numbered(call: Call) -> State:
-    """Views of other shapes number the elements as before, row by row: from one sample to the next it is as far as it
-    was."""
+    """Reshapes. They keep the row-major order of elements, so the distance between two samples stays the same."""
     operand, *_ = call.operands
     state, (small, large) = operand.state, call.results[0]
     if not isinstance(state, Along):
@@ -191,11 +191,11 @@ def numbered(call: Call) -> State:
         tail = math.prod(small.shape[dim + 1 :])
         if step % tail == 0 and small.shape[dim] % (step // tail * call.samples) == 0:
             return Along(dim, step // tail, state.degree)
-    raise Mixing(f"{call.shown} divides the samples between dimensions", Repair.WITHIN)
+    raise Mixing(f"{call.shown} splits the batch dimension into several dimensions", Repair.WITHIN)
 
 
 def permuted(call: Call) -> State:
-    """Tried out on a tensor whose sizes are all different."""
+    """Permutations of dimensions, determined with a tensor whose sizes are all different."""
     operand, *_ = call.operands
     state = operand.state
     if not isinstance(state, Along):
@@ -206,8 +206,8 @@ def permuted(call: Call) -> State:
 
 
 def sliced(call: Call) -> State:
-    """Some of a dimension. Of the samples' own only whole batches, which a dimension outside them may have merged into
-    it."""
+    """A slice of a dimension. A slice of the batch dimension is allowed only where it consists of whole batches,
+    because an outer dimension was merged into it."""
     operand, *_ = call.operands
     state = operand.state
     if not isinstance(state, Along):
@@ -225,7 +225,7 @@ def sliced(call: Call) -> State:
             one = samples * state.inner
             batches.append((start // one, stop // one) if step == 1 and not start % one and not stop % one else None)
     if not batches or batches[0] is None or batches[0] != batches[1]:
-        raise Mixing(f"{call.shown} takes some of the samples", Repair.EACH)
+        raise Mixing(f"{call.shown} selects some of the samples", Repair.EACH)
     return state
 
 
@@ -242,7 +242,7 @@ def joined(call: Call) -> State:
         and state.dim == dim
         and any(o.small.shape[dim] % (call.samples * state.inner) for o in shift)
     ):
-        raise Mixing(f"{call.shown} puts something else among the samples", Repair.EACH)
+        raise Mixing(f"{call.shown} concatenates other data along the batch dimension", Repair.EACH)
     return state
 
 
@@ -251,8 +251,8 @@ def _shifted(state: State, dim: int) -> State:
 
 
 def picked(call: Call) -> tuple[State, ...]:
-    """Elements found by index. An index that is free of data must stay with the sample, which is tried out; one made of
-    data need not."""
+    """Indexing. An index that does not depend on data must select from its own sample, which is tested with numbers; an
+    index that depends on data may select anything within the sample."""
     _refuse_frequencies(call)
     source = call.small.get("self", call.small.get("weight"))
     assert isinstance(source, Operand)
@@ -270,16 +270,16 @@ def picked(call: Call) -> tuple[State, ...]:
     else:
         dims = {i for i, index in enumerate(indices) if isinstance(index, Operand) and isinstance(index.state, Along)}
     if dims & set(through):
-        raise Mixing(f"{call.shown} chooses among the samples by what is in them", Repair.WITHIN)
+        raise Mixing(f"{call.shown} indexes the batch dimension with values that depend on the data", Repair.WITHIN)
     if call.name in ("scatter_add", "index_add") and source.state == Free(zero=True) and not growing(*call.results[0]):
         call.plain()
         return (Mixed(0),)
-    return trusted(call) if through else _by_sizes(call)  # rows of a table, found by what is in a sample
+    return trusted(call) if through else _by_sizes(call)  # rows of a table, indexed by the data of a sample
 
 
 def _refuse_frequencies(call: Call) -> None:
     if call.small.get("scale_grad_by_freq"):
-        raise Mixing(f"{call.shown} divides gradients by how often an index is in the batch", Repair.FREQUENCIES)
+        raise Mixing(f"{call.shown} scales gradients by how often an index occurs in the batch", Repair.FREQUENCIES)
 
 
 def counted(call: Call) -> State:
@@ -288,8 +288,8 @@ def counted(call: Call) -> State:
 
 
 def trusted(call: Call) -> tuple[State, ...]:
-    """An operator about which nothing is known: the dimension that grows goes through the samples, if numbers bear that
-    out."""
+    """An operator without a rule: the dimension that grows is assumed to be the batch dimension, and a trial on numbers
+    has to confirm it."""
     states = _by_sizes(call)
     found = objection(call, states)
     if found is not None:
@@ -303,7 +303,7 @@ def _by_sizes(call: Call) -> tuple[State, ...]:
 
 
 def unknown(call: Call) -> tuple[State, ...]:
-    """The same, unless the operator names the samples' dimension."""
+    """The same for an operator that may have a `dim` argument: refused where that is the batch dimension."""
     state, value = call.operands[0].state, call.operands[0].small
     named = call.small.keys() & {"dim", "dims", "dimension"}
     if isinstance(state, Along) and named and state.dim in dims_of(call, value.dim()):
@@ -315,7 +315,7 @@ def _by_size(call: Call, operands: list[Operand], small: torch.Tensor, large: to
     grown = growing(small, large)
     if not grown:
         return Mixing(
-            f"{call.shown} makes one value of all samples, neither their sum nor their mean", Repair.PER_SAMPLE
+            f"{call.shown} reduces all samples to a value that is neither a sum nor a mean", Repair.PER_SAMPLE
         )
     known = (
         o.state.inner
@@ -326,7 +326,7 @@ def _by_size(call: Call, operands: list[Operand], small: torch.Tensor, large: to
 
 
 def made(call: Call) -> State:
-    """A constant in the shape of something."""
+    """A constant with the shape of another tensor."""
     return Free(call.degree("fill_value") if "fill_value" in call.small else 0, zero="zeros" in call.name)
 
 
@@ -344,7 +344,8 @@ LETTERS = {
 
 
 def contracted(call: Call) -> State:
-    """Matrix products. To sum over the samples products of values of the same sample is a sum."""
+    """Matrix products. A contraction over the batch dimension, of two values of the same samples, is a sum over the
+    samples."""
     *_, a, b = call.operands
     *letters, out = LETTERS[call.name].split(" ")
     product = Operand(_product(call, a, b, letters, out), *call.results[0])
@@ -377,7 +378,7 @@ def _product(call: Call, a: Operand, b: Operand, letters: list[str], out: str) -
 
 
 def attended(call: Call) -> State:
-    """Attention: samples in a dimension before the last two, the same one in all operands."""
+    """Attention: the batch dimension is one of those before the last two, the same one in all operands."""
     state = call.aligned(call.plain())
     if state.dim >= call.rank - 2:
         raise call.through()
@@ -385,7 +386,7 @@ def attended(call: Call) -> State:
 
 
 def leading(call: Call) -> State:
-    """Convolutions and poolings: samples first, weights free of data."""
+    """Convolutions and pooling: the batch dimension is the first, and the weights do not depend on data."""
     operand, *others = call.plain()
     if operand is not call.operands[0] or others or not isinstance(operand.state, Along) or operand.state.dim != 0:
         raise call.through()
@@ -393,7 +394,8 @@ def leading(call: Call) -> State:
 
 
 def recurrent(call: Call) -> tuple[State, ...]:
-    """Recurrent networks: states have the samples second, and so has the sequence unless it says `batch_first`."""
+    """Recurrent networks: the batch dimension is the second of the states, and of the sequence unless `batch_first` is
+    set."""
     operands, first = call.plain(), 0 if call.small.get("batch_first") else 1
     wanted = [(first if operand is call.operands[0] else 1, operand.state) for operand in operands]
     inner = next(state.inner for _, state in wanted if isinstance(state, Along))
@@ -405,7 +407,7 @@ def recurrent(call: Call) -> tuple[State, ...]:
 # -------------------------------------------------------------------------------------------------------- losses
 
 CLASSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
-"""Losses over classes, which are dimension 1 of their input and no dimension of their target."""
+"""Losses over classes: dimension 1 of the input is the classes, and the target has no such dimension."""
 _OTHER_LOSSES = {
     "ctc_loss",
     "multi_margin_loss",
@@ -417,7 +419,7 @@ _OTHER_LOSSES = {
 
 
 def lost(call: Call) -> State | tuple[State, ...]:
-    """Operators with a reduction: 0 none, 1 mean, 2 sum."""
+    """Losses with a reduction argument: 0 is none, 1 mean, 2 sum."""
     operands, reduction = call.plain(), call.small["reduction"]
     if call.name in CLASSES:
         operands = [_without_classes(call, operand) for operand in operands]
@@ -429,7 +431,7 @@ def lost(call: Call) -> State | tuple[State, ...]:
 
 
 def _without_classes(call: Call, operand: Operand) -> Operand:
-    """A loss's input as if it had no dimension for the classes, like its target."""
+    """The input of a loss without its class dimension, so that it has the dimensions of the target."""
     classes = min(1, operand.small.dim() - 1)
     scores, target = call.small["self"], call.small["target"]
     assert isinstance(operand.state, Along)
@@ -443,7 +445,8 @@ def _without_classes(call: Call, operand: Operand) -> Operand:
 
 
 def chosen(call: Call) -> State:
-    """Rows that choose experts: each by itself, whatever the others choose; the experts are free of data."""
+    """Routed tokens: each token is processed independently of the others, and the experts' weights do not depend on
+    data."""
     operands = call.plain()
     states = {operand.state for operand in operands}
     state, *others = states
@@ -458,7 +461,7 @@ def chosen(call: Call) -> State:
 
 
 def bagged(call: Call) -> tuple[State, ...]:
-    """Bags of rows of a table, one of each sample; what else it returns is only for its backward."""
+    """Embedding bags, one per sample. The other results are only for the backward."""
     _refuse_frequencies(call)
     if not any(isinstance(o.state, Free) and o.state.place for o in call.operands):
         raise call.through()
@@ -467,7 +470,7 @@ def bagged(call: Call) -> tuple[State, ...]:
 
 
 def dropped(call: Call) -> State:
-    """Our dropout numbers elements by their place in a batch that is the first dimension."""
+    """piperlang's dropout: its masks depend on the position in the batch, which must be the first dimension."""
     state, value = call.operands[0].state, call.operands[0].small
     if not isinstance(state, Along) or state.dim != 0 or value.shape[0] != call.samples * state.inner:
         raise Mixing("the masks of dropout would depend on how the batch is divided", Repair.FIRST)

@@ -1,4 +1,4 @@
-"""Which rule an operator has, by its name."""
+"""The rule of each operator, by the operator's name."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ RULES: dict[str, Rule] = {name: rule for names, rule in _FAMILIES for name in na
 
 
 def name_of(target: Any) -> str:
-    """`add` for `aten.add_.Tensor`; operators that write are known by the name of those that do not."""
+    """`add` for `aten.add_.Tensor`: an in-place operator has the name of the operator that does not write."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return str(getattr(target, "__name__", target))
@@ -222,7 +222,7 @@ def name_of(target: Any) -> str:
 
 
 def rule_of(target: Any) -> Rule | None:
-    """None: an operator to be decomposed, or trusted if it cannot be."""
+    """None: the operator is decomposed, or judged by its shapes if it has no decomposition."""
     schema, name = getattr(target, "_schema", None), name_of(target)
     if schema is None or not schema.name.startswith("aten::"):
         return _OWN.get(name, trusted)

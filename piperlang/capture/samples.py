@@ -1,11 +1,10 @@
-"""Whether the batch may be divided, and how the losses of its parts make the loss of the whole.
+"""Whether the batch may be divided, and how the losses of its parts combine into the loss of the whole batch.
 
-Two traces of one program, at two sizes of the batch, are read side by side: where shapes differ, a dimension goes
-through the samples. Rules per operator (`sample_rules.py`, by name in `sample_table.py`) follow the samples to the
-loss. An operator without a rule is decomposed, and where that is impossible its shapes are trusted.
+Two traces of one program, at two batch sizes, are compared node by node: a dimension whose size differs is a batch
+dimension. A rule per operator (`sample_rules.py`, by name in `sample_table.py`) propagates the samples to the loss. An
+operator without a rule is decomposed; one that cannot be decomposed is judged by its shapes and a trial on numbers.
 
-Private API, kept in this file: `torch._decomp.decomposition_table` (tried on torch 2.11 and 2.13).
-"""
+Private API, kept in this file: `torch._decomp.decomposition_table` (tried on torch 2.11 and 2.13)."""
 
 from __future__ import annotations
 
@@ -32,29 +31,28 @@ from piperlang.capture.trace import Traced
 from piperlang.diagnostics import Diagnostic
 
 States: TypeAlias = State | tuple[State, ...]
-"""Of an operator that gives several tensors: one each."""
+"""One state; for an operator with several outputs, one per output."""
 _DEEPEST = 4
-"""Decompositions within decompositions, past which an operator is trusted."""
+"""The depth of nested decompositions beyond which an operator is not decomposed further."""
 
 
 @dataclass(frozen=True)
 class Samples:
     loss: str
-    """`mean` or `sum`: how the losses of parts of the batch combine into the loss of the whole."""
+    """`mean` or `sum`: how the losses of the parts of the batch combine into the loss of the whole batch."""
     dims: dict[str, tuple[int, int]]
-    """By node: the dimension that goes through the samples, and how many of its elements in a row belong to one
-    sample."""
+    """By node: its batch dimension, and how many consecutive elements of it belong to one sample."""
     mixing: Diagnostic | None
     """Why the batch cannot be divided."""
     weighted: tuple[str, ...]
-    """Means over targets that are not ignored: where parts ignore different numbers of targets, their weights
-    differ."""
+    """Means over the targets that are not ignored. Where parts of the batch ignore different numbers of targets, their
+    weights differ."""
     free: frozenset[str] = frozenset()
-    """Nodes whose values are the same for any part of the batch."""
+    """Nodes whose values do not depend on how the batch is divided."""
 
 
 def samples(small: Traced, large: Traced) -> Samples:
-    """`small` and `large` are one program traced at two sizes of the batch, 2 samples or more."""
+    """`small` and `large`: one program traced at two batch sizes, both at least 2."""
     assert large.samples > small.samples > 1
     assert large.samples % small.samples == 0
     if not _same(small.graph, large.graph):
@@ -68,7 +66,7 @@ def samples(small: Traced, large: Traced) -> Samples:
     (output,) = (node for node in small.graph.nodes if node.op == "output")
     state = walk.states[output.all_input_nodes[0]]
     if isinstance(state, Along):
-        state = Mixing("the loss is not one number", Repair.LAST)
+        state = Mixing("the loss is not a scalar", Repair.LAST)
     if isinstance(state, Mixed) and state.degree not in (0, -1):
         state = Mixing("the loss is neither a sum nor a mean over the samples", Repair.LAST)
     loss = "sum" if isinstance(state, Mixed) and state.degree == 0 else "mean"
@@ -82,11 +80,14 @@ def samples(small: Traced, large: Traced) -> Samples:
 
 def _two_programs(small: Traced, large: Traced) -> Diagnostic:
     counts = (
-        f"with {small.samples} samples it runs {len(small.graph.nodes)} operators, with {large.samples} it runs"
+        f"with {small.samples} samples it runs {len(small.graph.nodes)} operators, with {large.samples} samples it runs"
         f" {len(large.graph.nodes)}"
     )
     return Diagnostic(
-        "P0805", "the program depends on the size of the batch", notes=(counts,), helps=(Repair.ALIKE.value,)
+        "P0805",
+        "the model runs different operators for different batch sizes",
+        notes=(counts,),
+        helps=(Repair.ALIKE.value,),
     )
 
 
@@ -106,8 +107,8 @@ def _same(small: fx.Graph, large: fx.Graph) -> bool:
 
 
 def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) -> State:
-    """A placeholder: tensors of the batch have data, weights none. A constant that is not the same in both traces
-    follows the batch's size unseen."""
+    """The state of a placeholder: tensors of the batch depend on data, weights do not. A constant that differs between
+    the two traces depends on the batch size."""
     if a.name in small.weights:
         one, two = small.weights[a.name].fake, large.weights[b.name].fake
         same = isinstance(one, FakeTensor) or isinstance(two, FakeTensor) or torch.equal(one, two)
@@ -117,7 +118,7 @@ def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) ->
         return Free()
     grown = growing(value, b.meta["val"])
     if len(grown) > 1:
-        return Mixing("a tensor of the batch has two dimensions that go through the samples", Repair.PAIRS)
+        return Mixing("a tensor of the batch has two dimensions that grow with the batch size", Repair.PAIRS)
     return Along(grown[0], value.shape[grown[0]] // walk.samples) if grown else Free()
 
 
@@ -155,17 +156,17 @@ def _diagnostic(state: Mixing, walk: _Walk, last: fx.Node) -> Diagnostic:
 
 @dataclass
 class _Walk:
-    """One pass over a graph, in both sizes."""
+    """One pass over the graphs of both traces."""
 
     modes: tuple[FakeTensorMode, FakeTensorMode]
     samples: int
     times: int
     shown: str = ""
-    """The operator that this graph decomposes."""
+    """The operator that this graph is the decomposition of; empty for the whole program."""
     depth: int = 0
     states: dict[fx.Node, States] = field(default_factory=dict)
     causes: dict[int, fx.Node] = field(default_factory=dict)
-    """Which node is the reason, by the id of its Mixing."""
+    """The node that caused each Mixing, by the id of the Mixing."""
     known: dict[Any, fx.Graph | None] = field(default_factory=dict)
 
     def run(self, small: fx.Graph, large: fx.Graph, given: Sequence[States]) -> None:
@@ -217,7 +218,7 @@ class _Walk:
                 self._check_backward(a, b, tuple(Free() for _ in results), call)
             return _free(call)
         if not results:
-            raise Mixing(f"{call.shown} reads values of the batch as numbers", Repair.NUMBERS)
+            raise Mixing(f"{call.shown} reads values of the batch as Python numbers", Repair.NUMBERS)
         rule = rule_of(a.target)
         if any(
             isinstance(o.state, Free) and not o.state.uniform and not finds_its_sample(call, o.state.place)
@@ -260,12 +261,12 @@ class _Walk:
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
         found = pytree.tree_leaves(output.args)
         states = tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
-        if any(isinstance(state, Placed) for state in states):  # grid_sample finds samples by their numbers
+        if any(isinstance(state, Placed) for state in states):  # grid_sample indexes samples by their position
             return unknown(call)
         return states
 
     def _graph(self, node: fx.Node, mode: FakeTensorMode) -> fx.Graph | None:
-        """The operator as a graph of others, or None if there are no others."""
+        """The operator decomposed into a graph of other operators; None if it has no decomposition."""
         flat, layout = pytree.tree_flatten((node.args, node.kwargs))
         tensors: list[torch.Tensor] = [leaf.meta["val"] for leaf in flat if isinstance(leaf, fx.Node)]
         key = (
@@ -287,25 +288,24 @@ class _Walk:
         try:
             with mode, torch.no_grad():
                 graph: fx.Graph | None = make_fx(call, decomposition_table=_table())(*tensors).graph
-        except Exception:  # an operator that cannot be decomposed is one that we know nothing about
+        except Exception:  # an operator that cannot be decomposed has no known rule
             graph = None
         if graph is not None and any(inner.target == node.target for inner in graph.nodes):
             graph = None
         self.known[key] = graph
         return graph
 
-    # --------------------------------------------------------------------------------------- backwards of autograd
-    # Functions
+    # ------------------------------------------------------------------------------ backwards of autograd Functions
 
     def _check_backward(self, a: fx.Node, b: fx.Node, states: States, call: Call) -> None:
-        """The backward that a user wrote must treat every sample by itself, as autograd's own does where the forward
-        does."""
+        """A user-defined backward must process each sample independently, as autograd's own backward does where the
+        forward does."""
         given = [self.states[leaf] for leaf in a.args if isinstance(leaf, fx.Node)]
-        # The gradient of what is free of data, a weight, is a sum over the samples.
+        # The gradient of a value that does not depend on data, such as a weight, is a sum over the samples.
         coming = [Along(s.dim, s.inner) if isinstance(s, Along) else Mixed(0) for s in _several(states)]
         graphs = [backward_graph(node, mode, _table()) for node, mode in zip((a, b), self.modes, strict=True)]
         if not _same(graphs[0], graphs[1]):
-            raise Mixing(f"the backward of {call.shown} depends on the size of the batch", Repair.ALIKE)
+            raise Mixing(f"the backward of {call.shown} depends on the batch size", Repair.ALIKE)
         inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
         inside.run(graphs[0], graphs[1], [*given, *coming])
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
@@ -325,7 +325,7 @@ class _Walk:
     # ------------------------------------------------------------------------------------------------------ writes
 
     def _write(self, a: fx.Node, b: fx.Node) -> None:
-        """What is written into a view is read from the tensor it views, and from its other views."""
+        """A write into a view changes the tensor it views, and the other views of that tensor."""
         schema = getattr(a.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return
@@ -351,8 +351,8 @@ class _Walk:
 
 
 def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, samples: int, part: bool) -> State:
-    """A value that had one state, after something of another has been written into it; into a `part` of the samples,
-    perhaps."""
+    """The state of a value after a value of another state was written into it; `part`: into some of the samples
+    only."""
     if isinstance(new, Mixing) or isinstance(old, Mixing):
         return new if isinstance(new, Mixing) else old
     if isinstance(old, Free) and isinstance(new, Free):
@@ -369,7 +369,7 @@ def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, sampl
             other == Free(zero=True) or (not isinstance(other, Mixed) and other.degree == kept.degree)
         )
     if not fits:
-        return Mixing("a value that holds all samples is written in part", Repair.ALONE)
+        return Mixing("a part of a value that combines all samples is overwritten", Repair.ALONE)
     return (
         Along(grown[0], value.shape[grown[0]] // samples, kept.degree)
         if isinstance(old, Free) and isinstance(kept, Along)
@@ -378,7 +378,7 @@ def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, sampl
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The tensor that a chain of views and writes starts from."""
+    """The tensor at the start of a chain of views and writes."""
     schema = getattr(node.target, "_schema", None)
     while (
         schema is not None
@@ -405,7 +405,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """By name, those left out by their default."""
+    """The arguments by name, with defaults filled in."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {str(i): value for i, value in enumerate(node.args)} | node.kwargs
@@ -423,8 +423,8 @@ def _replaced(value: Any, operands: dict[fx.Node, Operand | None]) -> Any:
 
 
 def _free(call: Call) -> Free:
-    """Of values without data. One that lost a dimension through the samples, or that a number was made into, changes
-    with the batch's size."""
+    """The state of an operator whose operands do not depend on data. If it reduces a dimension of the batch size, or
+    creates a tensor from a number, the result may depend on the batch size."""
     number = call.small.get("fill_value", call.small.get("s"))
     zero = call.name in ("zeros", "new_zeros", "zeros_like") or (isinstance(number, int | float) and number == 0)
     states = [operand.state for operand in call.operands if isinstance(operand.state, Free)]
@@ -443,7 +443,7 @@ def _free(call: Call) -> Free:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """A 0 that the code has as a number."""
+    """Whether a node is the constant 0."""
     value = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
     return (
         isinstance(value, torch.Tensor)
@@ -454,10 +454,10 @@ def _is_zero(node: fx.Node) -> bool:
 
 
 def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor) -> State:
-    """The shapes of a result say what its state says."""
+    """Checks the state of a result against its shapes in both traces."""
     grown = growing(small, large)
     if isinstance(state, Mixed) and grown:
-        return Mixing(f"{call.shown} gives a {state} over the samples to every sample", Repair.ALONE)
+        return Mixing(f"{call.shown} broadcasts a {state} over the samples to every sample", Repair.ALONE)
     if not isinstance(state, Along):
         return state
     if len(grown) > 1:
@@ -467,4 +467,4 @@ def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor)
         and large.shape[state.dim] == small.shape[state.dim] * call.times
         and small.shape[state.dim] % (call.samples * state.inner) == 0
     )
-    return state if fits else Mixing(f"{call.shown} takes some of the samples", Repair.EACH)
+    return state if fits else Mixing(f"{call.shown} selects some of the samples", Repair.EACH)

@@ -1,4 +1,4 @@
-"""One seed for every generator that model code commonly draws from: torch, `random` and NumPy."""
+"""Seeds all generators that model code commonly uses: torch, `random` and NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The generators are seeded inside, and afterwards go on where they were."""
+    """The generators are seeded inside; their states are restored afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         seed_all(seed)

@@ -1,12 +1,12 @@
 """One program for any batch size, from two traces.
 
-The model is traced at two batch sizes. Node by node the two graphs must be the same but for constants and shapes; a
-number that differs is a linear function of the batch size (a dim of a view), or inverse to it (a factor of a mean), and
-can be computed for any other size. So pieces of any size come from two traces, and the dims that go through the samples
-are known.
+The model is traced at two batch sizes. Node by node the two graphs must be equal except for constants and shapes. A
+number that differs is a linear function of the batch size (a dim of a view) or inversely proportional to it (the factor
+of a mean), so it can be computed for any other size. Two traces thus give the graphs of any size, and show which dims
+are batch dimensions.
 
-Two points always lie on a line: a square of the batch size does, and so may two readings of a clock. Numbers that are
-not in proportion to the batch are therefore foretold for a third size, and a third trace has to agree."""
+Two points always lie on a line, even those of a square of the batch size or of two readings of a clock. Numbers that
+are not proportional to the batch size are therefore predicted for a third size and checked against a third trace."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from piperlang.diagnostics import Diagnostic, PiperError, error
 
 @dataclass(frozen=True)
 class Sizes:
-    """The program traced at `small.samples`, and its twin at twice as many."""
+    """The program traced at `small.samples` samples, and at twice as many."""
 
     small: Traced
     large: Traced
     twin: dict[fx.Node, fx.Node]
     at: Callable[[int], Traced]
-    """Traces once more: to tell a program that depends on the batch size from one that is another every time."""
+    """Traces again: to distinguish a program that depends on the batch size from one that differs in every trace."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the batch's tensors, as they were given."""
+    """Shapes of the tensors of the given batch."""
     dtypes: tuple[torch.dtype, ...] = ()
     layout: pytree.TreeSpec | None = None
-    """How the batch's tensors make up a batch."""
+    """The structure of a batch."""
     samples: int = 0
-    """In the batch that was given: one, perhaps, though nothing is traced with fewer than two."""
+    """The number of samples of the given batch. It may be 1, though nothing is traced with fewer than 2."""
 
     def dims(self, node: fx.Node) -> tuple[tuple[int, int], ...]:
         """Every dim of a node's value as (a, b): its size is a * samples + b."""
@@ -55,7 +55,7 @@ class Sizes:
     def arguments(
         self, node: fx.Node, samples: int, substitute: Callable[[fx.Node], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a node for a batch of this size, with other nodes replaced."""
+        """The arguments of a node at this batch size, with other nodes substituted."""
         if samples == self.small.samples:
             return fx.node.map_arg((node.args, node.kwargs), substitute)
         twin = self.twin[node]
@@ -87,7 +87,7 @@ class Sizes:
         return _differing(self.small, self.at, node)
 
     def verify(self) -> None:
-        """Numbers that are neither equal nor in proportion to the batch size hold for a third size, too."""
+        """Checks numbers that are neither equal nor proportional to the batch size against a third batch size."""
         nodes = list(self.small.graph.nodes)
         if all(self._proportional(node) for node in nodes):
             return
@@ -112,7 +112,7 @@ class Sizes:
 def trace_sizes(
     make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
 ) -> Sizes:
-    """Trace at the size of `batch` (at least two samples, so that nothing is taken for a broadcast) and at twice as
+    """Trace at the size of `batch` (at least two samples, so that no dimension looks like a broadcast) and at twice as
     many."""
     flat, layout = pytree.tree_flatten(tuple(batch))
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
@@ -137,28 +137,28 @@ def trace_sizes(
 
 
 def _at_another_size(problem: Diagnostic, traced: int, given: int) -> Diagnostic:
-    """What model code raises with a number of samples that its author has never seen."""
+    """An error that the model code raises at a batch size other than the user's, with a note that says so."""
     if traced == given or problem.code != "P0802":
         return problem
     note = (
-        f"this is with {traced} samples: a batch may be divided, so the model is traced with other sizes than"
-        f" {given}, too"
+        f"this happens with {traced} samples: a batch may be divided, so the model is also traced with batch sizes"
+        f" other than {given}"
     )
-    size = ("use `x.shape[0]`, or -1 in a view, instead of a number that is the size of the batch",)
+    size = ("use `x.shape[0]`, or -1 in a view, instead of a fixed batch size",)
     return replace(
         problem, notes=(*problem.notes, note), helps=size if traced > 2 else problem.helps
-    )  # with 2 for 1, anything may be wrong
+    )  # traced with 2 samples instead of 1, so the cause may be another
 
 
 def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
-    """A loss of many numbers has no gradient, and neither has one that depends on no weight."""
+    """Refuse a loss with several elements, and a loss that depends on no weight: neither has a gradient."""
     value = traced.value(traced.result)
     if value.numel() != 1:
         raise error(
             "P0807",
-            f"the loss is not one number but has shape {list(value.shape)}",
+            f"the loss has shape {list(value.shape)} instead of being a scalar",
             line_of_function(loss),
-            help="return its mean or its sum, or (sum, count)",
+            help="return its mean, its sum, or (sum, count)",
         )
     if traced.result not in traced.learning:
         raise error(
@@ -170,22 +170,22 @@ def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
 
 
 def _refuse_count(small: Traced, large: Traced, loss: Callable[[Any, Any], Any], samples: int) -> None:
-    """A constant that follows the size of the batch is known for the size that was traced, and a batch of one is traced
-    as one of two."""
+    """Refuse a count that is a constant depending on the batch size: it is known only for the traced size, and a batch
+    of one sample is traced with two."""
     if small.count is None or large.count is None or samples == small.samples:
         return
     pairs = zip(small.count.buffers(), large.count.buffers(), strict=True)
     if not all(torch.equal(one, two) for one, two in pairs):
         raise error(
             "P0807",
-            "the count of a loss is a number that follows the size of the batch",
+            "the count of the loss is a Python number that depends on the batch size",
             line_of_function(loss),
-            help="count elements of the target: `torch.ones_like(target).sum()`, or take batches of two or more",
+            help="count elements of the target: `torch.ones_like(target).sum()`, or use batches of two or more samples",
         )
 
 
 def _twins(small: Traced, large: Traced, at: Callable[[int], Traced]) -> dict[fx.Node, fx.Node]:
-    """Every node of a trace with the one of another that runs the same operator on the same values."""
+    """Each node of a trace mapped to the node of another trace that runs the same operator on the same values."""
     first, second = list(small.graph.nodes), list(large.graph.nodes)
     twin = dict(zip(first, second, strict=False))
     for a, b in twin.items():
@@ -197,7 +197,7 @@ def _twins(small: Traced, large: Traced, at: Callable[[int], Traced]) -> dict[fx
                 small,
                 at,
                 b,
-                f"with {large.samples} samples it runs {b.target}, with {small.samples} samples {a.target}",
+                f"with {large.samples} samples it runs {b.target}, with {small.samples} samples it runs {a.target}",
             )
         mine, other = (pytree.tree_flatten((n.args, n.kwargs)) for n in (a, b))
         if mine[1] != other[1] or [twin[x] if isinstance(x, fx.Node) else None for x in mine[0]] != [
@@ -207,7 +207,7 @@ def _twins(small: Traced, large: Traced, at: Callable[[int], Traced]) -> dict[fx
                 small,
                 at,
                 b,
-                f"with {large.samples} samples it runs {b.target} on other values than with {small.samples} samples",
+                f"with {large.samples} samples it runs {b.target} on different values than with {small.samples}",
             )
     if len(first) != len(second):
         raise _differing(small, at, first[-1])
@@ -223,30 +223,29 @@ def _resized(batch: tuple[Any, Any], samples: int, size: int) -> tuple[Any, Any]
     def one(t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != samples:
             return t
-        return t[:1].expand(size, *t.shape[1:]) if size != samples else t  # only its shape is read
+        return t[:1].expand(size, *t.shape[1:]) if size != samples else t  # only the shape is used
 
     resized: tuple[Any, Any] = pytree.tree_map(one, batch)
     return resized
 
 
 def _differing(small: Traced, at: Callable[[int], Traced], node: fx.Node, what: str = "") -> Exception:
-    """Why two traces differ where they must not: by the batch size, or because the program is another one every
-    time."""
+    """Why two traces differ: because of the batch size, or because the program is different in every trace."""
     if written(small.graph) != written(at(small.samples).graph):
         return error(
             "P0808",
-            "the model runs another program every time it is called",
+            "the model runs different operators every time it is called",
             line_of_operator(node),
             notes=["two traces with the same batch differ", *([what] if what else []), module_of(node)],
             help=(
-                "look for what the code reads besides its weights and its inputs: a counter, a clock, a random number,"
-                " a cache"
+                "look for state that the code reads besides its weights and its inputs: a counter, a clock, a random"
+                " number, a cache"
             ),
         )
     return error(
         "P0806",
-        "the program depends on the size of the batch",
+        "the model depends on the batch size",
         line_of_operator(node),
         notes=[what or f"operator {node.target}", module_of(node)],
-        help="let shapes grow with the batch, and nothing else depend on its size",
+        help="let only shapes depend on the batch size",
     )

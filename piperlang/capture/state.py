@@ -1,8 +1,8 @@
 """State that a model keeps in Python: attributes, globals and generators that change from call to call.
 
-A traced program keeps the values that they had when it was traced, so training would go on with the first of them. What
-every call changes again is refused. What the first call sets and later calls leave as it is (a cached mask, a flag) is
-harmless, if the program of the second call is the same."""
+A traced program keeps the values from the time of tracing, so training would continue with the first of them. State
+that changes in every call is refused. State that the first call sets and later calls do not change (a cached mask, a
+flag) is allowed, if the program of the second call is the same."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.source import Span
 
 _STANDARD = frozenset(vars(nn.Module()))
-"""Attributes that every module has. Of these only `training` is state, and `eval()` inside a forward would show
+"""Attributes that every module has. Of these only `training` is state, and a call of `eval()` in a forward is detected
 elsewhere."""
 
 Snapshot: TypeAlias = Mapping[str, object]
-"""By the name that a user knows it by: a value that is equal as long as the state is."""
+"""Fingerprints of state, by the name that the user knows."""
 
 
 def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
@@ -51,7 +51,7 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
 
 
 def snapshot_of(kind: type) -> Snapshot:
-    """Python state that methods of a class could read: of the class itself, and globals."""
+    """Python state that methods of a class could read: class attributes and globals."""
     prints = Prints()
     found = {
         f"class attribute `{kind.__qualname__}.{name}`": prints.of(value)
@@ -85,8 +85,8 @@ class Watch:
 
 
 class Frozen:
-    """Globals and class attributes that code reads which runs elsewhere, as they are now: code that runs between steps
-    (data, `on_step`) may change them."""
+    """Globals and class attributes that code on workers reads, as they are now. Code that runs between steps (data,
+    `on_step`) may change them."""
 
     def __init__(
         self,
@@ -96,7 +96,8 @@ class Frozen:
         line: Span | None,
         names: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """`reader`: whose code it is, for messages. `names`: globals that it reads, too, and the scopes they are in."""
+        """`reader`: the code that reads them, for messages. `names`: additional globals that it reads, with their
+        scopes."""
         self.reader, self.line = reader, line
         self.classes = [kind for kind in classes if is_users_own(kind)]
         self.names = dict(names or {}) | dict(
@@ -116,7 +117,7 @@ class Frozen:
         return found
 
     def check(self) -> None:
-        """Raises P0808 where one of them has changed."""
+        """Raises P0808 if one of them has changed."""
         now = self._prints()
         for name in {**self.prints, **now}:
             if now.get(name) != self.prints.get(name):
@@ -124,8 +125,8 @@ class Frozen:
                     "P0808",
                     f"{name} has changed since training was set up",
                     self.line,
-                    notes=[f"{self.reader} reads it, and keeps the value that it had then"],
-                    help="pass what changes from step to step in with the batch, as a tensor that `data` yields",
+                    notes=[f"{self.reader} reads it and keeps the value from then"],
+                    help="pass values that change from step to step with the batch, as a tensor that `data` yields",
                 )
 
 
@@ -135,8 +136,8 @@ def _globals_of(model: nn.Module, loss: Callable[..., Any]) -> Iterator[tuple[st
 
 
 def globals_of(functions: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names, and the scopes they are in, that functions of the user's read, and those that they call. What is no
-    function is passed over."""
+    """The global names that user functions, and the functions they call, read, with their scopes. Values that are not
+    functions are skipped."""
     todo = list(functions)
     seen: set[int] = set()
     while todo:
@@ -167,16 +168,17 @@ def refuse_state(names: set[str], model: nn.Module) -> PiperError:
     generator = "generator" in first
     what = f"the model draws random numbers from {first}" if generator else f"{first} changes every time the model runs"
     help = (
-        "draw them with nn.Dropout, whose masks we count, or outside of the model and pass them in with the batch"
+        "use nn.Dropout, whose masks do not depend on the schedule, or draw the numbers outside of the model and pass"
+        " them with the batch"
         if generator
         else (
-            "register it as a buffer (`self.register_buffer(...)`) and compute with that tensor; compute what only"
-            " depends on the step in `data()` and pass it in with the batch; count calls outside of the model"
+            "register it as a buffer (`self.register_buffer(...)`) and compute with that tensor; compute values that"
+            " depend only on the step in `data()` and pass them with the batch; count calls outside of the model"
         )
     )
     notes = [
-        "the traced program would keep the value it had in the first step",
-        *(f"so does {name}" for name in others[:3]),
+        "the traced program would keep the value from the first step",
+        *(f"{name} changes, too" for name in others[:3]),
     ]
     return error("P0808", what, line_of_function(type(model).forward), notes=notes, help=help)
 

@@ -1,4 +1,4 @@
-"""The tensors of a model by the names that a traced program knows them by."""
+"""The tensors of a model by the names that a traced program uses."""
 
 from __future__ import annotations
 

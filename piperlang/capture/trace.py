@@ -53,7 +53,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Traced:
-    """The whole training computation of one batch: weights and batch in, loss out."""
+    """The training computation of one batch: weights and batch in, loss out."""
 
     graph: fx.Graph
     root: fx.GraphModule
@@ -63,17 +63,18 @@ class Traced:
     batch: tuple[str, ...]
     """Placeholders of the batch's tensors, in the order of the flattened (input, target)."""
     samples: int
-    """The size of the batch it was traced at."""
+    """The batch size it was traced with."""
     random: bool
     """Whether the graph reads `rng`."""
     count: fx.GraphModule | None
-    """From the batch to what the sum that the graph gives is to be divided by; None where the loss is a number as it
-    is."""
+    """Computes the count that the graph's sum is divided by from the batch; None where the loss is not a sum over a
+    count."""
     changes: dict[str, fx.Node]
-    """Buffers that the model changes, by placeholder, and what they become; outputs of the graph, after the loss."""
+    """Buffers that the model changes, by placeholder, and their new values, which are outputs of the graph after the
+    loss."""
     loss: Callable[[Any, Any], Any]
     frozen: Frozen
-    """Python state that the program has taken in."""
+    """Python state that the program has captured."""
 
     def value(self, node: fx.Node) -> Any:
         return node.meta["val"]
@@ -92,7 +93,7 @@ class Traced:
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """Tensors that the forward makes of numbers in the code: they come with the program, not with the model."""
+        """Tensors that the forward creates from numbers in the code. They belong to the program, not to the model."""
         return {weight.name: weight.fake for weight in self.weights.values() if not isinstance(weight.fake, FakeTensor)}
 
     @property
@@ -106,7 +107,8 @@ class Traced:
 def trace(
     make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
 ) -> Traced:
-    """Trace model and loss on the shapes of `batch`. No weight is allocated. `seed`: for what the constructor draws."""
+    """Trace model and loss on the shapes of `batch`. No weight is allocated. `seed`: for random numbers that the
+    constructor draws."""
     mode = _fake_mode()
     flat, layout = pytree.tree_flatten(batch)
     device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
@@ -130,10 +132,10 @@ def trace(
 def _refuse_state(
     program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...], mode: FakeTensorMode
 ) -> None:
-    """The model again, as a call has left it: what changes again, or makes another program, is state that a trace would
-    freeze.
+    """Calls the model again, in the state in which a call left it. State that changes again, or that leads to a
+    different program, would be frozen by the trace and is refused.
 
-    Two calls outside of export, which puts back some of what a forward changes, and not all."""
+    These are two calls outside of export, which reverts some, but not all, of the changes of a forward."""
     watches = []
     for _ in range(2):
         with mode, _numbers_unknown(mode), torch.enable_grad():
@@ -148,8 +150,8 @@ def _refuse_state(
 
 
 def _fake_mode() -> FakeTensorMode:
-    """Copies of a fake tensor are of its mode. `copy.deepcopy` would copy the mode with them, with all tensors that it
-    remembers, and memory is corrupted when those are freed (torch 2.13)."""
+    """A mode that copies of its fake tensors share. `copy.deepcopy` would copy the mode, too, with all tensors that it
+    references, and memory is corrupted when those are freed (torch 2.13)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]
     return mode
@@ -157,11 +159,11 @@ def _fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def _building() -> Iterator[None]:
-    """Constructors may convert and copy modules; torch does not do that well with fake tensors.
+    """Lets constructors convert and copy modules, which torch does not fully support for fake tensors.
 
-    `.to(dtype)` swaps parameters with converted copies, and refuses while somebody has a weak reference to one: their
-    contents are exchanged, as those of real parameters are. `copy.deepcopy` would make a fake tensor of the number that
-    a fake tensor knows: it is copied outside of the mode."""
+    `.to(dtype)` swaps parameters with converted copies, which fails if a weak reference to a parameter exists: here
+    their contents are exchanged, as those of real parameters are. `copy.deepcopy` would turn the constant that a fake
+    tensor records into a fake tensor: the tensor is copied outside of the mode."""
     swap, deepcopy = torch.utils.swap_tensors, torch.Tensor.__deepcopy__
 
     def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -174,7 +176,7 @@ def _building() -> Iterator[None]:
 
     def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         with unset_fake_temporarily(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # which it does
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does that
             return deepcopy(tensor, memo)  # type: ignore[no-any-return, no-untyped-call]
 
     torch.utils.swap_tensors, torch.Tensor.__deepcopy__ = exchange, copied  # type: ignore[method-assign]
@@ -186,7 +188,7 @@ def _building() -> Iterator[None]:
 
 @contextmanager
 def _numbers_unknown(mode: FakeTensorMode) -> Iterator[None]:
-    """`item()` gives a symbol, as it does in export."""
+    """`item()` returns a symbol, as it does in export."""
     old, mode.shape_env = mode.shape_env, ShapeEnv()
     try:
         yield
@@ -195,7 +197,7 @@ def _numbers_unknown(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def written(graph: fx.Graph) -> list[str]:
-    """A graph as text that is equal for equal programs."""
+    """A graph as text, equal for equal programs."""
     return [
         f"{node.op} {node.target if node.op != 'get_attr' else ''} {node.args} {node.kwargs}" for node in graph.nodes
     ]
@@ -281,7 +283,7 @@ def _traced(
 def _changes(
     program: torch.export.ExportedProgram, training: Observed, weights: dict[str, Weight]
 ) -> dict[str, fx.Node]:
-    """What buffers become; leaves the loss and these as outputs of the graph."""
+    """The new values of buffers. Leaves the loss and these as outputs of the graph."""
     graph = program.graph_module.graph
     buffers = {
         place: weight.name
@@ -299,7 +301,8 @@ def _changes(
 
 
 def _refuse_strangers(graph: fx.Graph, weights: dict[str, Weight], known: Collection[str]) -> None:
-    """A tensor whose values only this trace has, such as the `.data` of a parameter: workers could not make it."""
+    """Refuse a tensor that exists only in this trace, such as the `.data` of a parameter: workers could not create
+    it."""
     for node in graph.nodes:
         weight = weights.get(node.name) if node.op == "placeholder" and node.users else None
         if weight is not None and weight.name not in known and isinstance(weight.fake, FakeTensor):
@@ -310,18 +313,19 @@ def _refuse_strangers(graph: fx.Graph, weights: dict[str, Weight], known: Collec
                 "reads it",
                 notes=[module_of(next(iter(node.users)))],
                 help=(
-                    "use `.detach()` for `.data`; register tensors with `register_buffer`, or make them in the forward"
+                    "use `.detach()` instead of `.data`; register tensors with `register_buffer`, or create them in the"
+                    " forward"
                 ),
             )
 
 
 def _refuse_numbers(program: torch.export.ExportedProgram) -> None:
-    """A number taken out of a tensor is known only when the model runs."""
+    """Refuse a Python number read from a tensor: it is known only when the model runs."""
     for node in program.graph.nodes:
         if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             raise error(
                 "P0802",
-                "the model takes a number out of a tensor",
+                "the model reads a Python number from a tensor",
                 line_of_operator(node),
                 "item() here",
                 notes=[module_of(node)],

@@ -1,10 +1,10 @@
-"""Whether an operator treats every sample by itself, tried out on numbers: for operators that no rule is known for.
+"""Whether an operator processes each sample independently, by trial on numbers: for operators without a rule.
 
-Two batches are put one behind the other. What the operator makes of both together must be what it makes of the first
-followed by what it makes of the second: the results of parts of a batch are then parts of the batch's result.
+Two batches are concatenated. The result of the operator on both must be its result on the first followed by its result
+on the second: then the results of the parts of a batch are the parts of the batch's result.
 
-Private API, kept in this file: the list of operators that torch.library.custom_op made (tried on torch 2.11 and 2.13).
-"""
+Private API, kept in this file: the list of operators that torch.library.custom_op made (tried on torch 2.11 and
+2.13)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from piperlang.capture.mixing import Along, Call, Free, Mixing, Operand, Repair, State, growing
+from piperlang.capture.mixing import Along, Call, Free, Mixing, Operand, Placed, Repair, State, growing
 
 LARGEST = 5e7
-"""Elements of an operand or a result past which an operator is not tried, because it might take too long."""
+"""An operator with more elements in an operand or a result is not tried, because it might take too long."""
 SIZES = (1.0, 100.0)
-"""Of the numbers. The user's operators are tried with large ones, too, as they may have thresholds."""
+"""Magnitudes of the numbers. User-defined operators are also tried with large ones, because they may have
+thresholds."""
 TOLERANCE = 1e-3
 
 
 def objection(call: Call, states: Sequence[State]) -> Mixing | None:
-    """None also where it is not tried: the comparison with eager PyTorch before the first step is behind it."""
+    """Why the operator does not process each sample independently. None if it does, or if it cannot be tried; the
+    guard's comparison with eager PyTorch before the first step covers that case."""
     own = _is_torchs_own(call)
     if not (own or _is_of_python(call)) or any(len(growing(*result)) > 1 for result in call.results):
         return None
@@ -36,9 +38,7 @@ def objection(call: Call, states: Sequence[State]) -> Mixing | None:
     for size in SIZES[:1] if own else SIZES:
         try:
             parts, together = _results(call, size)
-        except (
-            Exception
-        ) as problem:  # the user's operators need not work with any numbers, torch's have been traced with them
+        except Exception as problem:  # user-defined operators may fail on random numbers; torch's own should not
             problems.append(f"{type(problem).__name__}: {problem}".partition("\n")[0])
             continue
         pairs = [
@@ -47,21 +47,18 @@ def objection(call: Call, states: Sequence[State]) -> Mixing | None:
             if isinstance(state, Along) and _divides(parts[0][i], state, call)
         ]
         if not all(_equal([part[i] for part in parts], together[i], state, call) for state, i in pairs):
-            return (
-                call.placed() if own else Mixing(f"{call.shown} does not treat every sample by itself", Repair.WITHIN)
-            )
+            kind = Placed if own else Mixing
+            return kind(f"{call.shown} mixes samples or depends on their position in the batch", Repair.WITHIN)
     return (
-        Mixing(
-            f"nothing is known of {call.shown}, and it could not be tried on two batches: {problems[0]}", Repair.KNOWN
-        )
+        Mixing(f"{call.shown} has no rule, and trying it on two batches failed: {problems[0]}", Repair.KNOWN)
         if own and problems
         else None
     )
 
 
 def uniform(call: Call) -> bool:
-    """Whether an operator makes something that is the same for all samples of constants that are so; False where it
-    cannot be tried."""
+    """Whether an operator applied to constants that are the same for all samples returns a value that is the same for
+    all samples; False where it cannot be tried."""
     if not _is_torchs_own(call) or any(small.numel() > LARGEST for small, _ in call.results):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -81,14 +78,14 @@ def uniform(call: Call) -> bool:
 
 
 def _is_torchs_own(call: Call) -> bool:
-    """The user's operators may do more than compute."""
+    """Whether the operator is torch's own: user-defined operators may have side effects."""
     schema = getattr(call.target, "_schema", None)
     return schema is not None and schema.name.startswith("aten::")
 
 
 def _is_of_python(call: Call) -> bool:
-    """An operator of the user's that torch.library.custom_op made: one of C++ might end the process when an index is
-    out of range."""
+    """Whether the operator was made by torch.library.custom_op. A C++ operator could end the process on an index that
+    is out of range."""
     schema = getattr(call.target, "_schema", None)
     return (
         schema is not None and schema.name in OPDEFS and not schema.name.startswith("piper::") and not schema.is_mutable
@@ -96,7 +93,8 @@ def _is_of_python(call: Call) -> bool:
 
 
 def _results(call: Call, size: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Of every part, and of all of them together. Where 0 and 1 are no indices, 0 alone is."""
+    """The results on every part, and on all parts concatenated. Integer operands are 0 and 1, or only 0 where 1 is not
+    a valid index."""
     try:
         return _computed(call, True, size)
     except Exception:
@@ -133,7 +131,8 @@ def _run(call: Call, arguments: dict[str, Any], numbers: dict[int, torch.Tensor]
 def _number(
     operand: Operand, call: Call, generator: torch.Generator, whole_numbers: bool, size: float = 1.0
 ) -> torch.Tensor:
-    """Like an operand of the small batch. What is the same for all samples has one number for them."""
+    """Random numbers in the shape of an operand of the small batch. A value that is the same for all samples gets one
+    number for all of them."""
     value, grown = operand.small, growing(operand.small, operand.large)
     if isinstance(operand.state, Free) and operand.state.place:
         return (
@@ -177,7 +176,7 @@ def _joined(made: list[torch.Tensor], operand: Operand, call: Call) -> torch.Ten
 
 
 def _behind(parts: list[torch.Tensor], state: Along, call: Call) -> torch.Tensor:
-    """The samples of each behind those of the one before."""
+    """The parts concatenated along the batch dimension."""
     shape = parts[0].shape
     outer = shape[state.dim] // (call.samples * state.inner)
     split = [

@@ -1,5 +1,4 @@
-"""Why a model cannot be traced: at the user's line, with the module it is in, and without torch.export's own
-reports."""
+"""Why a model cannot be traced: at the user's line, with its module, instead of torch.export's own reports."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from piperlang.capture.user_code import Wrong, device_help, kind, module_of_fram
 from piperlang.capture.where import line_in, line_of, line_of_function, line_of_operator
 from piperlang.diagnostics import PiperError, error
 
-_VALUES = "compute with the tensor itself, and leave out what prints or formats its values, `.item()` and `.tolist()`"
+_VALUES = "compute with the tensor itself, without `.item()` and `.tolist()`, and do not print or format its values"
 _KERNEL = "wrap the kernel with torch.library.custom_op and describe its result with register_fake"
 
 
 class UserRaised(Exception):
-    """What the user's forward or loss raised while it was traced. No RuntimeError: of those torch.export prints the
-    graph so far."""
+    """An exception of the user's forward or loss while it was traced. Not a RuntimeError: for those, torch.export
+    prints the graph so far."""
 
     def __init__(self, problem: BaseException) -> None:
         super().__init__(said(problem))
@@ -35,7 +34,7 @@ class UserRaised(Exception):
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Marks what is raised inside as the user's."""
+    """Marks exceptions raised inside as the user's."""
     try:
         yield
     except PiperError:
@@ -46,7 +45,7 @@ def user_code() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch's loggers and warnings do not write to standard error, unless TORCH_LOGS asks for it."""
+    """Silences torch's loggers and warnings on standard error, unless TORCH_LOGS is set."""
     if os.environ.get("TORCH_LOGS"):
         yield
         return
@@ -73,13 +72,12 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def untraceable(problem: Exception, model: nn.Module, loss: Callable[..., Any]) -> PiperError:
-    """The diagnostic for what was raised while the model was traced."""
+    """The diagnostic for an exception raised while the model was traced."""
     if not isinstance(problem, UserRaised):
         help = "make the model pass torch.export.export(model, inputs, strict=False)"
         wrong = _why(problem) or Wrong("the model cannot be traced", help)
-        return error(
-            "P0802", wrong.message, line_of(problem), notes=[f"torch.export: {said(problem)}"], help=wrong.help
-        )
+        notes = [] if said(problem) in wrong.message else [f"torch.export: {said(problem)}"]
+        return error("P0802", wrong.message, line_of(problem), notes=notes, help=wrong.help)
     path, module = module_of_frames(problem.problem, model)
     if module is None:
         return _raised("loss", "loss(output, target)", loss, problem.problem, _arguments(problem.problem, loss))
@@ -88,16 +86,17 @@ def untraceable(problem: Exception, model: nn.Module, loss: Callable[..., Any]) 
 
 
 def _raised(name: str, call: str, function: Any, problem: BaseException, notes: list[str]) -> PiperError:
-    """What the user's code raised: a limit of torch.export, or an exception that it would raise anywhere."""
+    """The diagnostic for an exception of the user's code: a limitation of torch.export, or an exception that eager
+    PyTorch would raise, too."""
     line, limit = line_of(problem), _why(problem)
-    help = device_help(problem) or f"repair this line; to see the whole trace, call `{call}` in Python"
+    help = device_help(problem) or f"fix this line; to see the full traceback, call `{call}` in Python"
     wrong = limit or Wrong(f"{name} raised {said(problem)}", help)
     label = "raised here" if line and not limit else ""
     return error("P0802", wrong.message, line or line_of_function(function), label, notes=notes, help=wrong.help)
 
 
 def _why(problem: BaseException) -> Wrong | None:
-    """What of torch.export's limits it is, if it is one of them."""
+    """The limitation of torch.export that caused the exception, if it is a known one."""
     text, name = _text(problem), type(problem).__name__
     if "data-dependent" in text or name in ("DynamicOutputShapeException", "DataDependentOutputException"):
         if "Size-like symbols: none" in text or name == "DataDependentOutputException":
@@ -108,7 +107,7 @@ def _why(problem: BaseException) -> Wrong | None:
         return _unknown_shape()
     if "numpy" in text.lower() and "tensor" in text.lower():
         return Wrong(
-            "the model calls numpy on a tensor, which torch.export cannot record",
+            "the model calls NumPy on a tensor, which torch.export cannot record",
             "use the torch operator of the same name, such as torch.tanh for np.tanh",
         )
     if "data pointer" in text:
@@ -122,24 +121,27 @@ def _why(problem: BaseException) -> Wrong | None:
 
 def _unknown_shape() -> Wrong:
     return Wrong(
-        "data-dependent shape: how large a tensor is depends on values",
-        "keep shapes fixed: multiply by a mask or use torch.where; rows that choose experts go through"
+        "data-dependent shape: the size of a tensor depends on the values of another",
+        "keep shapes fixed: multiply by a mask or use torch.where; for dropless MoE routing, use"
         " piperlang.routed_linear",
     )
 
 
 @contextmanager
 def differentiating(node: fx.Node | None = None) -> Iterator[None]:
-    """While the backward is traced: what the user's own backward raises, and operators that have none, are diagnostics.
+    """While the backward is traced: exceptions of the user's own backward, and operators without a backward, become
+    diagnostics.
 
-    `node`: what is differentiated, if it is one operator."""
+    `node`: the operator that is differentiated, if it is a single one."""
     try:
         with warnings.catch_warnings(record=True) as told:
             yield
     except PiperError:
         raise
     except (Exception, SystemExit) as problem:
-        trace = "\n".join(str(warning.message) for warning in told)  # autograd warns where the forward was called
+        trace = "\n".join(
+            str(warning.message) for warning in told
+        )  # autograd's warning contains the line of the forward
         line = line_of(problem)
         if line is None and not any(words in _text(problem) for words in _NO_BACKWARD):
             raise
@@ -161,8 +163,8 @@ _NO_BACKWARD = (
     "in-place operation",
 )
 _BACKWARD = (
-    "repair the backward: of a torch.autograd.Function its `backward`, of an operator of your own what"
-    " `register_autograd` is given"
+    "fix the backward: `backward` of a torch.autograd.Function, or the function given to `register_autograd` for"
+    " a custom operator"
 )
 
 
@@ -172,15 +174,15 @@ def refuse_sparse(graph: fx.Graph) -> None:
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
             raise error(
                 "P0802",
-                "the model makes sparse gradients, and gradients here are dense",
+                "the model creates sparse gradients, which are not supported",
                 line_of_operator(node),
                 notes=[module_of(node)],
-                help="leave out `sparse=True`",
+                help="remove `sparse=True`",
             )
 
 
 def refuse_cond(graph: fx.Graph) -> None:
-    """torch.cond in a graph that is sent to workers: older versions of torch cannot make the graph again there (tried:
+    """Refuse torch.cond in a graph that is sent to workers: older versions of torch cannot unpickle it there (tried:
     2.11 cannot, 2.13 can)."""
     if torch.__version__ >= "2.13":
         return
@@ -188,7 +190,7 @@ def refuse_cond(graph: fx.Graph) -> None:
         if node.target is torch.ops.higher_order.cond:
             raise error(
                 "P0802",
-                "torch.cond needs torch 2.13 or newer here",
+                "torch.cond needs torch 2.13 or newer",
                 line_of_operator(node),
                 notes=[f"this is torch {torch.__version__}", module_of(node)],
                 help="compute both branches and choose with torch.where",
@@ -196,7 +198,7 @@ def refuse_cond(graph: fx.Graph) -> None:
 
 
 def refuse_mistraced(graph: fx.Graph) -> None:
-    """Operators whose decompositions in torch compute something else than the operators (tried: 2.13)."""
+    """Refuse operators whose decompositions in torch compute different values than the operators (tried: 2.13)."""
     for node in graph.nodes:
         if node.target in (
             torch.ops.aten.multilabel_margin_loss.default,
@@ -204,7 +206,7 @@ def refuse_mistraced(graph: fx.Graph) -> None:
         ):
             raise error(
                 "P0802",
-                "torch does not trace multilabel_margin_loss as it computes it",
+                "torch traces multilabel_margin_loss incorrectly",
                 line_of_operator(node),
                 notes=[module_of(node)],
                 help="compute it with `clamp`, or use multilabel_soft_margin_loss",
@@ -212,15 +214,15 @@ def refuse_mistraced(graph: fx.Graph) -> None:
 
 
 def refuse_loss(result: object, loss: Callable[..., Any]) -> None:
-    """A loss that cannot be differentiated, by its type."""
+    """Refuse a result of the loss whose type has no gradient."""
     wrong = wrong_loss(result)
     if wrong is not None:
         raise error("P0807", wrong.message, line_of_function(loss), help=wrong.help)
 
 
 def refuse_unknown_shapes(graph: fx.Graph) -> None:
-    """Plans, memory and communication need to know every shape: torch.export also accepts some that depend on
-    values."""
+    """Refuse data-dependent shapes, which torch.export partly accepts: plans, memory and communication need to know
+    every shape."""
     for node in graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, tuple | list) else [values]:
@@ -244,7 +246,7 @@ def _text(problem: BaseException) -> str:
 
 
 def _arguments(problem: BaseException, loss: Callable[..., Any]) -> list[str]:
-    """What the loss was called with."""
+    """A note about the arguments that the loss was called with."""
     code = getattr(unwrap(loss), "__code__", None)
     for frame, _ in walk_tb(problem.__traceback__):
         if frame.f_code is code:

@@ -1,4 +1,4 @@
-"""The user's own functions: how each is called, what it must return, and what it raises, as diagnostics at the user's
+"""The user's functions: how each is called, what it must return, and its exceptions as diagnostics at the user's
 line."""
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CALLED = {
 """How each function is called, and with how many arguments."""
 
 LONGEST = 300
-"""Characters of an exception's message that a diagnostic quotes."""
+"""The most characters of an exception's message that a diagnostic quotes."""
 
 
 class Wrong(NamedTuple):
-    """A value that cannot be used: what it is, and how to repair it."""
+    """A value that cannot be used: the message, and how to fix it."""
 
     message: str
     help: str
@@ -47,7 +47,7 @@ def said(problem: BaseException) -> str:
         text = str(problem).strip()
     except Exception:  # raised by the user's own __str__
         return name
-    if "Original Traceback" in text:  # of a process that loads data: its last line is what was raised there
+    if "Original Traceback" in text:  # of a data loader process: the last line is its exception
         return _shortened(text.splitlines()[-1])
     text = " ".join(text.split())
     return _shortened(f"{name}: {text}") if text else name
@@ -58,7 +58,7 @@ def _shortened(text: str) -> str:
 
 
 def kind(value: object) -> str:
-    """What a value is, for a message: `None`, `the class Net`, `a tuple of 2`, `a value of type int`."""
+    """A description of a value for messages: `None`, `the class Net`, `a tuple of 2`, `a value of type int`."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -79,7 +79,7 @@ def mistake(
 
 @contextmanager
 def located(span: Span | None) -> Iterator[None]:
-    """Diagnostics about the model, from inside, that have no place of their own are at `span`."""
+    """Diagnostics about the model that are raised inside without a location get `span`."""
     try:
         yield
     except PiperError as problem:
@@ -90,7 +90,7 @@ def located(span: Span | None) -> Iterator[None]:
 
 @contextmanager
 def located_at_call() -> Iterator[None]:
-    """The same, at the user's line that called us."""
+    """The same, with the line of the user's code that called piperlang."""
     try:
         yield
     except PiperError:
@@ -100,7 +100,7 @@ def located_at_call() -> Iterator[None]:
 
 @contextmanager
 def eagerly(model: nn.Module, loss: Callable[..., Any], what: str = "the model") -> Iterator[None]:
-    """What plain training raises inside, without any schedule, is a P0801."""
+    """Turns an exception of plain training, without any schedule, into a P0801."""
     try:
         yield
     except PiperError:
@@ -111,7 +111,7 @@ def eagerly(model: nn.Module, loss: Callable[..., Any], what: str = "the model")
         called = type(module or model).forward if module or backward else loss
         line = line_of(problem)
         notes = (*((f"in module {path}",) if path else ()), "in eager PyTorch, without a schedule")
-        help = device_help(problem) or "repair this line, or what reaches it"
+        help = device_help(problem) or "fix this line, or the values that reach it"
         wrong = Wrong(f"{what} raised {said(problem)}", help)
         raise PiperError(
             mistake("P0801", wrong, line or line_of_function(called), "raised here" if line else "", notes)
@@ -119,8 +119,8 @@ def eagerly(model: nn.Module, loss: Callable[..., Any], what: str = "the model")
 
 
 def module_of_frames(problem: BaseException, model: nn.Module) -> tuple[str, nn.Module | None]:
-    """The innermost module of the model that was being called, and its path: the frames of an exception have it as
-    `self`."""
+    """The innermost module of the model that was running, and its path, found as `self` in the frames of the
+    exception."""
     paths = {id(module): path for path, module in model.named_modules()}
     called = [frame.f_locals.get("self") for frame, _ in walk_tb(problem.__traceback__)]
     inner = next((module for module in reversed(called) if isinstance(module, nn.Module) and id(module) in paths), None)
@@ -129,7 +129,7 @@ def module_of_frames(problem: BaseException, model: nn.Module) -> tuple[str, nn.
 
 @dataclass(frozen=True)
 class Guarded:
-    """A function of the user's. What it raises is a P0801 at its line, on a worker too."""
+    """A user function. Its exceptions become a P0801 at its line, on workers too."""
 
     function: Callable[..., Any]
     name: str
@@ -146,7 +146,7 @@ class Guarded:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """What is raised inside is a diagnostic at the line that raised it."""
+        """Turns an exception raised inside into a diagnostic at the line that raised it."""
         try:
             yield
         except PiperError:
@@ -156,12 +156,12 @@ class Guarded:
 
     def _raised(self, problem: BaseException) -> Diagnostic:
         help = (
-            device_help(problem) or f"repair this line; to see the whole trace, call `{CALLED[self.name][0]}` in Python"
+            device_help(problem) or f"fix this line; to see the full traceback, call `{CALLED[self.name][0]}` in Python"
         )
         if self.name == "model" and "UninitializedParameter" in said(problem):
             wrong = Wrong(
-                "`model` has lazy modules, whose shapes are unknown until they run",
-                "give their sizes, such as `nn.Linear(4, 8)` for `nn.LazyLinear(8)`",
+                "`model` has lazy modules, whose shapes are unknown until the first forward",
+                "specify their sizes, such as `nn.Linear(4, 8)` instead of `nn.LazyLinear(8)`",
             )
             return mistake("P0801", wrong, line_of(problem) or self.line)
         if self.name == "model" and without_values(problem):
@@ -171,7 +171,7 @@ class Guarded:
                 wrong,
                 line_of(problem) or self.line,
                 "read here",
-                ("to save memory the model is built with tensors that have shapes and no values",),
+                ("to save memory, the model is built with tensors that have shapes but no values",),
             )
         return mistake(
             "P0801", Wrong(f"`{self.name}` raised {said(problem)}", help), line_of(problem) or self.line, "raised here"
@@ -179,7 +179,7 @@ class Guarded:
 
 
 class UserFunction(Guarded):
-    """`model`, `optimizer`, `lr_schedule` or `on_step`: a result that cannot be used is a P0801, too."""
+    """`model`, `optimizer`, `lr_schedule` or `on_step`. A result that cannot be used is a P0801, too."""
 
     def __call__(self, *arguments: Any) -> Any:
         with self.guarded():
@@ -194,8 +194,7 @@ _COMPUTE_IN_PYTHON = "compute it with Python numbers, such as `[0.1 * i / depth 
 
 
 def without_values(problem: BaseException) -> bool:
-    """Whether an exception says that a tensor has no values: it is a fake one, which stands in for a tensor of its
-    shape."""
+    """Whether an exception says that a tensor has no values, because it is a fake tensor."""
     words = (
         "data-dependent",
         "FakeTensor",
@@ -210,7 +209,7 @@ def without_values(problem: BaseException) -> bool:
 
 
 def device_help(problem: BaseException) -> str | None:
-    """A repair for tensors on a device that is not there, or on different ones."""
+    """A help for tensors on a device that does not exist, or on different devices."""
     words = (
         "support for cuda",
         "compiled with CUDA",
@@ -221,7 +220,7 @@ def device_help(problem: BaseException) -> str | None:
     )
     known = any(word in said(problem) for word in words)
     return (
-        "leave devices to piperc, which moves the model and its batches; make new tensors with `device=x.device`"
+        "do not choose devices: piperc moves the model and its batches; create new tensors with `device=x.device`"
         if known
         else None
     )
@@ -231,26 +230,28 @@ def device_help(problem: BaseException) -> str | None:
 
 
 def not_a_function(name: str, value: object) -> Wrong | None:
-    """A name of the model file that is bound to something else than a function."""
+    """A name of the model file that must be a function and is not."""
     is_module = name == "model" and isinstance(value, nn.Module)
     if callable(value) and not is_module:
         return None
     call = CALLED[name][0]
     how = f"return {type(value).__name__}(...)" if is_module or isinstance(value, optim.Optimizer) else "return ..."
-    return Wrong(f"`{name}` is {kind(value)}, not a function", f"define a function that makes it: `def {call}: {how}`")
+    return Wrong(
+        f"`{name}` is {kind(value)}, not a function", f"define a function that returns it: `def {call}: {how}`"
+    )
 
 
 def wrong_signature(name: str, function: Callable[..., Any]) -> Diagnostic | None:
-    """A function that cannot be called as it is going to be."""
+    """The diagnostic for a function whose signature does not match the call."""
     call, count = CALLED[name]
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError as problem:
         wrong = Wrong(
-            f"`{name}` cannot be called as `{call}`", f"write `def {call}:`, and give any further argument a default"
+            f"`{name}` cannot be called as `{call}`", f"write `def {call}:`, and give every other argument a default"
         )
         return mistake("P0801", wrong, line_of_function(function), str(problem))
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature
         return None
     return None
 
@@ -312,10 +313,10 @@ def _no_schedule(made: object) -> Wrong | None:
     except TypeError:
         first = next(iter(inspect.signature(step).parameters))
         what = (
-            f"{type(made).__name__}.step needs `{first}`, and the schedule that `lr_schedule` returns is stepped"
+            f"{type(made).__name__}.step needs `{first}`, but the schedule that `lr_schedule` returns is stepped"
             " without arguments"
         )
-        return Wrong(what, f"use a schedule of the step number alone: {example}")
+        return Wrong(what, f"use a schedule that depends only on the step number: {example}")
     except ValueError:
         return None
     return None
@@ -325,7 +326,7 @@ _RESULTS: Mapping[str, Callable[[object], Wrong | None]] = {
     "model": _no_module,
     "optimizer": _no_optimizer,
     "lr_schedule": _no_schedule,
-    "on_step": lambda _: None,  # what it returns means nothing
+    "on_step": lambda _: None,  # its result is ignored
 }
 
 
@@ -334,7 +335,7 @@ def wrong_max_norm(value: object) -> Wrong | None:
         return None
     return Wrong(
         f"`max_norm` is {_shortened(repr(value))}, not a positive number",
-        "give the largest norm that gradients may have, such as `max_norm = 1.0`",
+        "set it to the largest allowed norm of the gradients, such as `max_norm = 1.0`",
     )
 
 
@@ -350,13 +351,13 @@ def wrong_loss(result: object) -> Wrong | None:
             "return the tensor itself, without `.item()` or `float()`",
         )
     if not isinstance(result, tuple | list) or len(result) != 2:
-        return Wrong(f"`loss` returned {kind(result)}", "return one number as a tensor, or (sum, count)")
+        return Wrong(f"`loss` returned {kind(result)}", "return a scalar tensor, or (sum, count)")
     if not isinstance(result[0], torch.Tensor):
         return Wrong(f"the sum that `loss` returned is {kind(result[0])}", "return (sum, count) as tensors")
     if not isinstance(result[1], torch.Tensor):
         help = (
-            "count with torch operators, such as `(target != -100).sum()`; where every batch counts the same, return"
-            " the mean"
+            "count with torch operators, such as `(target != -100).sum()`; if the count is the same for every batch,"
+            " return the mean"
         )
         return Wrong(f"the count that `loss` returned is {kind(result[1])}, not a tensor", help)
     return None

@@ -1,4 +1,4 @@
-"""The line of the user's own code behind an exception, or behind an operator of a traced graph."""
+"""The line of the user's code behind an exception, or behind an operator of a traced graph."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ _BOUND: dict[int, tuple[object, Span]] = {}
 
 
 def remember(source: Source) -> None:
-    """Lines of this file are quoted from here: on another machine there may be no such file, and here it may change."""
+    """Quote lines of this file from here: on another machine the file may not exist, and on this one it may change."""
     _TEXTS[source.name] = source
 
 
 def bind(function: object, span: Span) -> None:
-    """Where something callable is written that has no code of its own: a class, a module, a `functools.partial`."""
+    """Record the location of a callable that has no code object: a class, a module, a `functools.partial`."""
     _BOUND[id(function)] = function, span
 
 
 def line_of(problem: BaseException) -> Span | None:
-    """The innermost line that raised it and is neither ours nor a library's; if there is none, that of the exception it
-    was raised from."""
+    """The innermost line of the user's code in the traceback of an exception; if there is none, that of its cause."""
     frames = [(frame.filename, frame.lineno or 1) for frame in extract_tb(problem.__traceback__)]
-    if "Original Traceback" in (text := _text(problem)):  # raised in another process, whose frames are in the text
+    if "Original Traceback" in (text := _text(problem)):  # raised in another process; the text contains its traceback
         frames += [(name, int(line)) for name, line in _FRAME.findall(text)]
     cause = problem.__cause__
     return _last(frames) or (line_of(cause) if cause is not None else None)
@@ -49,22 +48,22 @@ def _text(problem: BaseException) -> str:
 
 
 def here() -> Span | None:
-    """The innermost line under execution that is neither ours nor a library's."""
+    """The line of the user's code that is running: the innermost frame outside of piperlang and libraries."""
     return _last((frame.filename, frame.lineno or 1) for frame in extract_stack())
 
 
 def line_of_operator(node: fx.Node) -> Span | None:
-    """The innermost line that called the operator when it was traced."""
+    """The innermost line of the user's code that called the operator when it was traced."""
     return line_in(node.meta.get("stack_trace") or "")
 
 
 def line_in(trace: str) -> Span | None:
-    """The innermost of the user's lines in the text of a trace."""
+    """The innermost line of the user's code in the text of a traceback."""
     return _last((name, int(line)) for name, line in _FRAME.findall(trace))
 
 
 def line_of_function(function: Callable[..., Any]) -> Span | None:
-    """Where a function of the user's is defined."""
+    """The line where a user function is defined."""
     inner = unwrap(function)
     code = getattr(inner, "__code__", None)
     if code is None:
@@ -79,7 +78,7 @@ def is_users(function: Callable[..., Any]) -> bool:
 
 
 def line_at(source: Source, line: int) -> Span:
-    """A line without what it is indented by."""
+    """A line without its indentation."""
     line = min(max(line, 1), len(source.line_starts))
     text, start = source.line(line), source.line_starts[line - 1]
     first = start + len(text) - len(text.lstrip())

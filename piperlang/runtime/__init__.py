@@ -1,1 +1,1 @@
-"""Running graphs and plans."""
+"""Runs graphs and plans."""

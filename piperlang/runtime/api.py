@@ -1,4 +1,4 @@
-"""From Python: a model, a schedule, and an object that trains it.
+"""The Python API: compiles a model and a schedule into an object that trains the model.
 
 trainer = piperlang.compile(make_model, "schedule.piper", loss=loss, example=(inputs, target), optimizer=optimizer)
 for batch in loader:
@@ -53,7 +53,8 @@ from piperlang.syntax.parse import read
 
 
 class Trainer:
-    """A compiled schedule. Workers start with the first step and end with `close`, or with the `with` block."""
+    """A compiled schedule. Workers start with the first step and stop with `close`, or at the end of the `with`
+    block."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Trainer:
     @property
     def job(self) -> Job | ThreadJob:
         if self._running is None:
-            _ = self.verified  # a program that is not the model must not be trained
+            _ = self.verified  # do not train a program that differs from the model
             count = len(self.plan.devices)
             with _shown(self._display), phase(f"starting {count} workers", f"workers {count}/{count}"):
                 self._running = self._start()
@@ -80,14 +81,14 @@ class Trainer:
 
     @cached_property
     def verified(self) -> Verified:
-        """How the captured program compares with the eager model; the first step asks for it, too."""
+        """The comparison of the captured program with the eager model. The first step runs it, too."""
         with _shown(self._display), phase("verifying against eager PyTorch"):
             found = self._verify()
         self._tell(Message(str(found)))
         return found
 
     def step(self, batch: tuple[Any, Any]) -> Step:
-        """Forward, backward and update on one global batch; the loss is that of the whole batch."""
+        """Forward, backward and update on one global batch. Returns the loss of the whole batch."""
         with located_at_call():
             _check_batch(batch)
             done = self.job.step(batch)
@@ -96,7 +97,7 @@ class Trainer:
         return done
 
     def _tell(self, event: Message | Row | Stepping | Stopped) -> None:
-        """To the display of this trainer only: another one, of a command, has its own idea of steps."""
+        """Sends an event to the display of this trainer only: a command's display counts its own steps."""
         if self._display is not None:
             self._display.show(event)
 
@@ -110,7 +111,7 @@ class Trainer:
             return self.job.evaluate(batch)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights, whole, under the names of the plain model."""
+        """All weights, unsharded, under the names of the plain model."""
         return self.job.weights()
 
     def close(self) -> None:
@@ -148,15 +149,14 @@ def compile(
     verify: bool = True,
     progress: bool | None = None,
 ) -> Trainer:
-    """Capture `model()`, apply the script, check the plan. What is wrong with any of them is a PiperError with located
-    diagnostics.
+    """Capture `model()`, apply the script, check the plan. Every mistake is a PiperError with located diagnostics.
 
-    `masters` keeps float32 masters of weights in half precision, `max_norm` clips gradients by their global norm;
-    `cuda` and `compiles` are chosen by what is there if not given. `verify`: before the first step the captured program
-    is compared with the eager model on slices of `example`; what came of it is `trainer.verified`. `progress`: show
-    what is done; in a notebook it is shown if not given, elsewhere it goes to standard error."""
+    `masters` keeps float32 master weights for weights in half precision, `max_norm` clips gradients by their global
+    norm. By default `cuda` and `compiles` are used where they are available. `verify`: before the first step the
+    captured program is compared with the eager model on slices of `example`; the result is `trainer.verified`.
+    `progress`: show progress, on standard error or in the notebook; by default it is shown in notebooks only."""
     if executor not in ("ray", "inline"):
-        raise ValueError(f"executor is 'ray' or 'inline', not {executor!r}")
+        raise ValueError(f"executor must be 'ray' or 'inline', not {executor!r}")
     _check_arguments(
         {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm
     )
@@ -206,7 +206,7 @@ def compile(
 
 
 def _display(progress: bool | None) -> Display | None:
-    """What shows the work of a trainer, unless a command that uses it shows it already."""
+    """The progress display of a trainer, unless a command that uses the trainer already has one."""
     if progress is False or current() is not None:
         return None
     return notebook() or (Plain(sys.stderr) if progress else None)
@@ -223,7 +223,7 @@ def _check_batch(batch: Any) -> None:
 
 
 def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any) -> None:
-    """Diagnostics for everything that cannot be used, at the line of the function or of the call."""
+    """Diagnostics for all arguments that cannot be used, at the line of the function or of the call."""
     problems: list[Diagnostic] = []
     for name, function in functions.items():
         if name == "lr_schedule" and function is None:
@@ -240,7 +240,7 @@ def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any) 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Makes a model in evaluation mode: no dropout, and whatever else the model does otherwise then."""
+    """Creates a model in evaluation mode: without dropout, and with everything else the model does differently then."""
 
     make: Callable[[], Any]
 
@@ -255,7 +255,7 @@ class Evaluated:
 
 
 def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
-    """The forward of a graph, on the weights that another plan trains."""
+    """The plan of a graph's forward, on the weights that another plan trains."""
     whole = lower(graph)
     check(whole)
     plan = forward(whole)
@@ -265,9 +265,8 @@ def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
         if missing:
             raise error(
                 "P0606",
-                f"in evaluation mode device {device.device} would need {missing[0]}, which it does not have in"
-                " training",
-                notes=["the model takes another way in evaluation mode"],
-                help="let the model use the same weights in the same parts in both modes",
+                f"in evaluation mode device {device.device} needs {missing[0]}, which it does not have in training",
+                notes=["the model uses different weights in evaluation mode"],
+                help="use the same weights in the same chunks in both modes",
             )
     return plan

@@ -1,5 +1,5 @@
-"""Ray: started here for one job, or joined by address. The only file that imports it; its private parts were tried with
-Ray 2.60."""
+"""Ray: started for one job, or joined by address. The only file that imports Ray; its private API was tried with Ray
+2.60."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
 from piperlang.runtime.worker import Worker, process
 
 ROOM = 30.0
-"""Seconds that a cluster has to find room for a job."""
+"""Seconds to wait for a cluster to reserve resources for a job."""
 
 CLEANUP = 30.0
-"""Seconds after which the driver stops waiting for the end of a job's processes. The janitor then removes them and the
+"""Seconds after which the driver stops waiting for a job's processes to end. The janitor then removes them and the
 folder."""
 
 _open: set[Cluster] = set()
-"""Clusters that are not closed yet. An interrupt may skip the code that closes them, so they are closed when the
-process exits."""
+"""Clusters that are still open. An interrupt may skip the code that closes them, so they are closed at process exit."""
 os.register_at_fork(after_in_child=_open.clear)
 
 
 def pack(value: object) -> bytes:
-    """For another process, functions that it cannot import included."""
+    """Pickles a value for another process, including functions that it cannot import."""
     packed: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     return packed
 
@@ -57,7 +56,7 @@ class Lost(Exception):
 
 
 class Cluster:
-    """Workers, one per device, and what it takes to notice that one of them is gone."""
+    """The workers of a job, one per device, with detection of workers that died."""
 
     def __init__(self, count: int, address: str | None = None, cuda: bool = False) -> None:
         self.own = address is None and not ray.is_initialized()
@@ -87,8 +86,8 @@ class Cluster:
         self.janitor = start_janitor(self.folder)
 
     def _start(self, count: int) -> None:
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback, for this user, for one job
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # one diagnostic is enough where several workers fail
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback only, for one job of this user
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # if several workers fail, one diagnostic is enough
         _loopback()
         _hush()
         self.connected = True
@@ -105,10 +104,10 @@ class Cluster:
                     _temp_dir=str(self.folder / "ray"),
                     _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
                 )
-        except Exception as problem:  # Ray raises bare ones
+        except Exception as problem:  # Ray raises plain exceptions
             reason = str(problem).partition("\n")[0]
-            help = "a machine with too much to do is the usual reason: look at its load and memory, and try again"
-            raise error("P0605", "Ray does not start on this machine", notes=[reason], help=help) from None
+            help = "the usual reason is an overloaded machine: check its load and memory, and try again"
+            raise error("P0605", "cannot start Ray on this machine", notes=[reason], help=help) from None
 
     def _join(self, address: str | None) -> None:
         _hush()
@@ -121,17 +120,24 @@ class Cluster:
             raise error("P0605", f"cannot join a Ray cluster at {address}", notes=[reason], help=help) from None
 
     def _hire(self, count: int, cuda: bool) -> None:
-        """A place for every worker, all or none, and then the workers."""
+        """Reserves resources for all workers, all or none, and starts them."""
         there = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        gpus = min(1.0, there.get("GPU", 0.0) / count) if cuda else 0.0  # workers share GPUs where there are fewer
+        gpus = (
+            min(1.0, there.get("GPU", 0.0) / count) if cuda else 0.0
+        )  # workers share GPUs if there are fewer than workers
         need = {"GPU": gpus} if gpus else {"CPU": 1.0}
         with uninterrupted():
             self.group = placement_group([need] * count, strategy="PACK")
         if not self.group.wait(ROOM):
             (name, each), free = next(iter(need.items())), ray.available_resources()  # type: ignore[no-untyped-call]
-            note = f"each wants {each:g} {name}; {free.get(name, 0):g} of {there.get(name, 0):g} are free"
+            note = f"each worker needs {each:g} {name}; {free.get(name, 0):g} of {there.get(name, 0):g} are free"
             help = "use a smaller mesh, or wait until other jobs have ended"
-            raise error("P0605", f"the Ray cluster has no room for {count} workers", notes=[note], help=help)
+            raise error(
+                "P0605",
+                f"the Ray cluster does not have enough free resources for {count} workers",
+                notes=[note],
+                help=help,
+            )
         options: dict[str, Any] = {
             "num_cpus": need.get("CPU", 0),
             "num_gpus": gpus,
@@ -151,15 +157,15 @@ class Cluster:
         for system, pid in ray.get(asked):
             self.pids.append(
                 pid if system == here else None
-            )  # a process that we cannot see must be asked for through Ray
+            )  # a process outside of this system can only be checked through Ray
 
     @property
     def local(self) -> bool:
-        """All workers share this machine, its files above all."""
+        """Whether all workers run on this machine and share its file system."""
         return None not in self.pids
 
     def meeting(self) -> str:
-        """Where workers can meet: a file that all of them see, or a port of the first one."""
+        """The rendezvous of the workers: a file that all of them can access, or a port of the first one."""
         if self.local:
             return str(Path(tempfile.mkdtemp(dir=self.folder)) / "store")
         (place,) = self.wait([self.call(0, "host", ray.util.get_node_ip_address())])  # type: ignore[no-untyped-call]
@@ -169,8 +175,8 @@ class Cluster:
         return getattr(self.workers[worker], method).remote(*arguments)
 
     def each(self, method: str, arguments: Sequence[Any] | None = None, count: int = 0) -> list[Any]:
-        """A method of the first workers, each with its own argument if there are any, and the results when all have
-        ended."""
+        """Calls a method on the first `count` workers, each with its own argument if there are any, and returns all
+        results."""
         if arguments is None:
             return self.wait([self.call(i, method) for i in range(count)])
         return self.wait([self.call(i, method, argument) for i, argument in enumerate(arguments)])
@@ -187,9 +193,9 @@ class Cluster:
         return results
 
     def watch(self, futures: Sequence[Any], beat: float = 1.0, limit: float = 3.0) -> tuple[list[Any], int | None]:
-        """Results of all workers; or none, and the worker that has not answered for `limit` seconds.
+        """Results of all workers; or no results, and the worker that has not answered for `limit` seconds.
 
-        A worker that dies raises Lost; one that ends early with a failure ends the wait."""
+        Raises Lost if a worker dies. A worker that ends early with a failure ends the wait."""
         pending = {future: i for i, future in enumerate(futures)}
         results: list[Any] = [None] * len(futures)
         pings: dict[int, tuple[Any, float]] = {}
@@ -221,7 +227,7 @@ class Cluster:
         return results, None
 
     def ask(self, method: str, whom: Sequence[int], timeout: float = 0.5) -> dict[int, Any]:
-        """What workers answer at once; those that do not are left out."""
+        """Answers of workers that reply within the timeout; the others are left out."""
         futures = {i: self.call(i, method) for i in whom}
         if not futures:
             return {}
@@ -234,8 +240,8 @@ class Cluster:
         return found
 
     def dead(self, within: float = 0.2) -> list[int]:
-        """Workers whose process has ended, looked for a moment: the end of a process shows a little after its
-        connections break."""
+        """Workers whose process has ended. Waits a moment, because a process ends shortly after its connections
+        break."""
         until = time.monotonic() + within
         while True:
             found = [i for i, pid in enumerate(self.pids) if pid is not None and not _alive(pid)]
@@ -244,7 +250,7 @@ class Cluster:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End every worker now; those blocked in communication cannot be asked to."""
+        """Kill every worker. Workers blocked in communication cannot shut down by themselves."""
         for worker, pid in zip(self.workers, self.pids, strict=False):
             if pid is None:
                 ray.kill(worker)
@@ -253,7 +259,7 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the workers, and Ray if it was started for this job, and remove the folder. Ctrl-C is postponed until
+        """Stop the workers, and Ray if it was started for this job, and remove the folder. Ctrl-C is deferred until
         that is done."""
         with uninterrupted(), self.closing:
             if self not in _open:
@@ -285,11 +291,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def _unbroken_process_starts() -> Iterator[None]:
-    """Postpone Ctrl-C while a process is being started, but not all the time that Ray takes to start, which can be a
-    minute.
+    """Defer Ctrl-C while a process is being started, but not for the whole start of Ray, which can take a minute.
 
-    Python discards a KeyboardInterrupt that is raised by the functions it calls after fork(), and a process has no mark
-    until exec()."""
+    Python discards a KeyboardInterrupt raised by functions that it calls after fork(), and a process is not marked
+    before exec()."""
     original = subprocess.Popen.__init__
 
     def start(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
@@ -305,11 +310,11 @@ def _unbroken_process_starts() -> Iterator[None]:
 
 @functools.cache
 def _close_at_exit() -> None:
-    atexit.register(_exit)  # Ray has registered its own before, and so runs it after
+    atexit.register(_exit)  # Ray registered its handler before, so Ray's runs after this one
 
 
 def _exit() -> None:
-    """Close what is still open. A further Ctrl-C is ignored: it would skip the rest of the exit and print a
+    """Close all open clusters. A further Ctrl-C is ignored: it would skip the rest of the exit and print a
     traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for cluster in list(_open):
@@ -334,14 +339,14 @@ def _marked(folder: Path) -> Iterator[None]:
 
 
 def _environment(worker: int) -> dict[str, str]:
-    """Of workers that share a GPU: NCCL refuses two ranks on one GPU of one host, so it must take them for different
-    hosts."""
+    """The environment of a worker. NCCL refuses two ranks on one GPU of one host, so workers that share a GPU pretend
+    to be on different hosts."""
     return {"NCCL_HOSTID": f"piper-{worker}"}
 
 
 def _loopback() -> None:
-    """Ray takes 127.0.0.1 for `any address` unless told, by this variable, that clusters are not wanted; its children
-    inherit that."""
+    """Makes Ray listen on 127.0.0.1: without this variable, which disables clusters and is inherited by its children,
+    Ray replaces that address by all addresses."""
     from ray._private import ray_constants
 
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -349,8 +354,8 @@ def _loopback() -> None:
 
 
 def _hush() -> None:
-    """Ray prints to standard output that a worker died, which is the place of data; that it died is our own
-    diagnostic's to say."""
+    """Keeps Ray from printing to standard output, which is for data, that a worker died. piperlang reports that with
+    its own diagnostic."""
     from ray._private import worker
 
     worker.print_to_stdstream = lambda *_, **__: None

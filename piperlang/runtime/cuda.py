@@ -1,8 +1,7 @@
-"""Logical streams on CUDA: the host issues instructions in the order of the plan, each on its own CUDA stream. Inside a
-step it waits only for what bounds gathers, and for how many rows chose which experts.
+"""Logical streams on CUDA: the host issues instructions in plan order, each on its own CUDA stream. Within a step it
+waits only for the instructions that limit prefetched gathers, and for the token counts of dropless MoE.
 
-Private API, kept in this file: `torch._C._cuda_clearCublasWorkspaces` (tried on torch 2.11).
-"""
+Private API, kept in this file: `torch._C._cuda_clearCublasWorkspaces` (tried on torch 2.11)."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ class CudaStreams:
             self.running = {instruction.stream: i}
             stream = self.streams[instruction.stream]
             if isinstance(instruction, GatherParameters):
-                # The host must not run ahead of what bounds gathers: memory is given out when it issues an instruction,
-                # not when that runs.
+                # The host must not run ahead of the instructions that limit gathers: memory is allocated when an
+                # instruction is issued, not when it runs.
                 for earlier in instruction.waits:
                     self.events[earlier].synchronize()
             with torch.cuda.stream(stream):
@@ -66,17 +65,18 @@ class CudaStreams:
         self.running = {}
 
     def _borrow(self, instruction: Instruction, stream: Any) -> None:
-        """What another stream made must not be given to anybody else while this stream reads it."""
+        """Tells the allocator that this stream reads tensors of another stream, so that their memory is not reused
+        before."""
         for key in self.values.reads[id(instruction)]:
             if (
                 self.made.get(key.removeprefix("sum:"), instruction.stream) != instruction.stream
-            ):  # a sum is named after the first of its parts
+            ):  # a sum has the name of its first operand
                 for tensor in _tensors(self.values.values.get(key)):
                     tensor.record_stream(stream)
 
     def close(self) -> None:
-        """What matrix products keep for each stream goes too: 32 MiB on a large GPU, and the next job has streams of
-        its own."""
+        """Also frees the cuBLAS workspaces of the streams: 32 MiB per stream on a large GPU, and the next job has its
+        own streams."""
         self.streams.clear()
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -94,8 +94,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def compiled(pieces: Sequence[Piece | None], programs: Sequence[StageProgram]) -> list[Piece | None]:
-    """Pieces compiled by Inductor, each distinct one once; not those with as many rows as choose their experts, which
-    would be compiled for every number of them."""
+    """The stage programs compiled by Inductor, each distinct one once. Those with routed tokens are not compiled,
+    because they would be compiled again for every number of tokens."""
     known: dict[int, Piece] = {}
     found: list[Piece | None] = []
     for piece, program in zip(pieces, programs, strict=True):

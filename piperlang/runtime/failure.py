@@ -1,4 +1,4 @@
-"""An instruction that failed: what was raised, and the line of the user's code behind it."""
+"""A failed instruction: its exception, and the line of the user's code behind it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ from piperlang.source import Span
 
 _ASSIGNED = re.compile(r"\s*(\w+)(:.*?)? = ")
 _GENERATED = "eval_with_key"
-"""Part of the names that torch.fx gives to the code of a graph."""
+"""Part of the file names that torch.fx gives to generated code."""
 
 HELP = (
-    "repair this line, or what reaches it; with `--executor inline` the same step runs in one process, where a debugger"
-    " can stop there"
+    "fix this line, or the values that reach it; to use a debugger, run the same step in one process with"
+    " `--executor inline`"
 )
-HELP_WITHOUT_LINE = (
-    "run the plain model on the same batch, or the same step with `--executor inline`, in one process, with a debugger"
-)
+HELP_WITHOUT_LINE = "debug the plain model on the same batch, or the same step in one process with `--executor inline`"
 
 
 class Failure(NamedTuple):
-    """Travels from a worker to the driver, so it has no exception: its class may be known on the worker only."""
+    """Sent from a worker to the driver. It contains no exception object, because its class may exist only on the
+    worker."""
 
     position: int
-    """Of the instruction, in the device's list; -1 after the last one."""
+    """The index of the instruction in the device's list; -1 after the last one."""
     said: str
     span: Span | None = None
-    """The user's line that raised, where there is one among the frames of the exception."""
+    """The line of the user's code that raised, if the traceback contains one."""
     operator: int | None = None
-    """Which call of its graph raised, counted from 0."""
+    """The index of the call in its graph that raised, counted from 0."""
     diagnostics: tuple[Diagnostic, ...] = ()
-    """Those of a PiperError, which say all there is to say."""
+    """The diagnostics, if the exception was a PiperError."""
 
 
 def failure_of(problem: BaseException, position: int = -1) -> Failure:
@@ -50,7 +49,8 @@ def failure_of(problem: BaseException, position: int = -1) -> Failure:
 
 
 def failed(device: str, failure: Failure, piece: Piece | None, notes: list[str]) -> PiperError:
-    """The diagnostic. `piece`: the graph that ran, as the driver has it, whose operators know their lines."""
+    """The diagnostic. `piece`: the driver's copy of the graph that ran, whose operators still have their source
+    lines."""
     if failure.diagnostics:
         return PiperError(*failure.diagnostics)
     node = _call(piece, failure.operator)
@@ -67,7 +67,7 @@ def failed(device: str, failure: Failure, piece: Piece | None, notes: list[str])
 
 
 def _operator(problem: BaseException) -> int | None:
-    """The call of a graph that was under way: the generated code assigns every result to the name of its node."""
+    """The index of the graph call that was running. The generated code assigns every result to the name of its node."""
     for frame, line in walk_tb(problem.__traceback__):
         if _GENERATED in frame.f_code.co_filename and isinstance(module := frame.f_locals.get("self"), fx.GraphModule):
             name = _ASSIGNED.match(linecache.getline(frame.f_code.co_filename, line))
@@ -77,7 +77,7 @@ def _operator(problem: BaseException) -> int | None:
 
 
 def _call(piece: Piece | None, operator: int | None) -> fx.Node | None:
-    """Counted, not named: a graph that has travelled has other names, and has forgotten its lines."""
+    """The call with this index. Names cannot be used: a pickled graph has different names, and no source lines."""
     if piece is None or operator is None or not isinstance(piece.module, fx.GraphModule):
         return None
     calls = _calls(piece.module)

@@ -1,11 +1,11 @@
-"""Every job proves itself: before the first step the captured program is compared with the plain model, run eagerly.
+"""The guard: before the first step, the captured program is compared with the plain model, run eagerly.
 
-Two calls of the model, forward and backward, on slices of the first batch: in eager PyTorch on the whole slice, and by
-the graphs that the plan's devices run, a microbatch after the other. The loss, every gradient (one that is missing
-included) and every buffer must be the same. Two calls, because state that a model keeps from call to call shows only in
-the second; and a third with other numbers than those of the first batch (varied.py), which may leave out what later
-batches have. What the optimizer does is compared with the same gradients on both sides (guard_optimizer.py), so that an
-optimizer cannot make much of a rounding error."""
+The model is called twice, forward and backward, on slices of the first batch: in eager PyTorch on the whole slice, and
+with the graphs that the plan's devices run, one microbatch after the other. The loss, every gradient (including missing
+ones) and every buffer must be equal. Two calls, because state that a model keeps between calls shows only in the
+second. A third call uses different numbers than the first batch (varied.py), which may not trigger everything that
+later batches do. The optimizer is compared with the same gradients on both sides (guard_optimizer.py), so that it
+cannot amplify rounding errors."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ from piperlang.runtime.varied import converts_to_indices, varied
 
 CALLS = 2
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The largest difference that rounding explains, by the coarsest type that the program computes in. Wrong gradients are
-wrong by far more."""
+"""The largest difference that rounding explains, by the least precise dtype that the program computes in. Wrong
+gradients differ by far more."""
 FLOOR = 1e-2
-"""A gradient that is small beside the model's largest is rounding noise sooner: differences count relative to at least
-this part of the largest."""
+"""A gradient that is small relative to the model's largest gradient may be rounding noise: differences are relative to
+at least this fraction of the largest."""
 UPDATE_LIMIT = 1e-2
-"""The same of an updated weight, relative to its change: both sides do the same operations on the same numbers."""
+"""The same for an updated weight, relative to its change: both sides run the same operations on the same numbers."""
 SHARE = 0.5
-"""Of the free memory, what the comparison may take."""
+"""The fraction of the free memory that the comparison may use."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of the comparison."""
+    """The result of the comparison."""
 
     difference: float = 0.0
     seconds: float = 0.0
-    """What it took, without graphs that the job differentiates in any case."""
+    """Seconds it took, without differentiating graphs that the job needs anyway."""
     skipped: str = ""
-    """Why there was none."""
+    """Why the comparison was skipped."""
     first_batch_only: bool = False
-    """The model computes with no other numbers than those of its first batch."""
+    """The model does not accept other numbers than those of its first batch, so only those were compared."""
 
     def __str__(self) -> str:
         if self.skipped:
@@ -71,16 +71,14 @@ class Verified:
 
 
 def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> Verified:
-    """Raises P0608 where the captured program is not the model."""
-    for (
-        program
-    ) in plan.programs:  # the job runs these graphs, whoever differentiates them first: no time of the guard's
+    """Raises P0608 if the captured program differs from the model."""
+    for program in plan.programs:  # the job needs these graphs anyway, so their time is not the guard's
         captured.pieces(program.chunk, program.samples, program.sharding)
     started = time.perf_counter()
     guard = Guard(captured, plan, batch, training)
     need, free = guard.bytes_needed(), free_bytes(guard.device)
     if need > SHARE * free:
-        return Verified(skipped=f"it would take {gigabytes(need)} of memory here, and {gigabytes(free)} are free")
+        return Verified(skipped=f"it would need {gigabytes(need)} of memory, but {gigabytes(free)} are free")
     try:
         with seeded(training.seed), threads_for(captured.model.flops):
             difference = max(guard.compare(call) for call in range(CALLS))
@@ -92,7 +90,7 @@ def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Tra
 
 
 class Guard:
-    """The plain model beside the captured program."""
+    """Compares the plain model with the captured program."""
 
     def __init__(self, captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> None:
         self.captured, self.plan, self.batch, self.training, self.seed = captured, plan, batch, training, training.seed
@@ -103,13 +101,13 @@ class Guard:
         self.device = self.traced.value(self.traced.result).device
 
     def close(self) -> None:
-        """`model()` may give the same object again: leave it as it was."""
+        """`model()` may return the same object again, so it is restored."""
         if self.before is not None:
             restore(self.model, self.before)
 
     def _microbatch_size(self) -> int:
-        """As the plan has it, so that its graphs are there already. Where weights are divided, graphs of whole weights
-        are there for the whole batch only: that is taken if it is small."""
+        """The plan's microbatch size, so that its graphs exist already. Where weights are sharded, unsharded graphs
+        exist only for the whole batch: its size is used if it is small."""
         model = self.captured.model
         smallest = min((program.samples for program in self.plan.programs), default=model.samples)
         there = {
@@ -122,7 +120,7 @@ class Guard:
         return self.samples * self.microbatches
 
     def bytes_needed(self) -> int:
-        """The model, its gradients three times, and the activations of a slice twice."""
+        """Bytes for the model, three sets of gradients, and two sets of activations of a slice."""
         model = self.captured.model
         weights, trained = (
             sum(w.bytes for w in model.weights.values()),
@@ -132,12 +130,12 @@ class Guard:
         return weights + 3 * trained + 2 * activations
 
     def compare(self, call: int) -> float:
-        """One call of the model both ways; the largest relative difference."""
-        self.gradients: Mapping[str, torch.Tensor] = {}  # those of the call before need no memory any more
+        """One call of the model both ways. Returns the largest relative difference."""
+        self.gradients: Mapping[str, torch.Tensor] = {}  # free those of the previous call
         if call == 0:
             self.model: nn.Module = self.training.make_model()
             hold(self.model)
-            if sys.getrefcount(self.model) > 2:  # somebody besides us has it
+            if sys.getrefcount(self.model) > 2:  # other code has a reference to it
                 self.before = saved(self.model)
             self.model.to(self.device)
         before = self._buffers()
@@ -146,14 +144,14 @@ class Guard:
         plain = forward_and_backward(self.model, self.traced.loss, batch, self.seed, call, self.slice)
         for name, version in self._versions().items():
             if versions.get(name) != version:
-                raise self._refused(f"the forward or the backward changes parameter {name} itself", name, call)
+                raise self._refused(f"the forward or the backward changes parameter {name} in place", name, call)
         ours = self._captured(before, pytree.tree_leaves(batch), call, plain)
         self.gradients = plain.gradients
         return self._difference(plain, ours, before, call)
 
     def compare_varied(self) -> float | None:
-        """One more call, with other numbers; None where the model computes with none. Rounding may tip a choice of the
-        model's (a rank, a sign), so a difference counts if other numbers show one, too."""
+        """One more call, with different numbers; None if the model accepts no others. Rounding may flip a decision of
+        the model (a rank, a sign), so a difference counts only if a second set of numbers shows one, too."""
         try:
             return self._compare_other(CALLS)
         except PiperError as first:
@@ -163,14 +161,14 @@ class Guard:
             return again
 
     def _compare_other(self, call: int) -> float | None:
-        cpu = self.device.type == "cpu"  # an index out of range ends a process that uses CUDA
+        cpu = self.device.type == "cpu"  # on CUDA, an index out of range ends the process
         for batch in varied(
             self._slice(call), self.seed + call, cpu or not converts_to_indices(self.traced.graph), cpu
         ):
             before = self._buffers()
             try:
                 plain = forward_and_backward(self.model, self.traced.loss, batch, self.seed, call, self.slice)
-            except PiperError:  # these numbers are not for this model
+            except PiperError:  # the model does not accept these numbers
                 continue
             if math.isfinite(plain.loss) and all(
                 bool(gradient.isfinite().all()) for gradient in plain.gradients.values()
@@ -184,11 +182,12 @@ class Guard:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers(remove_duplicate=False)}
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        """Changes where a parameter is written to, or gets other memory."""
+        """A version that changes when a parameter is written to or gets other memory."""
         return {name: (parameter.data_ptr(), parameter._version) for name, parameter in self.model.named_parameters()}
 
     def compare_optimizer(self) -> float:
-        """Updates of parts of weights beside those of whole ones. Masters are left out: plain training has none."""
+        """Compares updates of sharded weights with updates of whole weights. Master weights are not used: plain
+        training has none."""
         if self.training.masters or not self.gradients:
             return 0.0
         errors = dict(optimizer_errors(self.model, self.plan, self.training, self.gradients))
@@ -196,21 +195,21 @@ class Guard:
             if not difference <= UPDATE_LIMIT:
                 raise error(
                     "P0608",
-                    f"the optimizer treats weight {name} otherwise when it has only a part of the weights",
+                    f"the optimizer updates weight {name} differently when it has only a part of the weights",
                     line_of_function(self.training.optimizer),
                     notes=[
-                        f"after two updates from the same gradients the weight differs by {difference:.0e} of the"
+                        f"after two updates with the same gradients, the weight differs by {difference:.0e} of its"
                         " change"
                     ],
                     help=(
-                        "an optimizer that declares `elementwise = True` or `per_parameter = True` must keep to it;"
-                        " `--no-verify` trains all the same"
+                        "if the optimizer declares `elementwise = True` or `per_parameter = True`, make sure that it"
+                        " complies; `--no-verify` skips this check"
                     ),
                 )
         return max(errors.values(), default=0.0)
 
     def _slice(self, call: int) -> tuple[Any, Any]:
-        """Other samples in every call, as far as there are any."""
+        """The samples of a call: different ones in every call, if the batch has enough."""
         whole = self.captured.model.samples
         first = (call * self.slice) % max(1, whole - self.slice + 1)
 
@@ -221,8 +220,7 @@ class Guard:
         found: tuple[Any, Any] = pytree.tree_map(cut, self.batch)
         return found
 
-    # ------------------------------------------------------------------------------------------------- the captured
-    # program
+    # ----------------------------------------------------------------------------------------- the captured program
 
     def _captured(self, buffers: Mapping[str, torch.Tensor], flat: list[torch.Tensor], call: int, plain: Eager) -> _Ran:
         tensors = named_tensors(self.model) | dict(buffers) | self.traced.constants
@@ -268,7 +266,7 @@ class Guard:
             piece = self._pieces(chunk).B
             if piece is not None:
                 _run(chunk, piece, values, zeros=True)
-            # added up as they come, so that no more than one microbatch's gradients of a chunk are there besides the
+            # accumulated immediately, so that memory holds at most one microbatch's gradients of a chunk besides the
             # sum
             for place in chunk.weights:
                 if f"grad:{place}" in values:
@@ -295,11 +293,13 @@ class Guard:
         if worst:
             raise self._differs(worst[0], errors, call)
         if not loss <= limit:
-            raise self._refused(f"its loss is {ours.loss:.7g}, and eager PyTorch's is {plain.loss:.7g}", "", call)
+            raise self._refused(
+                f"its loss is {ours.loss:.7g}, but the loss of eager PyTorch is {plain.loss:.7g}", "", call
+            )
         buffers = dict(self._buffer_errors(before, ours.buffers))
         for name, difference in buffers.items():
             if not difference <= limit:
-                raise self._refused(f"buffer {name} has another value after the forward", name, call)
+                raise self._refused(f"buffer {name} has a different value after the forward", name, call)
         return max([loss, *errors.values(), *buffers.values()])
 
     def _coarsest(self) -> torch.dtype:
@@ -316,7 +316,7 @@ class Guard:
     def _gradient_errors(
         self, plain: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, float]]:
-        """Relative to the largest element; a gradient that only one side has is infinitely far off."""
+        """Errors relative to the largest element. A gradient that only one side has is infinitely far off."""
         largest = {name: float(gradient.abs().max()) if gradient.numel() else 0.0 for name, gradient in plain.items()}
         floor = FLOOR * max(largest.values(), default=0.0)
         for name in {*plain, *ours}:
@@ -336,8 +336,8 @@ class Guard:
                 yield name, float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
     def _from_the_loss(self) -> Iterator[str]:
-        """Parameters by their last use, the last first: where gradients begin to differ is where the difference comes
-        from."""
+        """Parameters ordered by their last use, the latest first: the first gradient that differs is where the
+        difference originates."""
         order = {node: i for i, node in enumerate(self.traced.graph.nodes)}
         last: dict[str, int] = {}
         for node in self.traced.graph.nodes:
@@ -350,42 +350,39 @@ class Guard:
     def _differs(self, name: str, errors: Mapping[str, float], call: int) -> PiperError:
         module = name.rpartition(".")[0] or "(the model itself)"
         if errors[name] == float("inf"):
-            return self._refused(f"parameter {name} has a gradient in only one of the two", name, call)
+            return self._refused(f"parameter {name} has a gradient in only one of them", name, call)
         return self._refused(
             f"the gradient of {name} differs by {errors[name]:.0e}",
             name,
             call,
-            f"module {module} is the first, from the loss on, whose gradient differs",
+            f"going backward from the loss, module {module} is the first whose gradient differs",
         )
 
     def _refused(self, what: str, name: str, call: int, *notes: str) -> PiperError:
         module = self.model.get_submodule(name.rpartition(".")[0]) if name else self.model
         later = {
-            1: [
-                "the first call of the model was the same, this one is the second: the model keeps state from call to"
-                " call"
-            ]
+            1: ["the first call of the model agreed, the second does not: the model keeps state between calls"]
         }.get(call, [])
         if call >= CALLS:
             later = [
-                "with the numbers of the first batch both are the same, with others of the same shapes they are not: a"
-                " later batch would train wrongly"
+                "both agree on the first batch, but not on other numbers of the same shapes: a later batch would be"
+                " trained incorrectly"
             ]
         return error(
             "P0608",
-            f"the captured program is not the model: {what}",
+            f"the captured program differs from the model: {what}",
             line_of_function(type(module).forward),
             notes=[*notes, *later],
             help=(
-                "look there for what a trace cannot see: state kept in Python, hooks, code that depends on values;"
-                " `--no-verify` trains all the same"
+                "look there for code that a trace cannot record: Python state, hooks, code that depends on values;"
+                " `--no-verify` skips this check"
             ),
         )
 
 
 @dataclass
 class _Ran:
-    """What the captured program gave."""
+    """The results of the captured program."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -399,8 +396,8 @@ class _Ran:
 
 
 def _run(chunk: Chunk, piece: Piece, values: dict[str, Any], zeros: bool = False) -> None:
-    """One pass of a chunk. Gradients of what several chunks read are added up; `zeros` stand for those that nobody
-    gave."""
+    """Runs one graph of a chunk. Gradients of values that several chunks read are summed; `zeros` replace gradients
+    that no chunk computed."""
     given = {}
     for slot in piece.takes:
         name = value_name(chunk, slot)

@@ -1,8 +1,8 @@
-"""The optimizer's part of the guard: two updates of whole weights by the user's optimizer, and of their parts as the
-plan divides them, from the same gradients.
+"""The guard's check of the optimizer: two updates of whole weights with the user's optimizer, and two updates of their
+shards as the plan shards them, with the same gradients.
 
-An optimizer that looks at more than its part, or groups that are not the same for parts, show as another weight. Of
-large models some weights are compared, as many as fit a budget."""
+An optimizer that reads more than its shard, or parameter groups that differ for shards, lead to different weights. For
+large models only some weights are compared, as many as fit a budget."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedul
 
 STEPS = 2
 ELEMENTS = 1_000_000
-"""Of weights, about so many are compared; where an optimizer looks at all weights, all that a device has."""
+"""About this many elements of weights are compared; if the optimizer reads all weights, all that a device has."""
 
 
 def optimizer_errors(
     model: nn.Module, plan: Plan, training: Training, gradients: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, float]]:
-    """How far each weight is from what the user's own optimizer makes of it, relative to the change. Changes
-    `model`."""
+    """The error of each weight relative to its change, compared with the user's own optimizer. Changes `model`."""
     whole: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         whole.setdefault(name, parameter)
@@ -69,7 +68,7 @@ def optimizer_errors(
 
 @contextmanager
 def _on_parts(training: Training) -> Iterator[None]:
-    """What an optimizer raises on parts of weights, and not on whole ones."""
+    """Turns exceptions that an optimizer raises on shards, but not on whole weights, into diagnostics."""
     try:
         yield
     except PiperError:
@@ -77,13 +76,13 @@ def _on_parts(training: Training) -> Iterator[None]:
     except Exception as problem:
         raise error(
             "P0601",
-            "the optimizer cannot step what one device has of the weights",
+            "the optimizer fails on the part of the weights that one device has",
             line_of(problem) or line_of_function(training.optimizer),
             "raised here",
             notes=[said(problem)],
             help=(
-                "keep what belongs to the elements of a weight in `self.state[p]`, which is divided with it; or leave"
-                " `states=sharded` and `shard` out"
+                "keep per-element state of a weight in `self.state[p]`, which is sharded with it; or remove"
+                " `states=sharded` and `shard`"
             ),
         ) from problem
 
@@ -93,7 +92,7 @@ def _error(part: Part, now: torch.Tensor, before: torch.Tensor) -> float:
         return 0.0
     wide = torch.complex128 if now.is_complex() else torch.float64
     expected, change = part.of(now).to(wide), (now - before).abs().max().double()
-    resolution = torch.finfo(now.dtype).eps * before.abs().max().double()  # what the weight itself cannot tell apart
+    resolution = torch.finfo(now.dtype).eps * before.abs().max().double()  # the precision of the weight itself
     return float((part.now.to(wide) - expected).abs().max() / (change + 100 * resolution).clamp(min=1e-30))
 
 
@@ -102,8 +101,8 @@ def _of_one_device(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[Device
 
 
 def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[DeviceUpdate]:
-    """Updates of all devices, of some weights: the smallest, and the smallest of two dimensions or more, as groups are
-    often chosen by that."""
+    """Updates of all devices, for some weights: the smallest, and the smallest with two or more dimensions, because
+    parameter groups often depend on that."""
     updated = updated_weights(plan)
     ranked = sorted((name for name in whole if name in updated), key=lambda name: whole[name].numel())
     names = set(next(([name] for name in ranked if whole[name].ndim > 1), []))
@@ -118,7 +117,7 @@ def _chosen(plan: Plan, whole: Mapping[str, nn.Parameter]) -> list[DeviceUpdate]
         for update in _updates(device, whole, names):
             found.setdefault(
                 tuple((part.weight, part.box, part.flat) for part in update.parts), update
-            )  # replicas update the same
+            )  # replicas have the same updates
     return [update for update in found.values() if update.parts]
 
 

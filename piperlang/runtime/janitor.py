@@ -1,8 +1,7 @@
 """Clean up after a job: end its processes, then remove its folder.
 
-The driver does that when a job ends. It also starts this file as a process of its own, the janitor, which does the same
-when the driver was killed, or could not finish. Only the standard library is imported, so that the janitor starts at
-once."""
+The driver does that when a job ends. It also starts this file as a separate process, the janitor, which does the same
+if the driver is killed or cannot finish. Only the standard library is imported, so that the janitor starts fast."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 MARK = "PIPER_JOB"
-"""The environment variable that holds the folder of a job, in all processes of the job but the driver."""
+"""The environment variable with the folder of a job, set in all processes of the job except the driver."""
 
 PATIENCE = 600.0
 """Seconds after which the janitor gives up on a folder that cannot be removed."""
@@ -34,9 +33,9 @@ def clear(folder: Path, within: float, spare: Collection[int]) -> bool:
         for pid in running:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        if not running:  # nobody can write into the folder any more
+        if not running:  # no process can write into the folder any more
             shutil.rmtree(folder, ignore_errors=True)
-            # Look again: a process that was just starting could not be recognized by its command line.
+            # Check again: a process that was just starting could not be recognized by its command line.
             if not folder.exists() and not processes(folder, spare):
                 return True
         if time.monotonic() > deadline:
@@ -46,8 +45,8 @@ def clear(folder: Path, within: float, spare: Collection[int]) -> bool:
 
 
 def processes(folder: Path, spare: Collection[int]) -> list[int]:
-    """Processes of this user that carry the job's mark or name its folder in their command line. Processes that have
-    ended do neither."""
+    """Processes of this user that have the job's environment variable, or its folder in their command line. Ended
+    processes have neither."""
     name = os.fsencode(folder)
     mark = MARK.encode() + b"=" + name
     found = []
@@ -62,7 +61,7 @@ def processes(folder: Path, spare: Collection[int]) -> list[int]:
 def _pids() -> list[int]:
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:  # macOS has no /proc; Ray then has to end its processes itself
+    except OSError:  # macOS has no /proc; there only Ray ends its processes
         return []
 
 
@@ -74,7 +73,7 @@ def _ours(pid: int) -> bool:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """A file of a process; empty if the process has ended or may not be looked at."""
+    """A file of a process in /proc; empty if the process has ended or is not accessible."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
@@ -82,10 +81,10 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def start_janitor(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the janitor of a job, as a child of the driver. It begins when its standard input is closed, or the driver
-    has ended."""
-    # A session of its own: Ctrl-C goes to all processes of the driver's group. No output: it must not keep a pipe of
-    # the driver's open.
+    """Start the janitor of a job, as a child of the driver. It cleans up when its standard input is closed or the
+    driver has ended."""
+    # In a separate session, because Ctrl-C goes to all processes of the driver's group. Without output, so that it does
+    # not keep a pipe of the driver open.
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
     environment = {"PATH": os.environ.get("PATH", "")}
     return subprocess.Popen(
@@ -100,7 +99,7 @@ def start_janitor(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def stop_janitor(janitor: subprocess.Popen[bytes], done: bool) -> None:
-    """End the janitor if there is nothing left to do, else tell it to begin: it ends when it has finished."""
+    """End the janitor if there is nothing left to do. Otherwise let it start; it ends when it has finished."""
     assert janitor.stdin is not None
     if done:
         janitor.kill()
@@ -111,8 +110,7 @@ def stop_janitor(janitor: subprocess.Popen[bytes], done: bool) -> None:
 def main() -> None:
     driver, folder = int(sys.argv[1]), Path(sys.argv[2])
     told = False
-    # The parent process changes when the driver ends. Processes that the driver has forked may keep our standard input
-    # open.
+    # The parent process changes when the driver ends. Processes forked by the driver may keep this standard input open.
     while not told and os.getppid() == driver:
         if not folder.exists():
             return

@@ -1,5 +1,5 @@
-"""A plan on real workers: set up once, a call a step, one clear error when something goes wrong, nothing left
-behind."""
+"""A plan on real workers: set up once, one call per step, one clear error if something fails, and no processes or files
+left behind."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ class Captured(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """What to train, besides the plan: functions that every worker calls for itself."""
+    """What to train, in addition to the plan: functions that every worker calls."""
 
     make_model: Callable[[], Any]
     optimizer: Callable[[Any], Any]
     lr_schedule: Callable[[Any], Any] | None = None
     seed: int = 0
     masters: bool = False
-    """Keep float32 masters of weights in half precision. Plain training does not, so it is asked for."""
+    """Keep float32 master weights for weights in half precision. Off by default, because plain training does not have
+    them."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,18 @@ class Step:
     loss: float
     seconds: float
     memory: int
-    """Of the worker that has most."""
+    """Of the worker that uses the most."""
 
 
 class Routine:
-    """A plan, and what its workers get for it: pieces once, parts of a batch every time."""
+    """A plan, and what its workers receive for it: stage programs once, parts of the batch in every step."""
 
     def __init__(self, plan: Plan, captured: Captured) -> None:
         self.plan, self.captured = plan, captured
         self.packed: dict[tuple[int, ...], bytes] = {}
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Who sends to whom."""
+        """The (source, destination) pairs of all sends."""
         return sorted(
             {
                 (device.device, message.peer)
@@ -90,7 +91,7 @@ class Routine:
         )
 
     def pieces(self, device: DevicePlan) -> bytes:
-        """The graphs that a device runs, at their places in the plan's list of programs."""
+        """The stage programs that a device runs, at their indices in the plan's list of programs."""
         numbers = tuple(sorted({i.program for i in device.instructions if isinstance(i, Compute)}))
         if numbers not in self.packed:
             found: list[Piece | None] = [None] * len(self.plan.programs)
@@ -102,8 +103,8 @@ class Routine:
         return self.packed[numbers]
 
     def piece(self, worker: int, position: int) -> Piece | None:
-        """What an instruction runs, as it is here: a piece that has travelled has forgotten the lines that its
-        operators come from."""
+        """The driver's copy of the stage program that an instruction runs: a pickled graph loses the source lines of
+        its operators."""
         instruction = self.plan.devices[worker].instructions[position] if position >= 0 else None
         return self._piece(instruction.program) if isinstance(instruction, Compute) else None
 
@@ -114,10 +115,10 @@ class Routine:
         return piece
 
     def feeds(self, batch: tuple[Any, Any]) -> tuple[float, list[dict[str, torch.Tensor]]]:
-        """What the losses of a batch are divided by, and every device's part of the batch."""
+        """The count that the losses of a batch are divided by, and every device's part of the batch."""
         flat = self.captured.flatten(batch)
         named = dict(zip(self.captured.batch_names, flat, strict=True))
-        # Copies: a view would travel with all of the batch that it is a view of.
+        # Copies: a view would be sent with the whole batch that it is a view of.
         return self.captured.count(flat), [
             {key: take(named[name], box).clone() for key, name, box in device.feeds} for device in self.plan.devices
         ]
@@ -137,15 +138,15 @@ class Job:
         cuda: bool | None = None,
         compiles: bool | None = None,
     ) -> None:
-        """`cluster`: workers that are there already, and stay when the job ends. CUDA is used where it is, and chunks
-        are compiled there."""
+        """`cluster`: existing workers, which stay when the job ends. CUDA is used where it is available, and chunks are
+        compiled there."""
         self.plan, self.captured = plan, captured
         self.training = self.active = Routine(plan, captured)
         self.evaluation: Routine | None = None
         self.cuda = torch.cuda.is_available() if cuda is None else cuda
         self.compiles = self.cuda if compiles is None else compiles
         if self.cuda:
-            check(plan, buffered=False)  # NCCL's sends wait for their receives, and know no tags
+            check(plan, buffered=False)  # NCCL's sends wait for their receives, and have no tags
         self.borrowed = cluster is not None
         self.ending: threading.Thread | None = None
         self.progress: BinaryIO | None = None
@@ -193,29 +194,30 @@ class Job:
         except Lost as lost:
             raise error(
                 "P0602",
-                f"device {self.plan.devices[lost.worker].device} died while it was set up",
-                help="is there enough memory for the model on every worker?",
+                f"device {self.plan.devices[lost.worker].device} died during setup",
+                help="check that every worker has enough memory for the model",
             ) from None
         other = next((i for i, model in enumerate(models) if model != models[0]), None)
         if other is not None:
             raise error(
                 "P0607",
-                f"devices {self.plan.devices[0].device} and {self.plan.devices[other].device} start from different"
+                f"devices {self.plan.devices[0].device} and {self.plan.devices[other].device} have different initial"
                 " weights",
                 line_of_function(training.make_model),
                 "called in every worker, after seeding torch, `random` and NumPy",
-                help="let `model()` draw from these generators only, or give its own a seed",
+                help="draw random numbers in `model()` only from these generators, or seed your own generator",
             )
 
     def _open_progress(self) -> str:
-        """A file in which every worker says which instruction it is at, read when it cannot say so any more."""
+        """A file in which every worker records its current instruction, read when the worker does not respond any
+        more."""
         path = Path(tempfile.mkdtemp(dir=self.cluster.folder)) / "progress"
         path.write_bytes(struct.pack("<i", -1) * len(self.plan.devices))
         self.progress = path.open("rb")
         return str(path)
 
     def prepare(self, plan: Plan, captured: Captured) -> None:
-        """Take a plan for evaluation: forwards on the weights that are trained."""
+        """Set up a plan for evaluation: forwards on the weights that are trained."""
         if self.cuda:
             check(plan, buffered=False, forward=True)
         self.evaluation = Routine(plan, captured)
@@ -238,14 +240,14 @@ class Job:
         return [self.cluster.call(i, "step", feed, count, gradients) for i, feed in enumerate(feeds)]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        """The loss of a batch, by the plan that was prepared."""
-        assert self.evaluation is not None, "prepare a plan for evaluation first"
+        """The loss of a batch, with the evaluation plan."""
+        assert self.evaluation is not None, "call prepare() with an evaluation plan first"
         self.active = self.evaluation
         count, feeds = self.evaluation.feeds(batch)
         return self.finish([self.cluster.call(i, "evaluate", feed, count) for i, feed in enumerate(feeds)]).loss
 
     def measure(self, batch: tuple[Any, Any]) -> list[Any]:
-        """A step, slowly, and what it took of memory on every device (runtime/measure.py)."""
+        """Runs a slow step and returns its memory use on every device (runtime/measure.py)."""
         self.active = self.training
         count, feeds = self.training.feeds(batch)
         return [
@@ -264,24 +266,25 @@ class Job:
             raise self._gone("P0603", "does not answer", hung)
         for i, report in enumerate(reports):
             if report is not None and report.failed is not None:
-                # The neighbour of a worker that died often notices first: its connection breaks.
+                # A worker that communicates with a dead worker often fails first: its connection breaks.
                 dead = self.cluster.dead()
                 raise self._gone("P0602", "died", dead[0]) if dead else self._failed(i, report.failed)
         return Step(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
 
     def _gone(self, code: str, what: str, worker: int) -> Exception:
-        """One error that says who, at what, asked for by which line, and what the others were waiting for."""
+        """One error with the device, its instruction, the script line behind it, and what the other devices were
+        waiting for."""
         notes = self._situation(worker, self._last(worker))
         self._end()
         died, stuck = (
-            "look for a lack of memory (dmesg), or who killed it",
-            "its process is stopped or stuck: look at it with a debugger",
+            "check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
+            "its process is stopped or stuck: inspect it with a debugger",
         )
         help = died if code == "P0602" else stuck
         return error(code, f"device {self.plan.devices[worker].device} {what}", notes=notes[:9], help=help)
 
     def _failed(self, worker: int, failure: Failure) -> Exception:
-        """The same for an instruction that raised, with the user's line behind it."""
+        """The same for an instruction that raised, with the line of the user's code."""
         notes = self._situation(worker, failure.position)
         self._end()
         return failed(
@@ -289,19 +292,19 @@ class Job:
         )
 
     def _situation(self, worker: int, at: int | None) -> list[str]:
-        """What a worker was at, and what the others were waiting for."""
+        """The current instruction of a worker, and what the others were waiting for."""
         notes = []
         if at is not None:
-            notes.append(f"it was at {self._named(worker, at)}" if at >= 0 else "it was between two steps")
+            notes.append(f"it was running {self._named(worker, at)}" if at >= 0 else "it was between two steps")
         for other, streams in self.cluster.ask(
             "running", [i for i in range(len(self.plan.devices)) if i != worker], 0.3
         ).items():
             waiting = [self._named(other, i) for i in streams.values()][:1]
-            notes += [f"device {self.plan.devices[other].device} was at {name}" for name in waiting]
+            notes += [f"device {self.plan.devices[other].device} was running {name}" for name in waiting]
         return notes
 
     def _end(self) -> None:
-        """Workers end at once; Ray takes longer to leave, and the error need not wait for it."""
+        """Kill the workers now. Shutting down Ray takes longer, and the error does not wait for it."""
         self.cluster.kill()
         self.ending = threading.Thread(target=self.cluster.close)
         self.ending.start()
@@ -320,7 +323,7 @@ class Job:
         return f"{instruction.op} of {plan.names[instruction.node]}" + (f" ({line})" if line else "")
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All weights, whole, as they are now."""
+        """All weights, unsharded, as they are now."""
         (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
         whole: dict[str, torch.Tensor] = rest.complete(
             assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)), self.captured.aliases)
@@ -331,7 +334,7 @@ class Job:
         return self.cluster.each("gradients", count=len(self.plan.devices))
 
     def close(self) -> None:
-        """Workers leave in order if they can, and are ended if not."""
+        """Shut down the workers if they respond, and kill them otherwise."""
         if self.ending is not None:
             self.ending.join()
             return
@@ -340,7 +343,7 @@ class Job:
                 [self.cluster.call(i, "close") for i in range(len(self.plan.devices))],
                 timeout=30.0 if self.borrowed else 2.0,
             )
-        except Exception:  # whatever they say now: they are ended next
+        except Exception:  # errors do not matter here: the workers are ended next
             self.borrowed = False
         if self.progress is not None:
             self.progress.close()
@@ -377,7 +380,7 @@ def _refuse_unpackable(name: str, function: Any, problem: Exception) -> None:
             line_of_function(function),
             notes=[said(problem)],
             help=(
-                "define it at the top of a module, and let it use no open file, lock, generator or other object of this"
-                " process"
+                "define it at module level, without references to open files, locks, generators or other objects of"
+                " this process"
             ),
         ) from problem

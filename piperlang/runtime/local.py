@@ -1,4 +1,5 @@
-"""Communication between threads of one process: the plan without processes, for `--executor inline` and for tests."""
+"""Communication between threads of one process: runs a plan without worker processes, for `--executor inline` and for
+tests."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from piperlang.runtime.comm import Comm
 
 
 class Switchboard:
-    """What the devices of one process share."""
+    """State shared by the devices of one process."""
 
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], str]], timeout: float = 60.0) -> None:
         self.groups, self.timeout = groups, timeout
@@ -22,7 +23,7 @@ class Switchboard:
         self.tables: list[dict[int, torch.Tensor | list[torch.Tensor]]] = [{} for _ in groups]
 
     def abort(self) -> None:
-        """One device has failed: nobody need wait for it."""
+        """One device has failed: stop all waits for it."""
         with self.arrived:
             self.aborted = True
             self.arrived.notify_all()
@@ -50,11 +51,11 @@ class LocalComm(Comm):
                 lambda: self.board.aborted or (device, self.device, tag) in mail, self.board.timeout
             )
             if not came or (device, self.device, tag) not in mail:
-                raise TimeoutError(f"nothing came from device {device}")
+                raise TimeoutError(f"timed out waiting for a message from device {device}")
             tensor.copy_(self.board.mail.pop((device, self.device, tag)))
 
     def _share(self, group: int, mine: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor | list[torch.Tensor]]:
-        """What every member brought, in the order of the group."""
+        """The contributions of all members, in the order of the group."""
         table, barrier = self.board.tables[group], self.board.barriers[group]
         table[self.device] = mine
         barrier.wait(self.board.timeout)

@@ -1,8 +1,7 @@
-"""How much memory a step really takes on a device: every storage that torch makes, from when it is made to when it is
-gone.
+"""Measures the memory of a step on a device: every storage that torch allocates, from allocation to release.
 
-Slow, since all storages alive are looked at after every operator; for tests, and for whoever doubts what a plan
-foresees. Buffers inside kernels and backends are not seen."""
+Slow, because all live storages are checked after every operator; for tests, and to check a plan's memory estimate.
+Buffers inside kernels and backends are not included."""
 
 from __future__ import annotations
 
@@ -22,23 +21,23 @@ from piperlang.runtime.device import Device
 
 @dataclass
 class Measured:
-    """Of one step."""
+    """The memory of one step."""
 
     start: int = 0
-    """Bytes that were there when it began: weights, optimizer states, its part of the batch."""
+    """Bytes at the start of the step: weights, optimizer states, the device's part of the batch."""
     peak: int = 0
     at: int = -1
-    """The instruction that reached it."""
+    """The instruction at the peak."""
     held: list[dict[str, int]] = field(default_factory=list)
-    """After every instruction, bytes of `weights`, `gradients` and `activations` (those kept for backwards)."""
+    """After every instruction, the bytes of `weights`, `gradients` and `activations` (those saved for the backward)."""
     live: list[int] = field(default_factory=list)
-    """After every instruction, all bytes that are alive."""
+    """After every instruction, all live bytes."""
     stale: list[str] = field(default_factory=list)
-    """Values that were kept though nobody was left to read them."""
+    """Values that were still stored although no instruction reads them any more."""
 
 
 class _Storages:
-    """Which storages are alive; several threads make them."""
+    """The live storages; several threads allocate them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -74,7 +73,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Quiet:
-    """Communication of which nothing is seen but what it is given: backends have buffers of their own."""
+    """Communication without the buffers of its backend: only its arguments are measured."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -92,8 +91,8 @@ class _Quiet:
 def measured(
     device: Device, settle: Callable[[], None], step: int, feeds: dict[str, torch.Tensor], count: float
 ) -> tuple[float, Measured]:
-    """Run a step of a device in the order of its plan, as CUDA's host issues it, and see what it takes. Threads of
-    their own, as streams on CPU are, may run ahead and take more."""
+    """Run a step of a device in plan order, as the host issues it on CUDA, and measure its memory. With threads, as for
+    streams on CPU, instructions may run ahead and use more."""
     storages, found = _Storages(), Measured()
     device.begin(step, feeds, count)
     storages.see([list(device.values.values()), device.optimizers.states()])
@@ -102,7 +101,7 @@ def measured(
     for i, instruction in enumerate(device.plan.instructions):
         storages.now = i
         if isinstance(instruction, Send):
-            # gloo does not say when what was sent has been taken; in this order it has been, or is about to be
+            # gloo does not report when a message has been received; in this order it has been, or is about to be
             settle()
         with _Watch(storages), torch.no_grad():
             device.execute(instruction)
@@ -120,7 +119,7 @@ def measured(
 
 
 def _held(device: Device) -> dict[str, int]:
-    """By what it is; what lies in weights or in the batch is no activation."""
+    """Bytes by kind. Values that share memory with weights or the batch are not activations."""
     values = dict(device.values)
     weights = _sizes([device.kept, [value for key, value in values.items() if key.startswith("w:")]])
     given = weights | _sizes([values.get(key) for key, _, _ in device.plan.feeds])

@@ -1,11 +1,10 @@
-"""Does a schedule change the mathematics? Two training steps both ways, compared.
+"""Checks that a schedule does not change the mathematics: two training steps both ways, compared.
 
-The plain model runs eagerly on the whole batch; the schedule runs inline on simulated devices. Both in float64, so that
-rounding can neither hide a mistake nor look like one. Dropout of the eager model draws the masks that the schedule must
-meet.
+The plain model runs eagerly on the whole batch; the schedule runs inline on simulated devices. Both use float64, so
+that rounding can neither hide a mistake nor look like one. Dropout in the eager model uses the masks of the schedule.
 
-A gradient can be zero but for rounding (the bias of an attention's keys), and an optimizer like Adam makes a step of
-full size out of it. Such elements are judged by their gradients alone."""
+A gradient can be zero up to rounding (the bias of an attention's keys), and an optimizer like Adam turns it into a
+full-size step. Such elements are compared by their gradients only."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ from piperlang.runtime.user_optimizer import call_optimizer, call_schedule
 STEPS = 2
 LIMIT = 1e-5
 NOISE = 1e-11
-"""Of the model's largest gradient: what a sum of float64 numbers of that size may be off by. Gradients and differences
-of gradients below it are rounding."""
+"""Relative to the model's largest gradient: the possible error of a sum of float64 numbers of that size. Smaller
+gradients and differences are rounding."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class Compared:
     max_grad_rel_err: float
     max_weight_rel_err: float
     worst: str
-    """The weight that differs most."""
+    """The weight with the largest difference."""
     judged_by_gradient: tuple[str, ...] = ()
-    """Weights with elements whose gradient is rounding noise: those elements are not compared after the update."""
+    """Weights with elements whose gradient is rounding noise; those elements are not compared after the update."""
 
     @property
     def ok(self) -> bool:
@@ -65,7 +64,7 @@ def doubled(file: ModelFile, seed: int) -> tuple[Callable[[], nn.Module], list[t
     @wraps(file.model)
     def make() -> nn.Module:
         seed_all(seed)
-        return _in_double(copy.deepcopy(file.model()))  # which may give the same object again
+        return _in_double(copy.deepcopy(file.model()))  # `model()` may return the same object again
 
     def precise(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -76,7 +75,7 @@ def doubled(file: ModelFile, seed: int) -> tuple[Callable[[], nn.Module], list[t
 
 
 def _in_double(model: nn.Module) -> nn.Module:
-    """As `model.double()`, which cannot convert the fake tensors that a model is traced with. Tied weights stay
+    """Like `model.double()`, which cannot convert the fake tensors that a model is traced with. Tied weights stay
     tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -96,16 +95,16 @@ def capture_doubled(file: ModelFile, seed: int = 0) -> Program:
 
 
 class Trainer(Protocol):
-    """Somebody who trains under a schedule, and is compared."""
+    """An implementation that trains under a schedule, to be compared."""
 
     def step(self, batch: tuple[Any, Any], expected: Mapping[str, torch.Tensor]) -> tuple[float, Mapping[str, float]]:
-        """The loss, and how far each gradient is from what is expected."""
+        """The loss, and the error of each gradient relative to the expected one."""
 
     def weights(self) -> Mapping[str, torch.Tensor]: ...
 
 
 class Simulated:
-    """The graph on simulated devices."""
+    """Runs the graph on simulated devices."""
 
     def __init__(self, inline: Inline) -> None:
         self.inline = inline
@@ -123,7 +122,7 @@ class Simulated:
 
 
 class Planned:
-    """A plan, on workers or in threads."""
+    """Runs a plan, on workers or in threads."""
 
     def __init__(self, graph: Graph, job: Any) -> None:
         self.graph, self.job = graph, job
@@ -141,7 +140,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class InDouble:
-    """A function that makes a model, in float64; it can travel to workers."""
+    """A picklable function that creates a model in float64."""
 
     make: Callable[[], nn.Module]
 
@@ -152,7 +151,7 @@ class InDouble:
 def compare(
     file: ModelFile, program: Program, graph: Graph, captured: Captured, seed: int = 0, trainer: Trainer | None = None
 ) -> Compared:
-    """`trainer`: who trains under the schedule, the simulated devices if nobody is given."""
+    """`trainer`: trains under the schedule; by default, simulated devices."""
     make, batches = doubled(file, seed)
     optimizer = file.optimizer or default_optimizer
     run = trainer or Simulated(Inline(graph, captured, make(), optimizer, seed, file.lr_schedule, file.max_norm))
@@ -166,14 +165,14 @@ def compare(
                 loss, errors = run.step(batch, expected)
             for name, value in expected.items():
                 small = value.abs() <= noise_of(expected)
-                if bool((small & (value != 0)).any()):  # zeros that are exact stay so, unless they are among noise
+                if bool((small & (value != 0)).any()):  # exact zeros stay zero, unless the gradient also has noise
                     noisy[name] = noisy[name] | small if name in noisy else small
             for name, error in errors.items():
                 grad, worst = _larger(grad, error), max(worst, (name, error), key=lambda item: item[1])
     trained = run.weights()
     read = {
         name for chunk in graph.model.chunks for name in chunk.weights
-    }  # what nobody reads, nobody changes, and workers do not keep it
+    }  # weights that no chunk reads do not change, and workers do not store them
     for name, value in plain.weights().items():
         error = (
             _relative(trained.get(name), value, judged=~noisy[name] if name in noisy else None) if name in read else 0.0
@@ -192,8 +191,8 @@ def noise_of(gradients: Mapping[str, torch.Tensor]) -> float:
 def _relative(
     got: torch.Tensor | None, expected: torch.Tensor, floor: float = 0.0, judged: torch.Tensor | None = None
 ) -> float:
-    """The largest difference, among the elements that are judged, relative to the largest element, or to `floor` where
-    that is larger."""
+    """The largest difference among the selected elements, relative to the largest element, or to `floor` if that is
+    larger."""
     if got is None or got.shape != expected.shape:
         return float("inf")
     difference = (got - expected).abs().double()
@@ -207,11 +206,10 @@ def gradient_errors(
     found: Sequence[Mapping[Key, torch.Tensor]],
     expected: Mapping[str, torch.Tensor],
 ) -> dict[str, float]:
-    """How far what every device had of each gradient is from the plain one, relative to its largest number.
+    """The error of each gradient on the devices, relative to the largest element of the plain gradient.
 
-    `found` has, for each of `devices`, gradients by the key of the weight they update, whole or in whatever parts the
-    graph divides them. A gradient of which no device had some part, or that should not be there, is infinitely far
-    off."""
+    `found` has, for each of `devices`, gradients by the key of the weight they update, whole or sharded in any way. A
+    gradient that is missing in part, or that should not exist, is infinitely far off."""
     had = dict(zip(devices, found, strict=True))
     floor = noise_of(expected) / LIMIT
     errors = dict.fromkeys(expected, 0.0)
@@ -247,12 +245,12 @@ def gradient_errors(
 
 
 def _larger(a: float, b: float) -> float:
-    """Of two errors; one that is no number is larger than any."""
+    """The larger of two errors; NaN is larger than any number."""
     return float("inf") if a != a or b != b else max(a, b)
 
 
 class _Eager:
-    """The model as anyone would train it on one device."""
+    """Plain training of the model on one device."""
 
     def __init__(
         self,
@@ -281,5 +279,5 @@ class _Eager:
         return done.loss, grads
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """And buffers, which the model may change."""
+        """Weights and buffers, which the model may change."""
         return {name: value.detach() for name, value in (*self.model.named_parameters(), *self.model.named_buffers())}

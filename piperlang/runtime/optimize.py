@@ -1,8 +1,8 @@
-"""Updates of the weights: the user's optimizer, copied for what each update instruction changes.
+"""Weight updates: the user's optimizer, copied for the weights of each update instruction.
 
-The user's own optimizer is made once in a process, on whole weights, so that groups can be chosen by name, shape or
-position. It is never stepped: it has the options, which the learning rate schedule changes. What steps are copies of
-it, whose groups hold the local parts of the same weights."""
+The user's own optimizer is created once per process, on whole weights, so that parameter groups can be chosen by name,
+shape or position. It is never stepped: it holds the options, which the learning rate schedule changes. Copies of it are
+stepped; their groups contain the local shards of the same weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def default_optimizer(params: Any) -> optim.Optimizer:
-    """Where a model file has none."""
+    """The optimizer of a model file without `optimizer`."""
     return optim.AdamW(params, lr=1e-3)
 
 
@@ -57,11 +57,11 @@ class DeviceUpdate(NamedTuple):
     key: Key
     parts: Sequence[Part]
     by: Written | None = None
-    """The directive that divides its weights, where it is known."""
+    """The directive that shards its weights, if known."""
 
 
 class Optimizers:
-    """All optimizers of one process, which may have several devices."""
+    """All optimizers of one process, which may run several devices."""
 
     def __init__(
         self,
@@ -72,21 +72,21 @@ class Optimizers:
         masters: bool = False,
         updated: Mapping[str, str] | None = None,
     ) -> None:
-        """`masters`: weights in half precision have a master in float32, which is what is updated. `updated`: every
-        weight that some device updates, and the line of the script that divides its update; without it, `updates` are
-        those of all devices."""
+        """`masters`: weights in half precision have a float32 master weight, which is updated. `updated`: every weight
+        that some device updates, with the script line that shards its update; without it, `updates` must be those of
+        all devices."""
         self.make, self.masters = make, masters
         self.updated = (
             updated if updated is not None else {part.weight: "" for update in updates for part in update.parts}
         )
         self.local: dict[tuple[int, Key], tuple[LocalOptimizer, list[nn.Parameter | None]]] = {}
-        """For every update its optimizer, and the parameter of each of its weights: None where no group has the
-        weight."""
+        """For every update, its optimizer and the parameter of each of its weights: None for a weight that is in no
+        group."""
         self.schedule: Any = None
         self.flags = [
             (name, weakref.ref(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
         ]
-        """Of the model that the user's code may still hold; nobody else does."""
+        """Of the model that the user's code may still reference; piperlang does not."""
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.user = call_optimizer(make, model)
             self.scope = scope_of(self.user, make)
@@ -97,8 +97,7 @@ class Optimizers:
                 self._pass_on()
 
     def update(self, device: int, key: Key, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """DeviceUpdate weights in place: now, or with the last update of the device where the optimizer looks at all
-        weights."""
+        """Update weights in place: now, or with the last update of the device if the optimizer reads all weights."""
         if (device, key) in self.local:
             optimizer, parameters = self.local[device, key]
             optimizer.update(parameters, weights, gradients)
@@ -106,8 +105,8 @@ class Optimizers:
                 raise _frozen("of a weight", self.make)
 
     def advance(self) -> None:
-        """The end of a training step on all devices of the process: the schedule steps, and options that it changed go
-        to the copies."""
+        """The end of a training step on all devices of the process: the schedule is stepped, and the options it changed
+        are copied to the copies."""
         if not self.local:
             return
         self.shared.check()
@@ -122,7 +121,8 @@ class Optimizers:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """What the schedule changed of the options: only that, as some optimizers write into their own groups."""
+        """Copies the options that the schedule changed, and only those, because some optimizers write into their own
+        groups."""
         check_groups(self.user, self.stand_ins, self.make_schedule)
         for group, last, copies in zip(self.user.param_groups, self.options, self.groups, strict=True):
             for name, value in options(group).items():
@@ -132,7 +132,7 @@ class Optimizers:
                         set_option(one, name, value)
 
     def discard(self) -> None:
-        """These were for a comparison: what the user's code may keep of them is of no use."""
+        """Discards optimizers that were made for a comparison: user code must not use them any more."""
         if self.local:
             refuse_use(self.user)
 
@@ -146,26 +146,26 @@ class Optimizers:
     def _make_copies(self, model: nn.Module, updates: Sequence[DeviceUpdate]) -> None:
         first: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            first.setdefault(id(parameter), name)  # a tied weight goes by its first name
+            first.setdefault(id(parameter), name)  # a tied weight has its first name
         whole = {first[id(parameter)]: parameter for group in self.user.param_groups for parameter in group["params"]}
         self.groups: list[list[dict[str, Any]]] = [[] for _ in self.user.param_groups]
-        """For every group of the user's optimizer, the groups of copies that have its options."""
+        """For every group of the user's optimizer, the groups of copies with its options."""
         for together in self._together(whole, updates):
             self._copy(whole, together)
         self.options = [copy.deepcopy(options(group)) for group in self.user.param_groups]
         never_stepped(self.user)
-        # The model is whole and may be large: from here on only the options are needed. The schedule comes after this,
-        # and never sees a weight.
+        # The model is unsharded and may be large: from here on only the options are needed. The schedule is created
+        # after this and never has access to weights.
         self.stand_ins = options_only(self.user)
 
     def _together(self, whole: Mapping[str, nn.Parameter], updates: Sequence[DeviceUpdate]) -> list[list[DeviceUpdate]]:
-        """Which updates share a copy: each has its own, but those of a device share one where the optimizer looks at
-        all weights."""
+        """Which updates share a copy of the optimizer: each has its own, but those of a device share one if the
+        optimizer reads all weights."""
         if self.scope is not Scope.ELEMENT:
             for update in updates:
                 divided = next((part.weight for part in update.parts if part.partial and part.weight in whole), None)
                 if divided is not None:
-                    raise self._refused(divided, "is divided", update.by)
+                    raise self._refused(divided, "is sharded", update.by)
         if self.scope is not Scope.MODEL:
             return [[update] for update in updates]
         devices: dict[int, list[DeviceUpdate]] = {}
@@ -179,7 +179,7 @@ class Optimizers:
         return list(devices.values())
 
     def _copy(self, whole: Mapping[str, nn.Parameter], updates: Sequence[DeviceUpdate]) -> None:
-        """One copy of the optimizer for all weights of some updates."""
+        """One copy of the optimizer for the weights of some updates."""
         parameters = [
             [self._parameter(part) if part.weight in whole else None for part in update.parts] for update in updates
         ]
@@ -188,8 +188,8 @@ class Optimizers:
         if not pairs:
             return
         if self.scope is Scope.MODEL:
-            # Parameters that no device updates have no gradient, ever; an optimizer that looks at all weights sees them
-            # all the same.
+            # Parameters that no device updates never have a gradient. An optimizer that reads all weights still gets
+            # them.
             others = whole.keys() - {part.weight for part, _ in pairs}
             pairs += [
                 _unread(name, parameter, pairs[0][1].device) for name, parameter in whole.items() if name in others
@@ -216,7 +216,7 @@ class Optimizers:
         }
 
     def _refuse_tensors(self, group: Mapping[str, Any], parts: Sequence[Part]) -> None:
-        """Options that may belong to the elements of a weight, of which there is only a part here."""
+        """Refuse tensor options that may belong to the elements of a weight that is sharded."""
         divided = next((part.weight for part in parts if part.partial), None)
         name = next(
             (name for name, value in options(group).items() if isinstance(value, torch.Tensor) and value.numel() > 1),
@@ -225,18 +225,18 @@ class Optimizers:
         if divided is not None and name is not None:
             raise error(
                 "P0601",
-                f"option `{name}` of a group is a tensor of shape {list(group[name].shape)}, and weight {divided} of"
-                " the group is divided",
+                f"option `{name}` of a group is a tensor of shape {list(group[name].shape)}, but weight {divided} of"
+                " the group is sharded",
                 line_of_function(self.make),
                 help=(
-                    "keep what belongs to the elements of a weight in the optimizer's state: `self.state[p]`, which is"
-                    " divided with it"
+                    "keep per-element values of a weight in the optimizer's state: `self.state[p]`, which is sharded"
+                    " with the weight"
                 ),
             )
 
     def _parameter(self, part: Part) -> nn.Parameter | None:
-        """With data of its own only for a float32 master: `update` puts the weight itself there. None for a part
-        without elements."""
+        """The parameter for a shard. Only a float32 master weight has data of its own; otherwise `update` sets it to
+        the weight. None for an empty shard."""
         if not part.now.numel():
             return None
         half = self.masters and part.now.dtype in HALF
@@ -251,19 +251,19 @@ def _frozen(whose: str, by: Callable[..., Any]) -> PiperError:
         "P0808",
         f"requires_grad {whose} has changed since the model was traced",
         line_of_function(by),
-        notes=["the traced program trains what required gradients then"],
-        help="freeze by a learning rate of 0 for the group until it is to be trained, or train in two jobs",
+        notes=["the traced program trains the parameters that required gradients at that time"],
+        help="freeze a group with a learning rate of 0 until it is trained, or train in two jobs",
     )
 
 
 def _unread(name: str, parameter: nn.Parameter, where: torch.device) -> tuple[Part, nn.Parameter]:
-    """All of a parameter that no chunk reads."""
+    """The whole of a parameter that no chunk reads."""
     part = Part(name, parameter, tuple((0, size) for size in parameter.shape), None, False)
     return part, nn.Parameter(parameter.detach().to(where), parameter.requires_grad)
 
 
 def updated_weights(plan: Plan) -> dict[str, str]:
-    """Every weight that some device updates, and the line of the script that divides its update, if any does."""
+    """Every weight that some device updates, with the script line that shards its update, if there is one."""
     found: dict[str, str] = {}
     for device in plan.devices:
         for instruction in device.instructions:
@@ -274,7 +274,7 @@ def updated_weights(plan: Plan) -> dict[str, str]:
 
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A sum of gradients, in float32 where they are in half precision."""
+    """The sum of gradients; in float32 where they are in half precision."""
     if len(parts) == 1:
         return parts[0]
     total = parts[0].to(torch.float32) if parts[0].dtype in HALF else parts[0].clone()

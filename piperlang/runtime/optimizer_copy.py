@@ -1,4 +1,4 @@
-"""Copies of the user's optimizer: the same class, options and attributes, on the local parts of some weights."""
+"""Copies of the user's optimizer: the same class, options and attributes, on the local shards of some weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from piperlang.ir.layout import Box
 from piperlang.runtime.boxes import take
 
 Refuse = Callable[[str, str], PiperError]
-"""The error for a weight, and what is the matter with it."""
+"""Makes the error for a weight, from its name and the reason."""
 
 
 class Part(NamedTuple):
-    """What an update changes of a weight: a box of it and, where ZeRO divides further, a flat interval of that."""
+    """The part of a weight that an update changes: a box of it and, where ZeRO shards further, a flat interval of that
+    box."""
 
     weight: str
     now: torch.Tensor
@@ -35,8 +36,7 @@ class Part(NamedTuple):
 
 
 class LocalOptimizer:
-    """A copy, and the weights that it is about to step: it does so when all its updates of a training step have
-    come."""
+    """A copy, and the weights that it will step: it steps when all its updates of a training step have arrived."""
 
     def __init__(self, optimizer: optim.Optimizer, updates: int) -> None:
         self.optimizer, self.updates = optimizer, updates
@@ -50,7 +50,7 @@ class LocalOptimizer:
         weights: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> None:
-        """Streams may be threads, so two updates may come at once."""
+        """Streams may be threads, so two updates may arrive at the same time."""
         for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
             if parameter is None:
                 continue
@@ -79,19 +79,20 @@ class LocalOptimizer:
 
 
 def _settle(several: bool) -> None:
-    """Updates of several CUDA streams are stepped on one of them."""
+    """If updates come from several CUDA streams, all are stepped on one of them."""
     if several:
         torch.cuda.synchronize()
 
 
 def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter]) -> optim.Optimizer:
-    """Without groups, and without the state of parameters. `local`: what stands for a parameter, by the parameter's id.
+    """A copy without groups and without the state of parameters. `local`: the parameters of the copy, by the id of the
+    original parameter.
 
-    Not copy.copy, which calls `__getstate__`: that forgets most attributes."""
+    copy.copy is not used because it calls `__getstate__`, which drops most attributes."""
     made: optim.Optimizer = type(user).__new__(type(user))
     known: dict[int, Any] = {id(user): made, **local}
     for name, value in vars(user).items():
-        # A schedule wraps `step` on the instance; that wrapper would step the user's own optimizer.
+        # A learning rate schedule wraps `step` on the instance; that wrapper would step the user's own optimizer.
         if name not in ("param_groups", "state", "step"):
             try:
                 vars(made)[name] = copy.deepcopy(value, known)
@@ -106,8 +107,8 @@ def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter]) -> optim.Op
     ):
         raise _no_copy(
             user,
-            "an attribute besides its groups holds parameters",
-            "keep parameters in `param_groups` and `state` only",
+            "an attribute other than its groups references parameters",
+            "keep parameters only in `param_groups` and `state`",
         )
     made.state, made.param_groups = defaultdict(dict), []
     for key, value in user.state.items():
@@ -121,7 +122,7 @@ def _no_copy(user: optim.Optimizer, why: str, help: str) -> PiperError:
 
 
 def copied_group(group: Mapping[str, Any], local: Mapping[int, nn.Parameter]) -> dict[str, Any]:
-    """The group with what stands for its parameters; those for which nothing does are left out."""
+    """The group with the parameters of the copy; parameters without one are left out."""
     here = [i for i, parameter in enumerate(group["params"]) if id(parameter) in local]
     made = copy.deepcopy(options(group))
     made["params"] = [local[id(group["params"][i])] for i in here]
@@ -131,7 +132,7 @@ def copied_group(group: Mapping[str, Any], local: Mapping[int, nn.Parameter]) ->
 
 
 def copied_state(state: Any, part: Part, whole: nn.Parameter, parameter: nn.Parameter, refuse: Refuse) -> Any:
-    """What an optimizer knows of a weight before the first step, cut as the weight is."""
+    """The state that an optimizer has for a weight before the first step, sharded as the weight is."""
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -140,7 +141,7 @@ def copied_state(state: Any, part: Part, whole: nn.Parameter, parameter: nn.Para
             dtype = parameter.dtype if value.dtype == whole.dtype else value.dtype
             return part.of(value).to(parameter.device, dtype, copy=True)
         if part.partial and value.numel() > 1:
-            raise refuse(part.weight, f"is divided, and its state of shape {list(value.shape)} cannot be")
+            raise refuse(part.weight, f"is sharded, but its state of shape {list(value.shape)} cannot be")
         return value.clone()
 
     return pytree.tree_map(cut, state)
@@ -151,14 +152,14 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_option(a: Any, b: Any) -> bool:
-    """Options may be tensors."""
+    """Whether two options are equal; they may be tensors."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     return bool(a == b)
 
 
 def set_option(group: dict[str, Any], name: str, value: Any) -> None:
-    """A tensor keeps its place, as LRScheduler keeps it."""
+    """Sets an option. A tensor is changed in place, as LRScheduler does."""
     old = group.get(name)
     if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
         old.copy_(value)

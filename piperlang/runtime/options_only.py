@@ -1,8 +1,8 @@
-"""The user's optimizer once copies of it train: options, which a schedule may read and change, and neither weights nor
-state.
+"""The user's optimizer after copies of it were made: it has options, which a schedule may read and change, but neither
+weights nor state.
 
-A schedule that reads or changes weights, state or groups would act on something that is not trained. All of that is
-refused where it happens."""
+A schedule that reads or changes weights, state or groups would act on tensors that are not trained. All of that is
+refused at the line that does it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from piperlang.runtime.optimizer_copy import options, same_option
 from piperlang.runtime.user_optimizer import step_hooks
 
 _REPAIR = (
-    "let the schedule change options of the groups only (lr, weight_decay, momentum); what depends on weights or their"
-    " state belongs into an Optimizer's `step`"
+    "change only options of the groups in the schedule (lr, weight_decay, momentum); move code that depends on weights"
+    " or their state to the `step` of an Optimizer"
 )
 
 
 class _StandIn(nn.Parameter):
-    """In the place of a parameter: it can be counted and compared by identity, and nothing else."""
+    """Replaces a parameter: it can be counted and compared by identity, and nothing else."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -34,13 +34,13 @@ class _StandIn(nn.Parameter):
 
 
 class _Nothing:
-    """In the place of what an optimizer has no more."""
+    """Replaces an attribute that the optimizer does not have any more."""
 
     def __init__(self, refuse: Callable[[], PiperError]) -> None:
         self.__dict__["refuse"] = refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what Python itself asks for
+        if name.startswith("__"):  # accessed by Python itself
             raise AttributeError(name)
         raise self.refuse()
 
@@ -51,7 +51,7 @@ class _Nothing:
 
 
 def options_only(optimizer: optim.Optimizer) -> list[list[nn.Parameter]]:
-    """Takes weights and state away; gives what stands for the parameters, group by group."""
+    """Removes weights and state; returns the replacements of the parameters, group by group."""
     found = []
     for group in optimizer.param_groups:
         group["params"] = [_StandIn(torch.empty(0)) for _ in group["params"]]
@@ -61,7 +61,8 @@ def options_only(optimizer: optim.Optimizer) -> list[list[nn.Parameter]]:
 
 
 def refuse_use(optimizer: optim.Optimizer) -> None:
-    """An optimizer that was made for a comparison, and that the user's code may keep: nothing trains with it."""
+    """Makes using an optimizer that was created for a comparison, and that user code may keep, an error: it does not
+    train the model."""
     optimizer.param_groups = _Nothing(_not_trained)  # type: ignore[assignment]
     optimizer.state = _Nothing(_not_trained)  # type: ignore[assignment]
 
@@ -69,16 +70,16 @@ def refuse_use(optimizer: optim.Optimizer) -> None:
 def _not_trained() -> PiperError:
     return error(
         "P0601",
-        "this code uses an optimizer that trains nothing",
+        "this code uses an optimizer object that does not train the model",
         here(),
         notes=["devices train with copies of what `optimizer` returns"],
-        help="let `lr_schedule` change the options of its groups (lr, weight_decay, momentum) from step to step",
+        help="change the options of its groups (lr, weight_decay, momentum) from step to step in `lr_schedule`",
     )
 
 
 def check_options(optimizer: optim.Optimizer, last: list[dict[str, Any]], make: Callable[..., Any]) -> None:
-    """Between steps only the schedule may change options: what others change would not reach the copies, or not on
-    workers."""
+    """Between steps only the schedule may change options: changes by other code would not reach the copies, or not
+    those on workers."""
     for group, was in zip(optimizer.param_groups, last, strict=False):
         name = next(
             (name for name, value in options(group).items() if name not in was or not same_option(was[name], value)),
@@ -89,7 +90,9 @@ def check_options(optimizer: optim.Optimizer, last: list[dict[str, Any]], make: 
                 "P0601",
                 f"option `{name}` of the optimizer has changed between steps",
                 line_of_function(make),
-                notes=["only the schedule of `lr_schedule` may do that: copies of the optimizer train"],
+                notes=[
+                    "only the schedule of `lr_schedule` may change options: devices train with copies of the optimizer"
+                ],
                 help="return an object with a method `step` from `lr_schedule(optimizer)` that changes it",
             )
 
@@ -97,15 +100,15 @@ def check_options(optimizer: optim.Optimizer, last: list[dict[str, Any]], make: 
 def check_groups(
     optimizer: optim.Optimizer, stand_ins: list[list[nn.Parameter]], make_schedule: Callable[..., Any]
 ) -> None:
-    """The schedule must leave the groups as they are."""
+    """The schedule must not change the groups."""
     now = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     if now != [[id(parameter) for parameter in group] for group in stand_ins]:
         raise error(
             "P0601",
             "the schedule of `lr_schedule` changes which parameters the groups of the optimizer have",
             line_of_function(make_schedule),
-            notes=["groups are divided over devices before the first step"],
-            help="make all groups in `optimizer`, and let the schedule change their options",
+            notes=["groups are distributed over devices before the first step"],
+            help="create all groups in `optimizer`, and change only their options in the schedule",
         )
 
 
@@ -114,7 +117,7 @@ def _touched(what: str) -> PiperError:
         "P0601",
         f"`lr_schedule` uses {what}",
         here(),
-        notes=["weights and state are divided over devices, and copies of the optimizer train them"],
+        notes=["weights and state are distributed over devices, and copies of the optimizer train them"],
         help=_REPAIR,
     )
 
@@ -123,7 +126,7 @@ class SharedState:
     """Python state that the steps of an optimizer change outside of it: in globals, class attributes, closures of
     hooks.
 
-    On workers every process steps once in a training step, as plain training does. Devices that share one process would
+    On workers every process steps once per training step, as in plain training. Devices that share one process would
     all change the same state."""
 
     def __init__(self, optimizer: optim.Optimizer, make: Callable[..., Any], devices: int) -> None:
@@ -152,7 +155,7 @@ class SharedState:
                     "P0601",
                     f"{name} changes in every step of the optimizer",
                     self.line,
-                    notes=["devices of one process share it, so it changes several times in a training step"],
+                    notes=["all devices in this process share it, so it changes several times per training step"],
                     help=(
                         "use `--executor ray`, where every device has a process of its own, or keep it in"
                         " `optimizer.state`"

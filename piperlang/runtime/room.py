@@ -1,4 +1,4 @@
-"""How much memory is free where something is to run, and how many threads it is worth."""
+"""The free memory of a device, and the number of threads for an amount of work."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 LITTLE = 10e9
-"""Floating-point operations that one thread does in about a second."""
+"""Floating-point operations that one thread executes in about a second."""
 
 
 @contextmanager
 def threads_for(flops: float) -> Iterator[None]:
-    """Little work is for one thread: on a busy machine several wait for each other at every operator, 40 times as long
-    as the work takes (seen on two cores)."""
+    """Uses one thread for little work: on a busy machine several threads wait for each other at every operator, 40
+    times as long as the work takes (measured on two cores)."""
     before = torch.get_num_threads()
     if flops < LITTLE:
         torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return 2**62  # a system that does not say
+    return 2**62  # unknown on this system
 
 
 def gigabytes(size: float) -> str:

@@ -1,5 +1,5 @@
-"""Logical streams on CPU: a thread each, so that communication and compute, or two streams of compute, truly run side
-by side."""
+"""Logical streams on CPU: one thread each, so that communication and compute, or two compute streams, run
+concurrently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from piperlang.plan.instructions import Instruction
 
 
 class Failed(Exception):
-    """An instruction that raised: which one, and why."""
+    """An instruction that raised, and its exception."""
 
     def __init__(self, instruction: Instruction, cause: BaseException) -> None:
         super().__init__(said(cause))
@@ -19,8 +19,8 @@ class Failed(Exception):
 
 
 class Streams:
-    """Runs the instructions of one device, each stream in its order, waiting across streams only where the plan says
-    so."""
+    """Runs the instructions of one device: each stream in order, with waits across streams only where the plan has
+    them."""
 
     def __init__(
         self, instructions: Sequence[Instruction], execute: Callable[[Instruction], None], name: str = ""
@@ -31,7 +31,7 @@ class Streams:
             self.lists.setdefault(instruction.stream, []).append(i)
         waited = {i for instruction in instructions for i in instruction.waits}
         self.done = {i: threading.Event() for i in waited}
-        # The caller's own thread takes the longest list, mostly compute: the others cost a switch each.
+        # The caller's thread runs the longest stream, mostly compute: the others cost a thread switch each.
         self.main = (
             max(self.lists, key=lambda stream: (stream == "compute", len(self.lists[stream]))) if self.lists else ""
         )
@@ -56,7 +56,7 @@ class Streams:
         if self.main:
             self._run(self.main)
         for _ in self.starts:
-            # A stream that waits for another device may wait long for one that has failed here: the step is over then.
+            # A stream may wait long for a device after an instruction has failed here: the step is over then.
             while not self._over and not self.finished.acquire(timeout=0.05):
                 pass
         if self.failure is not None:
@@ -64,7 +64,7 @@ class Streams:
 
     @property
     def _over(self) -> bool:
-        """Nothing more is to be executed."""
+        """Whether the step is over."""
         return self.failure is not None or self.stopping
 
     def _serve(self, stream: str) -> None:
@@ -101,12 +101,12 @@ class Streams:
         self._wake()
 
     def _wake(self) -> None:
-        """Whoever waits for another stream waits no longer."""
+        """Wake up all waits for other streams."""
         for event in self.done.values():
             event.set()
 
     def close(self) -> None:
-        """Also in the middle of a step, which is given up after the instructions that are running."""
+        """Also works in the middle of a step, which is abandoned after the running instructions."""
         self.stopping = True
         self._wake()
         for start in self.starts.values():

@@ -1,5 +1,5 @@
-"""A plan on one process: a thread for every device and stream, messages through memory. For `--executor inline`, and
-where no Ray is wanted."""
+"""A plan in one process: one thread per device and stream, messages through memory. For `--executor inline`, and to run
+without Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ThreadJob:
         self, plan: Plan, captured: Captured, training: Training, timeout: float = 60.0, loss_dtype: str = "float32"
     ) -> None:
         self.plan, self.captured, self.timeout = plan, captured, timeout
-        with seeded(training.seed):  # data may draw from the same generators, and goes on where it was
+        with seeded(training.seed):  # `data` may use the same generators, so their state is restored
             model = training.make_model()
             hold(model)
         weights = named_tensors(model) | dict(captured.constants)
@@ -83,12 +83,12 @@ class ThreadJob:
         self.evaluation = _Routine(plan, captured, board, devices)
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        assert self.evaluation is not None, "prepare a plan for evaluation first"
+        assert self.evaluation is not None, "call prepare() with an evaluation plan first"
         return self.evaluation.run(self.steps, self.evaluation.checked(batch))
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:
         self.captured.check_state()
-        # Copies: whoever makes batches may write the next one into the same memory before this step has run.
+        # Copies: `data` may write the next batch into the same memory before this step has run.
         return [tensor.to("cpu", copy=True) for tensor in self.training.checked(batch)], gradients
 
     def finish(self, begun: tuple[list[torch.Tensor], bool]) -> Step:
@@ -133,7 +133,7 @@ def _pieces(plan: Plan, captured: Captured) -> list[Piece]:
 
 
 class _Routine:
-    """A plan with its devices: for training, or for evaluation."""
+    """A plan with its devices: for training or for evaluation."""
 
     def __init__(self, plan: Plan, captured: Captured, board: Switchboard, devices: Sequence[Device]) -> None:
         self.plan, self.captured, self.board, self.devices = plan, captured, board, devices
@@ -165,7 +165,7 @@ class _Routine:
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException:  # Ctrl-C: devices that wait for each other would wait for ones that never come
+        except BaseException:  # Ctrl-C: devices would wait for others that have stopped
             self.close()
             for thread in threads:
                 if thread.ident is not None:
@@ -183,6 +183,6 @@ class _Routine:
     def _failed(self, device: Device, failure: Failed) -> Exception:
         instruction = failure.instruction
         line = self.plan.lines[instruction.node]
-        at = f"it was at {instruction.op} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
+        at = f"it was running {instruction.op} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
         piece = device.pieces[instruction.program] if isinstance(instruction, Compute) else None
         return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at])

@@ -1,5 +1,5 @@
 """The user's `optimizer` and `lr_schedule`: how they are called, and how much of the model a step of the optimizer
-looks at."""
+reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from piperlang.elaborate.directive import Written
 from piperlang.source import Span
 
 NAMED = ("named_params", "named_parameters")
-"""Names of the first argument that ask for (name, parameter) pairs."""
+"""Names of the first argument that request (name, parameter) pairs."""
 
 
 class Scope(Enum):
@@ -52,14 +52,18 @@ PER_PARAMETER: frozenset[type] = frozenset((optim.Adafactor, optim.Muon))
 def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimizer:
     """The user's optimizer on the parameters of `model` that require gradients.
 
-    The name of its first argument says what it is given: the model, pairs of names and parameters, or a list of
+    The name of its first argument decides what is passed: the model, pairs of names and parameters, or a list of
     parameters."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     first = next((argument.name for argument in _arguments(make)), "")
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     made = make(model if first == "model" else named if first in NAMED else [parameter for _, parameter in named])
     if not isinstance(made, optim.Optimizer):
-        raise _mistake(make, f"`optimizer` returns {type(made).__name__}", "return a torch.optim.Optimizer")
+        raise _mistake(
+            make,
+            f"`optimizer` returns {type(made).__name__}, not a torch.optim.Optimizer",
+            "return a torch.optim.Optimizer",
+        )
     refuse_hooks(model)
     changed = next(
         (name for name, parameter in model.named_parameters() if parameter.requires_grad != flags.get(name)), None
@@ -68,7 +72,7 @@ def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimi
         raise _mistake(
             make,
             f"`optimizer` changes requires_grad of {changed}",
-            "set requires_grad in `model`: the program is traced with the model as it is made",
+            "set requires_grad in `model`: the program is traced with the model that it returns",
         )
     own = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(made.param_groups):
@@ -76,7 +80,7 @@ def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimi
         if other is not None:
             message = "the optimizer holds a tensor that is not a parameter of the model"
             note = f"it has shape {list(other.shape)} and is in parameter group {number}"
-            raise _mistake(make, message, "give it parameters of the model only", note)
+            raise _mistake(make, message, "pass it only parameters of the model", note)
     return made
 
 
@@ -89,8 +93,10 @@ def call_schedule(make: Callable[[Any], Any], optimizer: optim.Optimizer) -> Any
         raise _mistake(make, message, "return a torch.optim.lr_scheduler.LRScheduler")
     needed = _required(step)
     if needed:
-        message = f"{type(made).__name__}.step needs `{needed[0]}`, and `lr_schedule` is stepped without arguments"
-        raise _mistake(make, message, "use a schedule of the step number alone, such as CosineAnnealingLR or LambdaLR")
+        message = f"{type(made).__name__}.step needs `{needed[0]}`, but the schedule is stepped without arguments"
+        raise _mistake(
+            make, message, "use a schedule that depends only on the step number, such as CosineAnnealingLR or LambdaLR"
+        )
     return made
 
 
@@ -101,10 +107,10 @@ def step_schedule(schedule: Any, optimizer: optim.Optimizer, make: Callable[...,
     except PiperError:
         raise
     except (Exception, SystemExit) as problem:
-        help = "repair this line, or make the schedule last for all training steps"
+        help = "fix this line, or make the schedule cover all training steps"
         raise error(
             "P0801",
-            "the schedule of `lr_schedule` cannot be stepped",
+            "the schedule of `lr_schedule` raised an exception in `step`",
             line_of(problem) or _line(make),
             notes=[said(problem)],
             help=help,
@@ -112,13 +118,13 @@ def step_schedule(schedule: Any, optimizer: optim.Optimizer, make: Callable[...,
     if _replaced(optimizer) != methods:
         raise _unsupported(
             make,
-            f"the schedule replaces a method of {type(optimizer).__name__}, and copies of the optimizer train",
-            "let it change options of the groups: a learning rate of 0 stops training",
+            f"the schedule replaces a method of {type(optimizer).__name__}, but copies of the optimizer train",
+            "change only options of the groups: a learning rate of 0 stops training",
         )
 
 
 def _replaced(optimizer: optim.Optimizer) -> dict[str, Any]:
-    """Methods that the instance has instead of those of its class, as LRScheduler wraps `step`."""
+    """Methods that are replaced on the instance, as LRScheduler wraps `step`."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -127,11 +133,11 @@ def _replaced(optimizer: optim.Optimizer) -> dict[str, Any]:
 
 
 def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
-    """By exact class or by declaration; a class that says nothing may look at all weights. Raises P0601 where no
-    schedule can run it."""
+    """Determined by exact class or by declaration; other classes are assumed to read all weights. Raises P0601 for
+    optimizers that no schedule can run."""
     name = type(optimizer).__name__
     if type(optimizer) is optim.SparseAdam:
-        raise _unsupported(make, f"{name} needs sparse gradients, and gradients here are dense", "use Adam")
+        raise _unsupported(make, f"{name} needs sparse gradients, which are not supported", "use Adam")
     if _required(type(optimizer).step, skip=1):
         message = f"{name}.step needs a closure that evaluates the model again"
         raise _unsupported(make, message, "use an optimizer whose step needs no argument, such as AdamW")
@@ -140,12 +146,12 @@ def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
     if type(optimizer).zero_grad is not optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         raise _unsupported(
             make,
-            f"{name} has a `zero_grad` of its own, and gradients are new in every step here",
-            "keep what is to last from step to step in the optimizer's state, in `step`",
+            f"{name} overrides `zero_grad`, which is never called: gradients are new tensors in every step",
+            "keep values that persist between steps in the optimizer's state, in `step`",
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise _unsupported(
-            make, f"{name} has differentiable=True, and updates are not differentiated", "leave `differentiable` out"
+            make, f"{name} has differentiable=True, but updates are not differentiated", "remove `differentiable`"
         )
     if _has_step_hooks(optimizer):
         return Scope.MODEL
@@ -159,41 +165,41 @@ def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
 def refused(
     optimizer: optim.Optimizer, make: Callable[..., Any], scope: Scope, why: str, by: Written | None, line: str
 ) -> PiperError:
-    """An optimizer that needs more than a device has.
+    """The error for an optimizer that needs more of the weights than a device has.
 
-    `by`: the directive that divides the weight; `line`: where it stands, if only that is known."""
+    `by`: the directive that shards the weight; `line`: its location, if only that is known."""
     name = type(optimizer).__name__
     if scope is Scope.WEIGHT:
-        message = f"{name} needs whole weights"
+        message = f"{name} needs unsharded weights"
         helps: tuple[str, ...] = (
-            "use an optimizer that works element by element, such as AdamW, or leave `states=sharded` and `shard` out",
+            "use an elementwise optimizer, such as AdamW, or remove `states=sharded` and `shard`",
         )
     elif _has_step_hooks(optimizer):
-        message = f"step hooks of {name} may look at all weights at once"
-        helps = ("do without hooks, or let every device have all weights whole",)
+        message = f"step hooks of {name} may read all weights"
+        helps = ("remove the hooks, or keep all weights unsharded on every device",)
     else:
-        message = f"{name} may look at all weights at once"
+        message = f"{name} may read all weights in one update"
         helps = (
             (
-                f"set `elementwise = True` on {name} if every element's update depends on that element's gradient and"
-                " state alone"
+                f"set `elementwise = True` on {name} if the update of an element depends only on its own gradient and"
+                " state"
             ),
-            f"set `per_parameter = True` on {name} if it needs whole weights, but each by itself",
-            "otherwise let every device have all weights whole",
+            f"set `per_parameter = True` on {name} if the update of a weight depends only on that whole weight",
+            "otherwise keep all weights unsharded on every device",
         )
-    notes = (why, f"divided by {line}") if line and by is None else (why,)
-    span, label = (by.span, "divided here") if by else (_line(make), "")
+    notes = (why, f"sharded by {line}") if line and by is None else (why,)
+    span, label = (by.span, "sharded here") if by else (_line(make), "")
     return PiperError(Diagnostic("P0601", message, span, label, notes=notes, helps=helps, trail=by.trail if by else ()))
 
 
 def never_stepped(optimizer: optim.Optimizer) -> None:
-    """Keep LRScheduler from warning that this optimizer has not been stepped: copies of it are. A private name, in
-    torch 2.11 and 2.13."""
+    """Keep LRScheduler from warning that this optimizer was never stepped: copies of it are. A private name, in torch
+    2.11 and 2.13."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _has_step_hooks(optimizer: optim.Optimizer) -> bool:
-    """Whether code of the user's runs before or after each step of this optimizer, or of any. torch's profiler has a
+    """Whether user code runs before or after each step of this optimizer, or of all optimizers. torch's profiler has a
     hook of its own.
 
     Private names of torch.optim, in torch 2.11 and 2.13."""
@@ -216,7 +222,7 @@ def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _required(function: Callable[..., Any], skip: int = 0) -> list[str]:
-    """Names of the arguments without a default, but for the first `skip`."""
+    """Names of the arguments without a default, except the first `skip`."""
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [
         one.name for one in _arguments(function)[skip:] if one.kind in named and one.default is inspect.Parameter.empty
@@ -232,5 +238,5 @@ def _unsupported(make: Callable[..., Any], message: str, help: str) -> PiperErro
 
 
 def _line(make: Callable[..., Any]) -> Span | None:
-    """Where the user's function is defined."""
+    """The line where the user's function is defined."""
     return line_of_function(make.func if isinstance(make, partial) else make)

@@ -1,7 +1,8 @@
-"""Batches like a given one, with other numbers: what a model does only with some values is not seen in its first batch.
+"""Batches like a given one, with different numbers: the first batch does not show what a model does only for some
+values.
 
-A flag that is 0 for every sample at first, weights of samples that come later, indices that are all different: the
-first batch may leave out what a later one has."""
+Examples are a flag that is 0 for every sample at first, sample weights that start later, and indices that are all
+different: the first batch may lack what a later one has."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ CONVERTS = ("to", "_to_copy", "type_as", "type")
 
 
 class Whole(Enum):
-    """What becomes of whole numbers and of truth values."""
+    """How integers and booleans are changed."""
 
-    KEPT = "as they are"
+    KEPT = "unchanged"
     MIXED = "those of other samples"
-    MORE = "those of other samples, and where all samples have the same one, that or the next"
+    MORE = "those of other samples; if all samples have the same value, that value or the next"
 
 
 def varied(batch: tuple[Any, Any], seed: int, noise: bool = True, more: bool = True) -> Iterator[tuple[Any, Any]]:
-    """Batches in which fewer and fewer numbers are other ones: a model need not work with any, so whoever asks takes
-    the first that does.
+    """Batches in which fewer and fewer numbers are changed. A model need not accept all numbers, so the caller uses the
+    first batch that it accepts.
 
-    An element becomes that of another sample at the same place, so that columns keep their kind; to real numbers
-    `noise` is added. `more`: whole numbers that the batch does not have, too."""
+    An element is replaced by the element of another sample at the same position, so that columns keep their meaning;
+    `noise` is added to floating-point numbers. `more`: also use integers that the batch does not contain."""
     ways = [(noise, Whole.MORE)] if more else []
     for noisy, whole in (*ways, (noise, Whole.MIXED), (noise, Whole.KEPT), (False, Whole.MIXED), (False, Whole.KEPT)):
         generator = torch.Generator().manual_seed(seed)
@@ -62,7 +63,7 @@ def _noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def converts_to_indices(graph: fx.Graph) -> bool:
-    """Whether real numbers become whole ones, which may be indices."""
+    """Whether the program converts floating-point numbers to integers, which may be indices."""
     return any(
         name_of(node.target) in CONVERTS and _is_whole(node) and not any(map(_is_whole, node.all_input_nodes[:1]))
         for node in graph.nodes

@@ -1,4 +1,5 @@
-"""One device of a job: a Ray actor that keeps its part of the model and runs its part of the plan, a call a step."""
+"""One device of a job: a Ray actor that holds its part of the model and runs its part of the plan, one call per
+step."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker needs to know once."""
+    """Everything a worker needs for setup."""
 
     plan: DevicePlan
     programs: list[StageProgram]
@@ -60,16 +61,16 @@ class Setup:
     optimizer: Callable[[Any], Any]
     lr_schedule: Callable[[Any], Any] | None
     updated: dict[str, str]
-    """Weights that some device updates, and the line of the script that divides the update."""
+    """Weights that some device updates, with the script line that shards the update."""
     constants: dict[str, torch.Tensor]
-    """What the program reads besides the batch and the model's own tensors."""
+    """Tensors that the program reads besides the batch and the model's own tensors."""
     known: frozenset[str] | None = None
-    """For one worker: the names of weights that are kept somewhere. It keeps the others."""
+    """For one worker: the names of weights that some device stores. This worker stores all others."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step gave on one device."""
+    """The result of a step on one device."""
 
     loss: float
     seconds: float
@@ -78,10 +79,10 @@ class Report:
 
 
 class Routine:
-    """A plan of this device that can be run: for training, or for evaluation."""
+    """A plan of this device: for training or for evaluation."""
 
     def __init__(self, device: Device, comm: Comm, cuda: bool, begun: Callable[[int], None]) -> None:
-        """`begun` is told the number of every instruction before it runs."""
+        """`begun` is called with the index of every instruction before it runs."""
         self.device, self.comm = device, comm
         instructions = device.plan.instructions
         positions = self.positions = {id(instruction): i for i, instruction in enumerate(instructions)}
@@ -97,7 +98,7 @@ class Routine:
             self.streams.values = device
 
     def run(self, step: int, feeds: dict[str, torch.Tensor], count: float) -> float:
-        """What its losses count for; raises what an instruction raised, or what sending did."""
+        """The device's contribution to the loss. Raises the exception of a failed instruction or send."""
         self.device.begin(step, feeds, count)
         with torch.no_grad():
             self.streams.step()
@@ -106,7 +107,7 @@ class Routine:
 
 
 class Worker:
-    """Not yet an actor: the driver makes it one, so that this file needs no Ray."""
+    """A plain class: the driver turns it into an actor, so that this file does not need Ray."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         os.environ.update(environment or {})
@@ -119,7 +120,8 @@ class Worker:
         return process()
 
     def host(self, peer: str) -> str:
-        """Open a meeting place for workers that share no files, at the address under which `peer` sees us."""
+        """Open a rendezvous for workers that share no file system, at the address under which `peer` reaches this
+        worker."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((peer, 9))
             address: str = probe.getsockname()[0]
@@ -127,11 +129,11 @@ class Worker:
         return f"tcp://{address}:{self.meeting.port}"
 
     def ping(self) -> float:
-        """Answered on a thread of its own: a process that is stopped does not."""
+        """Answered by a separate thread: a stopped process does not answer."""
         return time.time()
 
     def setup(self, packed: bytes) -> str:
-        """Make the model and keep our part of it; gives the fingerprint of the whole."""
+        """Create the model and keep this device's part of it; returns the fingerprint of the whole model."""
         self.close()
         setup = _loaded(packed)
         rank = setup.ranks[setup.plan.device]
@@ -158,20 +160,18 @@ class Worker:
         try:
             return self._keep(setup, rank, where)
         except BaseException:
-            self.comm.close()  # this worker may be set up for another job
+            self.comm.close()  # the worker may be reused for another job
             raise
 
     def _keep(self, setup: Setup, rank: int, where: torch.device) -> str:
-        """Of the whole model, what this device needs."""
-        _ = getattr(
-            setup.make_model, "__wrapped__", None
-        )  # the model file runs before the seed is set, as it does in the driver
+        """Keeps the tensors of the model that this device needs."""
+        _ = getattr(setup.make_model, "__wrapped__", None)  # the model file runs before seeding, as in the driver
         seed_all(setup.seed)
         model = setup.make_model()
         started_from = fingerprint(model)
         weights = named_tensors(model) | setup.constants
         self.rest_of_model = rest_of(model, setup.known) if setup.known is not None else None
-        # After the model: what it defines, operators of its own above all, is what pieces call.
+        # After the model, because stage programs call operators that it defines.
         pieces = pickle.loads(setup.pieces)
         if setup.compiles:
             pieces = compiled(pieces, setup.programs)
@@ -186,7 +186,7 @@ class Worker:
         return started_from
 
     def prepare(self, packed: bytes) -> None:
-        """Another plan on the same weights: evaluation."""
+        """Set up another plan on the same weights: evaluation."""
         plan, programs, packed_pieces, groups, pairs = pickle.loads(packed)
         trained, setup = self.routines["train"].device, self.setting
         comm = copy.copy(self.comm)
@@ -198,8 +198,8 @@ class Worker:
         self.routines["evaluate"] = Routine(device, comm, setup.cuda, self._begun)
 
     def _open_progress(self, path: str, rank: int) -> None:
-        """One number that the driver can read even when this process is dead, if it shares our files: the instruction
-        last begun."""
+        """Opens the file of the instruction last begun, which the driver can read even when this process is dead, if
+        they share a file system."""
         if path:
             with Path(path).open("r+b") as file:
                 self.progress = mmap.mmap(file.fileno(), 0)
@@ -231,7 +231,7 @@ class Worker:
             loss = routine.run(self.steps, feeds, count)
         except Failed as failure:
             return _failed(failure.cause, routine.positions[id(failure.instruction)])
-        except RuntimeError as problem:  # whoever should have taken what was sent is gone
+        except RuntimeError as problem:  # the receiver of a message is gone
             (at,) = struct.unpack_from("<i", self.progress, self.slot)
             return _failed(problem, at)
         self._begun(-1)
@@ -239,7 +239,7 @@ class Worker:
         return Report(loss, time.perf_counter() - started, memory)
 
     def running(self) -> dict[str, int]:
-        """Which instruction each stream is at, for a message about somebody else."""
+        """The current instruction of each stream, for messages about another device."""
         return dict(self.active.streams.running) if self.active is not None else {}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -252,7 +252,7 @@ class Worker:
         return {key: value.cpu() for key, value in (self.routines["train"].device.last_gradients or {}).items()}
 
     def measure(self, feeds: dict[str, torch.Tensor], count: float) -> tuple[float, Measured]:
-        """A step, and what it takes of memory."""
+        """Runs a step and measures its memory."""
         from piperlang.runtime.measure import measured
 
         routine = self.routines["train"]
@@ -262,8 +262,8 @@ class Worker:
         return found
 
     def reset_peak(self) -> dict[str, int]:
-        """The most memory on CUDA since the last call, as torch's allocator counts it; the next peak counts from here,
-        without what earlier jobs have left."""
+        """The peak CUDA memory since the last call, according to torch's allocator. Resets the peak, without memory
+        that earlier jobs left."""
         if not self.comm.cuda:
             return {}
         torch.cuda.synchronize()
@@ -288,10 +288,10 @@ def _loaded(packed: bytes) -> Setup:
     except Exception as problem:
         raise error(
             "P0604",
-            "a worker cannot load the functions that it is given",
+            "a worker cannot unpickle the functions of the job",
             line_of(problem),
             notes=[said(problem)],
-            help="let every worker find the module that defines them: install it, or set PYTHONPATH",
+            help="make the module that defines them importable on every worker: install it, or set PYTHONPATH",
         ) from problem
     return setup
 
@@ -301,7 +301,7 @@ def _failed(problem: BaseException, position: int = -1) -> Report:
 
 
 def process() -> tuple[str, int]:
-    """Who we are: the system whose process numbers ours is one of, and the number."""
+    """The identity of this process: its system and PID namespace, and its PID there."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     system = boot.read_text().strip() if boot.exists() else socket.gethostname()
     namespace = Path("/proc/self/ns/pid")
@@ -309,6 +309,6 @@ def process() -> tuple[str, int]:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has."""
+    """Resident memory of this process in bytes."""
     with Path("/proc/self/statm").open() as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

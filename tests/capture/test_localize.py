@@ -414,7 +414,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     case = CASES["moe"]
     chunk = given(case.model, "expert", 0, case.batch(4), case.loss)
     diagnostic = refused(chunk, over(3, "experts", "ep"))
-    assert diagnostic.notes[0] == "dimension 0 of a weight of shape [4, 16, 32] is no multiple of 3"
+    assert diagnostic.notes[0] == "dimension 0 of a weight of shape [4, 16, 32] is not divisible by 3"
     assert "in module" in diagnostic.notes[1]
 
 
@@ -438,7 +438,7 @@ def test_a_residual_around_columns_is_refused() -> None:
     for _ in range(2):
         diagnostic = refused(given(Residual, value="norm"), over(2, "columns"))
         assert diagnostic.notes == (
-            "add needs a part of a value that every device has whole",
+            "add needs a slice of a value that is replicated on every device",
             "in module (the model itself)",
         )
 
@@ -446,14 +446,14 @@ def test_a_residual_around_columns_is_refused() -> None:
 def test_a_sequence_that_cannot_be_divided_is_refused() -> None:
     assert (
         refused(given(Normed, value="norm"), over(4, "sequence", "sp")).notes[0]
-        == "nothing that it reads has a second dimension that is a multiple of 4"
+        == "no input of the chunk has a second dimension that is divisible by 4"
     )
     refused(given(Attention, value="attention"), over(2, "sequence", "sp"))
 
 
 def test_two_axes_of_which_one_does_not_fit_are_refused() -> None:
     assert (
-        "is no multiple of 8"
+        "is not divisible by 8"
         in refused(given(lambda: Pair(4), value="up"), over(2, "columns", "a"), over(4, "columns", "b")).notes[0]
     )
     refused(given(Attention, value="attention"), over(2, "rows"), over(2, "sequence", "sp"))
@@ -475,7 +475,7 @@ def test_an_operator_without_a_rule_is_refused() -> None:
     assert (
         refused(given(Distances, value="up"), over(2, "columns"))
         .notes[0]
-        .startswith("_cdist_forward cannot be divided so: ")
+        .startswith("_cdist_forward cannot be sharded this way: ")
     )
 
 

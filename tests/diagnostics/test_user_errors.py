@@ -186,7 +186,7 @@ MODELS = [
         "constructor wants a GPU",
         written("def model():\n    return nn.Linear(4, 4).to('cuda')  # here\n"),
         "P0801",
-        ("leave devices to piperc",),
+        ("do not choose devices: piperc",),
     ),
     Mistake(
         "lazy modules",
@@ -224,7 +224,7 @@ FORWARDS = [
         "the size of the batch as a number",
         forward("return self.layer(x.view(8, 4))  # here"),
         "P0802",
-        ("raised RuntimeError: shape '[8, 4]' is invalid", "this is with 16 samples", "use `x.shape[0]`"),
+        ("raised RuntimeError: shape '[8, 4]' is invalid", "this happens with 16 samples", "use `x.shape[0]`"),
     ),
     Mistake(
         "forward has no such attribute",
@@ -531,7 +531,7 @@ LOSSES = [
             + "        yield torch.randn(8, 4), torch.zeros(8, 4)\n",
         ),
         "P0807",
-        ("counts nothing", "masked"),
+        ("the count of the loss is 0", "masked"),
     ),
     Mistake(
         "loss takes one argument",
@@ -610,13 +610,13 @@ BATCHES = [
         "data returns one batch",
         written(data=f"def data():  # here\n    return {ONE}, {ONE}\n"),
         "P0801",
-        ("one batch, not an iterator", "yield"),
+        ("one batch instead of an iterator", "yield"),
     ),
     Mistake(
         "data gives no batch",
         written(data="def data():  # here\n    yield from ()\n"),
         "P0801",
-        ("`data` gives no batch",),
+        ("`data` yields no batches",),
     ),
     Mistake(
         "data gives tensors",
@@ -682,7 +682,7 @@ BATCHES = [
         "parts change",
         written(data=f"def data():  # here\n    yield {ONE}, {ONE}\n    yield ({ONE},), {ONE}\n"),
         "P0801",
-        ("batch 2 of `data`", "other parts"),
+        ("batch 2 of `data`", "a different structure"),
     ),
     Mistake(
         "shapes change with the epoch",
@@ -861,20 +861,20 @@ STEPS = [
         "operator raises",
         LATE,
         "P0604",
-        ("device 0 failed", "IndexError: index out of range in self", "in module table", "it was at F of"),
+        ("device 0 failed", "IndexError: index out of range in self", "in module table", "it was running F of"),
     ),
     Mistake(
         "a matrix that cannot be inverted",
         SINGULAR,
         "P0604",
-        ("device 0 failed", "input matrix is singular", "it was at F of"),
+        ("device 0 failed", "input matrix is singular", "it was running F of"),
     ),
     Mistake("kernel raises", KERNEL.format(1), "P0604", ("device 0 failed", "ValueError: in the kernel")),
     Mistake(
         "optimizer.step raises later",
         written(more=SGD.format("self.count = getattr(self, 'count', 0) + 1; assert self.count < 4, 'fourth step'")),
         "P0604",
-        ("AssertionError: fourth step", "it was at update of"),
+        ("AssertionError: fourth step", "it was running update of"),
     ),
     Mistake(
         "lr_schedule.step raises later",
@@ -1189,13 +1189,13 @@ WORKERS = [
         "operator raises on a worker",
         SINGULAR,
         "P0604",
-        ("device 0 failed", "input matrix is singular", "it was at F of"),
+        ("device 0 failed", "input matrix is singular", "it was running F of"),
     ),
     Mistake(
         "optimizer.step raises on a worker",
         written(more=SGD.format(f"assert not {ON_WORKERS}, 'not here'")),
         "P0604",
-        ("AssertionError: not here", "it was at update of"),
+        ("AssertionError: not here", "it was running update of"),
     ),
 ]
 """Ray is started for the first of them, and once more after an operator has failed."""

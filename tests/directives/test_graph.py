@@ -369,7 +369,7 @@ def test_a_batch_of_one_sample() -> None:
 def test_a_batch_of_another_size_is_refused(samples: int) -> None:
     """More samples than were planned for would be left out in silence."""
     graph, captured = compiled(program("mlp"), "split batch into 2 as mb\n")
-    with pytest.raises(PiperError, match="when the model was traced"):
+    with pytest.raises(PiperError, match="but the model was traced with"):
         Inline(graph, captured, CASES["mlp"].model(), optimizer).step(CASES["mlp"].batch(samples))
 
 

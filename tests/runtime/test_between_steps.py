@@ -129,7 +129,7 @@ def data():
         yield x, made[0](x).argmax(1)
 """,
         "P0808",
-        "not the one that is trained",
+        "not being trained",
     ),
     "a rate that on_step changes": (
         """
@@ -231,7 +231,7 @@ class N(M):
 def model(): return N()
 """,
         "P0802",
-        "without elements",
+        "an empty tensor is passed",
     ),
 }
 

@@ -166,7 +166,7 @@ def test_a_cluster_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
         Cluster(2)
     (diagnostic,) = found.value.diagnostics
     assert diagnostic.code == "P0605"
-    assert "no room for 2 workers" in diagnostic.message
+    assert "not have enough free resources for 2 workers" in diagnostic.message
     assert any("of 1 are free" in note for note in diagnostic.notes), diagnostic.notes
 
 

@@ -79,14 +79,14 @@ def test_no_rows_at_all() -> None:
 
 
 def test_an_expert_that_is_not_there_is_told() -> None:
-    with pytest.raises(ValueError, match="a row chose expert 5, and there are 4"):
+    with pytest.raises(ValueError, match="expert index 5 is out of range: there are 4 experts"):
         routed_linear(torch.randn(2, 4), torch.tensor([0, 5]), torch.randn(4, 4, 5))
-    with pytest.raises(ValueError, match="a row chose expert 5, and there are 4"):
+    with pytest.raises(ValueError, match="expert index 5 is out of range: there are 4 experts"):
         leaving(torch.tensor([0, 5]), 4, 2)
 
 
 def test_shapes_that_do_not_fit_are_told() -> None:
-    with pytest.raises(ValueError, match=r"takes rows \[n, in\], choices \[n\] and weights"):
+    with pytest.raises(ValueError, match=r"needs rows \[n, in\], choices \[n\] and weights"):
         piperlang.routed_linear(torch.randn(2, 3, 4), torch.zeros(2, dtype=torch.int64), torch.randn(3, 4, 5))
 
 
@@ -272,12 +272,12 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda: Odd(chooses_inside=True), "only if they have chosen them before"),
-        (lambda: Odd(dropout=0.5), "dropout numbers elements by their place in the batch"),
-        (lambda: Odd(reads_the_batch=True), "it reads the batch itself"),
+        (lambda: Odd(chooses_inside=True), "only if one tensor of expert indices routes all of them"),
+        (lambda: Odd(dropout=0.5), "dropout masks depend on the position in the batch"),
+        (lambda: Odd(reads_the_batch=True), "it reads a tensor of the batch"),
         (
             lambda: Odd(lambda y: y.view(y.shape[0], 4, -1).flatten(1)),
-            "asks how many rows there are, which the data decide",
+            "depends on the number of routed tokens, which the data decides",
         ),
     ],
     ids=["chosen inside", "dropout", "the batch", "a number of rows"],

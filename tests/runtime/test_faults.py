@@ -86,8 +86,10 @@ def test_a_worker_that_is_killed(worker: int, delay: float, within: float) -> No
     assert diagnostic.code == "P0602"
     assert f"device {worker} died" in diagnostic.message
     if delay:
-        assert any("it was at" in note and f"stage={worker}" in note for note in diagnostic.notes), diagnostic.notes
-        assert any(f"device {1 - worker} was at" in note for note in diagnostic.notes), diagnostic.notes
+        assert any("it was running" in note and f"stage={worker}" in note for note in diagnostic.notes), (
+            diagnostic.notes
+        )
+        assert any(f"device {1 - worker} was running" in note for note in diagnostic.notes), diagnostic.notes
 
 
 @pytest.mark.parametrize("within", [10.0, pytest.param(5.0, marks=pytest.mark.slow)])

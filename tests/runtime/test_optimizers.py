@@ -455,22 +455,22 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
     "subclass under ZeRO": (
         "zero1",
         Normed,
-        ("Normed may look at all", "`elementwise = True`", "`per_parameter = True`", "is divided"),
+        ("Normed may read all", "`elementwise = True`", "`per_parameter = True`", "is sharded"),
     ),
     "subclass under a pipeline": (
         "pp",
         Normed,
-        ("Normed may look at all", "is not on device", "every device have all weights"),
+        ("Normed may read all", "is not on device", "keep all weights unsharded on every device"),
     ),
-    "declared per parameter": ("zero1", Halved, ("Halved needs whole weights", "is divided", "AdamW")),
-    "Adafactor": ("pp zero3", optim.Adafactor, ("Adafactor needs whole weights", "states=sharded")),
-    "Muon": ("columns", partial(matrices, optim.Muon), ("Muon needs whole weights", "middle.weight is divided")),
+    "declared per parameter": ("zero1", Halved, ("Halved needs unsharded weights", "is sharded", "AdamW")),
+    "Adafactor": ("pp zero3", optim.Adafactor, ("Adafactor needs unsharded weights", "states=sharded")),
+    "Muon": ("columns", partial(matrices, optim.Muon), ("Muon needs unsharded weights", "middle.weight is sharded")),
     "LBFGS": ("ddp", optim.LBFGS, ("LBFGS.step needs a closure",)),
     "SAM": ("ddp", Sam, ("Sam.step needs a closure",)),
     "SparseAdam": ("ddp", optim.SparseAdam, ("SparseAdam needs sparse gradients",)),
     "hooks": ("pp", hooked, ("step hooks of SGD",)),
     "step of the instance": ("one", replaced, ("replaced on the instance",)),
-    "inner optimizers": ("pp", ElementwiseComposed, ("ElementwiseComposed cannot be copied", "holds parameters")),
+    "inner optimizers": ("pp", ElementwiseComposed, ("ElementwiseComposed cannot be copied", "references parameters")),
     "differentiable": ("one", partial(optim.SGD, differentiable=True), ("differentiable=True",)),
 }
 
@@ -508,14 +508,14 @@ def test_a_refusal_points_at_the_directive() -> None:
     assert (span.source.name, span.first.line) == ("s.piper", 3)
     with pytest.raises(PiperError) as caught:
         threads("zero1", optim.Adafactor, steps=0)
-    assert "divided by s.piper:3" in said(caught.value)
+    assert "sharded by s.piper:3" in said(caught.value)
 
 
 def test_refused_on_workers(cluster: Cluster) -> None:
     with pytest.raises(PiperError) as caught:
         workers(cluster, "pp zero3", Normed, steps=0)
     assert caught.value.diagnostics[0].code == "P0601"
-    assert "divided by s.piper:5" in said(caught.value)
+    assert "sharded by s.piper:5" in said(caught.value)
     assert_equal(
         workers(cluster, "ddp", Normed, RATES["cosine"]), plain(lambda model: Normed(trained(model)), RATES["cosine"])
     )
@@ -540,7 +540,7 @@ def short(optimizer: optim.Optimizer) -> Any:
         (lambda params: params, None, ("`optimizer` returns list",)),
         (optim.SGD, plateau, ("ReduceLROnPlateau.step needs `metrics`",)),
         (optim.SGD, lambda optimizer: None, ("`lr_schedule` returns NoneType",)),
-        (partial(optim.SGD, momentum=0.9), short, ("cannot be stepped",)),
+        (partial(optim.SGD, momentum=0.9), short, ("raised an exception in `step`",)),
     ],
     ids=["foreign tensor", "no optimizer", "schedule with an argument", "no schedule", "schedule that ends"],
 )

@@ -47,7 +47,7 @@ def test_the_error_says_that_the_numbers_are_others() -> None:
         verify(captured, lower(graph), habit.batch(0), Training(habit.model, habit.optimizer))
     (diagnostic,) = raised.value.diagnostics
     assert diagnostic.code == "P0608"
-    assert "with others of the same shapes they are not" in " ".join(diagnostic.notes)
+    assert "not on other numbers of the same shapes" in " ".join(diagnostic.notes)
 
 
 def positive(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
