@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from piperlang.version import __version__
+
 if TYPE_CHECKING:
     from piperlang.capture.annotate import annotate
     from piperlang.capture.routed import routed_linear
@@ -16,7 +18,6 @@ _HOME = {
     "compile": "piperlang.runtime.api",
 }
 
-__version__ = "0.1.0"
 __all__ = ["PiperError", "__version__", "annotate", "compile", "routed_linear"]
 
 
@@ -39,3 +40,7 @@ def __getattr__(name: str) -> Any:
         raise ImportError(
             f"piperlang.{name} needs {problem.name}: pip install 'piperlang[run]'", name=problem.name
         ) from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

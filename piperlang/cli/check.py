@@ -13,7 +13,7 @@ from collections import Counter
 
 from piperlang.cli.report import add_parameters, exit_code, model_first, open_script, parameters, result, say, scripts
 from piperlang.diagnostics import PiperError, error
-from piperlang.diagnostics.render import printable
+from piperlang.diagnostics.printable import printable
 from piperlang.session import Outlined, outline
 
 

@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from piperlang import __version__
 from piperlang.cli.needs import INSTALL, OLDEST, installed
 from piperlang.cli.report import colored, paint
+from piperlang.version import __version__
 
 PATIENCE = 120.0
 """Timeout in seconds for importing torch and Ray; a cold network disk is slow."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from piperlang.cli.report import exit_code, open_script, report, scripts
 from piperlang.diagnostics import PiperError, error
-from piperlang.diagnostics.render import printable
+from piperlang.diagnostics.printable import printable
 from piperlang.syntax.format import format_source
 
 

@@ -17,7 +17,6 @@ from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 
-from piperlang import __version__
 from piperlang.cli import needs
 from piperlang.cli.parsing import Parser
 from piperlang.cli.progress import progress_of
@@ -25,6 +24,7 @@ from piperlang.cli.report import exit_code, model_first, report
 from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.diagnostics.render import FORMATS
 from piperlang.syntax.parse import is_file
+from piperlang.version import __version__
 
 FINE, DIAGNOSTICS, USAGE, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 COMMANDS = {

@@ -12,7 +12,8 @@ from typing import TextIO
 
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError, error
 from piperlang.diagnostics.files import unreadable
-from piperlang.diagnostics.render import FOR_PROGRAMS, Paint, printable, render
+from piperlang.diagnostics.printable import printable
+from piperlang.diagnostics.render import FOR_PROGRAMS, Paint, render
 from piperlang.source import Source
 from piperlang.syntax.parse import MAX_BYTES, decode, is_file, read
 

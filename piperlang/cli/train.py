@@ -178,9 +178,9 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
 
     import torch
 
-    from piperlang import __version__
     from piperlang.elaborate.resolved import resolved
     from piperlang.plan.files import dump
+    from piperlang.version import __version__
 
     source, _ = open_script(options.script)
     (folder / "schedule.piper").write_text(source.text, encoding="utf-8")

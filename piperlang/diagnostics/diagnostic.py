@@ -48,6 +48,11 @@ class Diagnostic:
         """The same diagnostic with the call stack `trail`."""
         return self if self.trail or not trail else replace(self, trail=trail)
 
+    def __str__(self) -> str:
+        where = f"{self.span}: " if self.span is not None else ""
+        helps = "".join(f"\n  help: {help}" for help in self.helps)
+        return f"{where}{self.code} {self.message}{helps}"
+
     def seen_by_user(self) -> Diagnostic:
         """Make the user's own line the primary location of an error inside the standard library.
 
@@ -76,8 +81,12 @@ class PiperError(Exception):
     """Carries one or more diagnostics to the code that shows them; never shown as a traceback."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
-        super().__init__("; ".join(d.message for d in diagnostics))
+        super().__init__(*diagnostics)
         self.diagnostics = diagnostics
+
+    def __str__(self) -> str:
+        """For a traceback in a notebook or a log: file, line, code, message and help of every diagnostic."""
+        return "\n".join(str(diagnostic) for diagnostic in self.diagnostics)
 
     def __reduce__(self) -> tuple[type[PiperError], tuple[Diagnostic, ...]]:
         """Picklable: workers send it to the driver."""

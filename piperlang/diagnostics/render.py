@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from piperlang.diagnostics.diagnostic import LIMIT, Diagnostic, Label
+from piperlang.diagnostics.printable import printable
+from piperlang.diagnostics.render_github import github
+from piperlang.diagnostics.render_sarif import sarif
 from piperlang.source import Source, Span
 
 FORMATS = ("full", "concise", "json", "github", "sarif")
 FOR_PROGRAMS = ("json", "github", "sarif")
-MOST = 2_000
-"""Maximum number of characters of one message."""
 WIDTH = 140
 """Maximum number of quoted characters of a source line."""
 
@@ -56,12 +57,8 @@ def render(diagnostics: Iterable[Diagnostic], format: str = "full", paint: Paint
 
 def _for_programs(diagnostics: list[Diagnostic], format: str) -> str:
     if format == "github":
-        from piperlang.diagnostics.render_github import github
-
         return "\n".join(map(github, diagnostics))
     if format == "sarif":
-        from piperlang.diagnostics.render_sarif import sarif
-
         return json.dumps(sarif(diagnostics), indent=2)
     return json.dumps({"diagnostics": [as_json(d) for d in diagnostics]}, indent=2)
 
@@ -87,24 +84,6 @@ def _printable(d: Diagnostic) -> Diagnostic:
         also=tuple(Label(x.span, printable(x.text)) for x in d.also),
         notes=tuple(map(printable, d.notes)),
         helps=tuple(map(printable, d.helps)),
-    )
-
-
-def printable(text: str, keep: str = "") -> str:
-    """The text with non-printable characters escaped, except those in `keep`."""
-    if len(text) > MOST and not keep:
-        text = text[:MOST] + " ..."
-    if text.isprintable():
-        return text
-    return "".join(
-        (
-            char
-            if char.isprintable() or char in keep
-            else f"\\x{ord(char):02x}"
-            if ord(char) < 256
-            else f"\\u{ord(char):04x}"
-        )
-        for char in text
     )
 
 

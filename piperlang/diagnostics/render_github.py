@@ -5,7 +5,7 @@ from __future__ import annotations
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.diagnostic import Diagnostic
 from piperlang.diagnostics.paths import relative
-from piperlang.diagnostics.render import printable
+from piperlang.diagnostics.printable import printable
 
 
 def github(d: Diagnostic) -> str:

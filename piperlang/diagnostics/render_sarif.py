@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from piperlang import __version__
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.diagnostic import Diagnostic
 from piperlang.diagnostics.explain import page
 from piperlang.diagnostics.paths import relative
 from piperlang.diagnostics.render_github import paragraphs
 from piperlang.source import Span
+from piperlang.version import __version__
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 

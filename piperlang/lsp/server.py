@@ -15,10 +15,10 @@ from lsprotocol import types as lsp
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
-from piperlang import __version__
 from piperlang.diagnostics import Diagnostic
 from piperlang.lsp.document import Script
 from piperlang.source import Source, Span
+from piperlang.version import __version__
 
 PAUSE = 0.2
 """Seconds without typing after which a script is checked."""

@@ -154,7 +154,7 @@ def _hash(path: Path) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from piperlang import __version__
+    from piperlang.version import __version__
 
     try:
         torch = version("torch")

@@ -13,7 +13,7 @@ from pathlib import Path
 from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.explain import page
-from piperlang.diagnostics.render import printable
+from piperlang.diagnostics.printable import printable
 from piperlang.elaborate.library import exporting, modules
 from piperlang.elaborate.modules import load
 from piperlang.elaborate.selector import TagValue
@@ -25,7 +25,7 @@ from piperlang.plan.estimate.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS
 from piperlang.plan.estimate.summary import bytes_text, summary
 from piperlang.progress.lines import counted
 from piperlang.repl.answer import difference, orders, signature, status
-from piperlang.repl.session import Session, needs_model, write
+from piperlang.repl.core import SessionCore, needs_model, write
 from piperlang.repl.show import Row, Shown
 from piperlang.repl.state import Estimate, State
 from piperlang.repl.why import explain as explain_order
@@ -47,7 +47,7 @@ class Quit(Exception):
 @dataclass(frozen=True)
 class Command:
     usage: str
-    run: Callable[[Session, str], Shown]
+    run: Callable[[SessionCore, str], Shown]
 
     @property
     def summary(self) -> str:
@@ -59,7 +59,7 @@ class Command:
         return "\n".join(line.strip() for line in lines)
 
 
-def run(session: Session, typed: str) -> Shown:
+def run(session: SessionCore, typed: str) -> Shown:
     """One command as typed."""
     name, _, argument = typed.partition(" ")
     command = COMMANDS.get(name)
@@ -86,7 +86,7 @@ def usage(name: str, wrong: str, argument: str = "", help: str | None = None) ->
 # ---------------------------------------------------------------------------------------------------------- statements
 
 
-def undo(session: Session, argument: str) -> Shown:
+def undo(session: SessionCore, argument: str) -> Shown:
     """undo the last statement, or the last N"""
     count = _count(":undo", argument)
     if count > len(session.statements):
@@ -105,7 +105,7 @@ def undo(session: Session, argument: str) -> Shown:
     return Shown(rows + difference(before, session.state).rows)
 
 
-def redo(session: Session, argument: str) -> Shown:
+def redo(session: SessionCore, argument: str) -> Shown:
     """redo the last undone statement, or the last N"""
     count = _count(":redo", argument)
     if count > len(session.undone):
@@ -124,7 +124,7 @@ def redo(session: Session, argument: str) -> Shown:
     return Shown(rows + difference(before, session.state).rows)
 
 
-def listing(session: Session, argument: str) -> Shown:
+def listing(session: SessionCore, argument: str) -> Shown:
     """list the statements; `-` marks undone ones"""
     lines = []
     for number, one in enumerate((*session.statements, *session.undone), 1):
@@ -134,7 +134,7 @@ def listing(session: Session, argument: str) -> Shown:
     return Shown(block=printable("\n".join(lines), keep="\n\t") or "no statements yet")
 
 
-def at(session: Session, argument: str) -> Shown:
+def at(session: SessionCore, argument: str) -> Shown:
     """show the session after its first N statements
 
     With a command, run that command there: `:at 3 :orders`. The session itself does not change."""
@@ -154,7 +154,7 @@ def at(session: Session, argument: str) -> Shown:
         session.statements = everything
 
 
-def diff(session: Session, argument: str) -> Shown:
+def diff(session: SessionCore, argument: str) -> Shown:
     """show what changed between statement N and statement M
 
     Communication, estimates, and lines of the graph. `:diff 0 5` shows the effect of the first five statements."""
@@ -192,7 +192,7 @@ def _changes(old: list[str], new: list[str]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- the graph
 
 
-def show(session: Session, argument: str) -> Shown:
+def show(session: SessionCore, argument: str) -> Shown:
     """show the nodes that a selector matches
 
     With the devices, the stream and the source line of each: `:show [comm=p2p, stage=0]`"""
@@ -205,7 +205,7 @@ def show(session: Session, argument: str) -> Shown:
     return Shown(block="\n".join([*lines, *_more(len(nodes) - LINES, "nodes")]))
 
 
-def count(session: Session, argument: str) -> Shown:
+def count(session: SessionCore, argument: str) -> Shown:
     """count the nodes that a selector matches"""
     if session.model is None:
         selector = session.selector(argument, ":count")
@@ -216,7 +216,7 @@ def count(session: Session, argument: str) -> Shown:
     return Shown(block=f"{counted(len(nodes), 'node')}: " + ", ".join(f"{n} {op}" for op, n in by.most_common()))
 
 
-def why(session: Session, argument: str) -> Shown:
+def why(session: SessionCore, argument: str) -> Shown:
     """explain why some nodes run before others
 
     `:why [stage=0, pass=F, mb=1] before [stage=1, pass=F, mb=0]` shows the shortest chain of data, orders and
@@ -233,7 +233,7 @@ def why(session: Session, argument: str) -> Shown:
     )
 
 
-def graph(session: Session, argument: str) -> Shown:
+def graph(session: SessionCore, argument: str) -> Shown:
     """print the training graph, one node per line
 
     `:graph FILE` writes it: a drawing to .svg, all data to .json, text to any other file."""
@@ -254,7 +254,7 @@ def graph(session: Session, argument: str) -> Shown:
     return Shown(block=f"{path}: {len(found.nodes):,} nodes")
 
 
-def show_orders(session: Session, argument: str) -> Shown:
+def show_orders(session: SessionCore, argument: str) -> Shown:
     """show the order of passes on every device as a grid
 
     With the unit costs of `:cost`; `.` is idle time, `&` joins passes that may overlap."""
@@ -265,13 +265,13 @@ def show_orders(session: Session, argument: str) -> Shown:
     )
 
 
-def plan(session: Session, argument: str) -> Shown:
+def plan(session: SessionCore, argument: str) -> Shown:
     """show the estimates of a step: time, memory, bytes sent, nodes by line"""
     found = _estimated(session, ":plan")
     return Shown(block=summary(found.plan, session.state.graph))
 
 
-def memory(session: Session, argument: str) -> Shown:
+def memory(session: SessionCore, argument: str) -> Shown:
     """show the estimated peak memory of every device"""
     found = _estimated(session, ":memory")
     kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION)
@@ -288,7 +288,7 @@ def memory(session: Session, argument: str) -> Shown:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def numerics(session: Session, argument: str) -> Shown:
+def numerics(session: SessionCore, argument: str) -> Shown:
     """compare two training steps with plain PyTorch, in float64"""
     if session.model is None:
         raise needs_model("`:numerics`")
@@ -299,7 +299,7 @@ def numerics(session: Session, argument: str) -> Shown:
     return compared(session)
 
 
-def train(session: Session, argument: str) -> Shown:
+def train(session: SessionCore, argument: str) -> Shown:
     """train N steps on workers
 
     `:run 3 inline` uses threads of this process instead of Ray workers. Training continues where the last `:run`
@@ -322,7 +322,7 @@ def train(session: Session, argument: str) -> Shown:
     return trained(session, int(steps), "inline" if "inline" in words else "ray")
 
 
-def cost(session: Session, argument: str) -> Shown:
+def cost(session: SessionCore, argument: str) -> Shown:
     """set the unit costs of passes in grids
 
     `:cost F=1 I=1 W=1 stage=3:2` makes stage 3 twice as slow; B is the sum of I and W unless it is given. Without
@@ -339,7 +339,7 @@ def cost(session: Session, argument: str) -> Shown:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def load_script(session: Session, argument: str) -> Shown:
+def load_script(session: SessionCore, argument: str) -> Shown:
     """apply the statements of a script, all or none"""
     if not argument:
         raise usage(":load", "expected a file")
@@ -351,14 +351,14 @@ def load_script(session: Session, argument: str) -> Shown:
     )
 
 
-def save(session: Session, argument: str) -> Shown:
+def save(session: SessionCore, argument: str) -> Shown:
     """save the statements as a script
 
     In the canonical layout. The script gives the same graph as the session. `:save!` overwrites a file."""
     return _saved(session, ":save", argument, overwrite=False)
 
 
-def save_over(session: Session, argument: str) -> Shown:
+def save_over(session: SessionCore, argument: str) -> Shown:
     """like `:save`, but overwrite an existing file"""
     return _saved(session, ":save!", argument, overwrite=True)
 
@@ -366,7 +366,7 @@ def save_over(session: Session, argument: str) -> Shown:
 # ---------------------------------------------------------------------------------------------------------------- help
 
 
-def explain(session: Session, argument: str) -> Shown:
+def explain(session: SessionCore, argument: str) -> Shown:
     """explain a diagnostic code; without a code, the last diagnostic"""
     code = (argument or session.last_code or "").upper()
     if not code:
@@ -376,7 +376,7 @@ def explain(session: Session, argument: str) -> Shown:
     return Shown(block=page(code).text.rstrip())
 
 
-def help_about(session: Session, argument: str) -> Shown:
+def help_about(session: SessionCore, argument: str) -> Shown:
     """list the commands, or show help on a command, a directive or a function"""
     if not argument:
         width = max(len(one.usage) for one in COMMANDS.values())
@@ -405,7 +405,7 @@ def help_about(session: Session, argument: str) -> Shown:
     raise usage(":help", f"no help for `{argument}`", argument)
 
 
-def leave(session: Session, argument: str) -> Shown:
+def leave(session: SessionCore, argument: str) -> Shown:
     """end the session"""
     raise Quit
 
@@ -488,7 +488,7 @@ def _count(name: str, argument: str) -> int:
     return int(argument or 1)
 
 
-def _number(session: Session, name: str, word: str, argument: str) -> int:
+def _number(session: SessionCore, name: str, word: str, argument: str) -> int:
     if not word.isdecimal() or int(word) > len(session.statements):
         raise usage(name, f"`{word}` is not one of 0 to {len(session.statements)}", argument)
     return int(word)
@@ -501,7 +501,7 @@ def _graph(state: State, name: str) -> Graph:
     return state.graph
 
 
-def _selected(session: Session, name: str, argument: str) -> list[Node]:
+def _selected(session: SessionCore, name: str, argument: str) -> list[Node]:
     found = _graph(session.state, name)
     selector = session.selector(argument, name)
     nodes = list(found.select(selector))
@@ -525,7 +525,7 @@ def _about(state: State, node: Node) -> str:
     return f"stream {node.stream}{by}"
 
 
-def _estimated(session: Session, name: str) -> Estimate:
+def _estimated(session: SessionCore, name: str) -> Estimate:
     """The estimate, or an error with everything that prevents it."""
     if session.model is None:
         raise needs_model(f"`{name}`")
@@ -560,7 +560,7 @@ def _costs(argument: str, now: UnitCosts) -> UnitCosts:
     return UnitCosts(passes, factors)
 
 
-def _check_tags(session: Session, costs: UnitCosts, argument: str) -> None:
+def _check_tags(session: SessionCore, costs: UnitCosts, argument: str) -> None:
     """A factor must be for an existing tag. Without a model, only the tags of the script are known, once there are
     any."""
     for key, value in costs.factors.keys() - session.setting.costs.factors.keys():
@@ -570,7 +570,7 @@ def _check_tags(session: Session, costs: UnitCosts, argument: str) -> None:
             raise usage(":cost", f"no chunk has {key}={value}", argument, known)
 
 
-def _saved(session: Session, name: str, argument: str, overwrite: bool) -> Shown:
+def _saved(session: SessionCore, name: str, argument: str, overwrite: bool) -> Shown:
     if not argument:
         raise usage(name, "expected a file")
     path = Path(argument).expanduser()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
 
-from piperlang.diagnostics.render import Paint, printable
+from piperlang.diagnostics.printable import printable
+from piperlang.diagnostics.render import Paint
 
 LABEL = 9
 """Width of the label column."""

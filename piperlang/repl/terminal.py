@@ -22,7 +22,6 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.lexers import Lexer, PygmentsLexer, SimpleLexer
 from prompt_toolkit.styles import Style
 
-from piperlang import __version__
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.highlight import PiperLexer
 from piperlang.progress.lines import counted
@@ -31,6 +30,7 @@ from piperlang.repl.completion import complete
 from piperlang.repl.reading import INDENT, inputs, is_command, is_complete, next_indent
 from piperlang.repl.session import Session
 from piperlang.repl.state import UNPLACED
+from piperlang.version import __version__
 
 STYLE = Style.from_dict(
     {

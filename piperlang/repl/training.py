@@ -28,7 +28,7 @@ from piperlang.plan.plan import Plan
 from piperlang.plan.rewrite.clip import clipped
 from piperlang.plan.verify import check
 from piperlang.progress.lines import counted
-from piperlang.repl.session import Session
+from piperlang.repl.core import SessionCore
 from piperlang.repl.show import Row, Shown, html
 from piperlang.repl.state import State
 from piperlang.runtime import job as jobs
@@ -60,7 +60,7 @@ class Generators:
 class Training:
     """The training of a session's script."""
 
-    def __init__(self, session: Session, executor: str) -> None:
+    def __init__(self, session: SessionCore, executor: str) -> None:
         assert session.model is not None
         self.model, self.executor = session.model, executor
         self.script = resolved(session.state.directives)
@@ -69,7 +69,7 @@ class Training:
         self.generators: Generators | None = None
         self.steps: list[Step] = []
 
-    def continues(self, session: Session, executor: str) -> bool:
+    def continues(self, session: SessionCore, executor: str) -> bool:
         """Whether another run of the session would train the same plan in the same way."""
         return self.executor == executor and self.script == resolved(session.state.directives)
 
@@ -135,7 +135,7 @@ def _curve(losses: list[float]) -> str:
     )
 
 
-def _trainer(session: Session, executor: str) -> Trainer:
+def _trainer(session: SessionCore, executor: str) -> Trainer:
     """A trainer as `piperlang.compile` makes it, from a traced model."""
     model, state = session.model, session.state
     assert model is not None
@@ -179,7 +179,7 @@ def _trainer(session: Session, executor: str) -> Trainer:
     return Trainer(graph, plan, start, evaluation, lambda: verify(captured, plan, first, training))
 
 
-def _workers(session: Session, count: int) -> Cluster:
+def _workers(session: SessionCore, count: int) -> Cluster:
     """The workers of the previous training, if there are enough: starting new ones takes longer than most
     experiments of a session."""
     there = session.workers
@@ -192,7 +192,7 @@ def _workers(session: Session, count: int) -> Cluster:
     return session.workers
 
 
-def trained(session: Session, steps: int, executor: str) -> Shown:
+def trained(session: SessionCore, steps: int, executor: str) -> Shown:
     """`:run`: train `count` more steps."""
     say = session.screen.say
     training = session.training
@@ -226,7 +226,7 @@ def trained(session: Session, steps: int, executor: str) -> Shown:
     return Shown(block=f"{what} in {seconds:.1f} s{stopped}")
 
 
-def _started(session: Session, executor: str) -> Training:
+def _started(session: SessionCore, executor: str) -> Training:
     training = Training(session, executor)
     session.screen.say(str(training.trainer.verified))
     try:
@@ -257,7 +257,7 @@ def _stopping() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def compared(session: Session) -> Shown:
+def compared(session: SessionCore) -> Shown:
     """`:numerics`: compare the schedule with plain training in float64."""
     model = session.model
     assert model is not None
