@@ -59,7 +59,7 @@ def one_of(words: Iterable[str]) -> str:
 
 
 FREE = rf"(?!{one_of(KEYWORDS)}){NAME}"
-"""A name that can be bound: a reserved word in its place keeps its own colour."""
+"""A name that can be bound: a reserved word in its place keeps its own color."""
 RECOVER = rf"^(?=\s*{one_of(sorted(NEVER_IN_BRACKETS))})"
 KEY = r"(?:(?<=[\[,])|^)\s*"
 """Where a key may stand. TextMate sees one line at a time, so a line's start inside `[` counts as after a comma."""
@@ -300,7 +300,7 @@ syntax region piperString oneline start=/"\%(\%([^"\\]\|\\.\)*""\@!\)\@=/ end=/"
 syntax region piperString oneline start=/'\%(\%([^'\\]\|\\.\)*''\@!\)\@=/ end=/'/ contains=piperEscape,piperBadEscape
 syntax region piperDoc start=/"""/ end=/"""/ contains=piperEscape,piperBadEscape,@Spell
 
-" A reserved word where a name is bound keeps its own colour, so these come before the keywords.
+" A reserved word where a name is bound keeps its own color, so these come before the keywords.
 syntax match piperBound /\%(\<\%(param\|mesh\|as\)\s\+\)\@<=\h\w*/
 syntax match piperFunction /\%(\<def\s\+\)\@<=\h\w*/
 syntax match piperModule /\%(\<from\s\+\|^\s*import\s\+\)\@<=\h\w*\%(\.\h\w*\)*/
@@ -375,7 +375,7 @@ LINKS = {
     "piperSelectorWord": "Constant",
     "piperBracket": "Delimiter",
 }
-"""The standard group that gives each of ours its colour."""
+"""The standard highlight group of each group."""
 
 
 def vim_words(words: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Where grammar/ and stdlib/ are: beside the package in a checkout, inside it in a wheel."""
+"""Locates grammar/ and stdlib/: next to the package in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 

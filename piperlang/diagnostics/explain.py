@@ -33,7 +33,7 @@ class Example:
     role: str
     """`failing` or `repaired`."""
     arguments: tuple[str, ...]
-    """The words of the command line that the page gives."""
+    """The words of the command line on the page."""
     files: dict[str, bytes]
     """The files by name; the first is the script that is run. A model is called model.py."""
 

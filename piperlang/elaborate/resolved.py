@@ -51,7 +51,7 @@ def _step(step: d.Step) -> str:
 
 
 def _one(selector: Selector) -> str:
-    """In an order, `|` between selectors stands in parentheses."""
+    """In an order, `|` between selectors needs parentheses."""
     return f"({selector})" if len(selector.alternatives) > 1 else str(selector)
 
 

@@ -29,7 +29,7 @@ class Notebook:
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self.cell: object = None
-        """The cell whose output is updated; the next cell that does anything gets an output of its own."""
+        """The cell whose output is updated; the next cell with events gets its own output."""
         self.output: Any = None
         self.lines: list[str] = []
         self.phases: list[str] = []

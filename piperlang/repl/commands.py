@@ -266,7 +266,7 @@ def show_orders(session: SessionCore, argument: str) -> Shown:
 
 
 def plan(session: SessionCore, argument: str) -> Shown:
-    """show the estimates of a step: time, memory, bytes sent, nodes by line"""
+    """estimate a step: time, memory, bytes sent, nodes by line"""
     found = _estimated(session, ":plan")
     return Shown(block=summary(found.plan, session.state.graph))
 
@@ -377,7 +377,7 @@ def explain(session: SessionCore, argument: str) -> Shown:
 
 
 def help_about(session: SessionCore, argument: str) -> Shown:
-    """list the commands, or show help on a command, a directive or a function"""
+    """list the commands, or explain a command, a directive or a function"""
     if not argument:
         width = max(len(one.usage) for one in COMMANDS.values())
         lines = [f"  {one.usage:<{width}}  {one.summary}" for one in COMMANDS.values()]

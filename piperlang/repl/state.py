@@ -171,7 +171,7 @@ class State:
 
     @property
     def settled(self) -> bool:
-        """Whether the chunks are known: after a `tag` the model is cut anew only when something uses the chunks."""
+        """Whether the chunks are known: after a `tag` the model is cut again only when the chunks are used."""
         return (
             self.scheduler is None
             or self.scheduler.schedule.settled
@@ -285,7 +285,7 @@ class State:
         return self._beside(node).evaluate(node)
 
     def tag_values(self, name: str) -> list[TagValue]:
-        """As `tags(name)` gives them, and the microbatches of a split."""
+        """The values of `tags(name)`, or the microbatches of a split."""
         split: list[TagValue] = [
             n for x in self.directives if isinstance(x, d.Split) and x.name == name for n in range(x.count)
         ]

@@ -22,7 +22,7 @@ from piperlang.syntax.wrap import INDENT, comment_text, wrap
 
 @dataclass
 class _Entry:
-    """A logical line, or a comment on a line of its own."""
+    """A logical line, or a comment on its own line."""
 
     depth: int
     lines: list[str]
@@ -117,7 +117,7 @@ def _entries(source: Source, layout: Layout) -> list[_Entry]:
 
 
 def _comments(source: Source, comments: list[Token], open_columns: list[int], next_depth: int) -> list[_Entry]:
-    """Comments on lines of their own: in the deepest open block they are indented to, not above the next line's."""
+    """Comments on their own lines: in the deepest open block of their indentation, at least the next line's depth."""
     entries: list[_Entry] = []
     for comment in comments:
         first = start(comment)

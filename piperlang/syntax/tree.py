@@ -145,7 +145,7 @@ class Chain(Node):
 
 
 class Compare(Node):
-    """`a < b <= c`, as in Python: every neighbouring pair must hold."""
+    """`a < b <= c`, as in Python: every adjacent pair must hold."""
 
     first: Expr
     rest: tuple[tuple[str, Expr], ...]

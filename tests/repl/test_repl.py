@@ -205,7 +205,7 @@ order on gpu[pp=0]: [stage=0, pass=F, mb=1], [stage=0, pass=F, mb=0]
         in done.stdout
     )
     assert "both are the same node: F[stage=2, mb=0] on gpu[pp=1]\nboth are the same 2 nodes;" in done.stdout
-    assert "nothing orders them: F[stage=2, mb=0] on gpu[pp=1] and F[stage=2, mb=1] on gpu[pp=1]" in done.stdout
+    assert "they are not ordered: F[stage=2, mb=0] on gpu[pp=1] and F[stage=2, mb=1] on gpu[pp=1]" in done.stdout
 
 
 def test_looking_back_and_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +288,8 @@ sys.exit(main(['repl']))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert re.findall(r"error\[.*", done.stderr) == [
-        "error[P0902]: `:run` needs a model, and this session has none",
-        "error[P0902]: `:show` needs a model, and this session has none",
+        "error[P0902]: `:run` needs a model; this session has none",
+        "error[P0902]: `:show` needs a model; this session has none",
     ]
     assert "`piperc repl MODEL.py`" in done.stderr
     assert "device 1 | .  F0 B0--- F1 B1---" in done.stdout

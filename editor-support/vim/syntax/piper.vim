@@ -25,7 +25,7 @@ syntax region piperString oneline start=/"\%(\%([^"\\]\|\\.\)*""\@!\)\@=/ end=/"
 syntax region piperString oneline start=/'\%(\%([^'\\]\|\\.\)*''\@!\)\@=/ end=/'/ contains=piperEscape,piperBadEscape
 syntax region piperDoc start=/"""/ end=/"""/ contains=piperEscape,piperBadEscape,@Spell
 
-" A reserved word where a name is bound keeps its own colour, so these come before the keywords.
+" A reserved word where a name is bound keeps its own color, so these come before the keywords.
 syntax match piperBound /\%(\<\%(param\|mesh\|as\)\s\+\)\@<=\h\w*/
 syntax match piperFunction /\%(\<def\s\+\)\@<=\h\w*/
 syntax match piperModule /\%(\<from\s\+\|^\s*import\s\+\)\@<=\h\w*\%(\.\h\w*\)*/
