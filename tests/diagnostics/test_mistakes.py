@@ -211,7 +211,7 @@ BATCHES = [
         "model that mixes samples, replicated",
         "P0805",
         f"{TOGETHER}replicate [stage=*] over gpu.dp  # here\n",
-        ("cannot be divided", "samples"),
+        ("cannot be divided", "along the batch dimension"),
         "body",
         forward("self.layer(x).softmax(0)"),
     ),
@@ -230,7 +230,7 @@ SHARDS = [
         "P0411",
         "mesh gpu = tp: 2\ntag part=0 at embed, body\ntag part=1 at head\nplace [part=*] on gpu\n"
         "shard [part=0] over gpu.tp with style=columns  # here\nreplicate [part=1] over gpu.tp\n",
-        ("needs communication between the devices", "tag of its own"),
+        ("needs communication between the devices", "tag this part separately"),
         "body",
     ),
     Mistake(
@@ -370,7 +370,7 @@ MODELS = [
         "loss is a vector",
         "P0807",
         "",
-        ("one number",),
+        ("instead of being a scalar",),
         model=CHAIN.replace(
             "target):\n    return f.mse_loss(output, target)", "target):  # here\n    return (output - target).square()"
         ),
@@ -431,7 +431,7 @@ MODELS = [
         "model that cannot be exported",
         "P0802",
         "",
-        ("torch.export", "numpy"),
+        ("torch.export", "NumPy"),
         "",
         forward("self.layer(torch.tensor(x.numpy()))  # here"),
     ),

@@ -313,13 +313,13 @@ FORWARDS = [
         "numpy",
         forward("return self.layer(torch.from_numpy(np.tanh(x)))  # here"),
         "P0802",
-        ("numpy", "torch.tanh", "in module blocks.1"),
+        ("NumPy", "torch.tanh", "in module blocks.1"),
     ),
     Mistake(
         "numpy of a detached tensor",
         forward("return self.layer(torch.tensor(x.detach().numpy()))  # here"),
         "P0802",
-        ("numpy", "in module blocks.1"),
+        ("NumPy", "in module blocks.1"),
     ),
     Mistake(
         "a formatted value",
@@ -513,7 +513,7 @@ LOSSES = [
         "loss is a vector",
         written(loss="def loss(output, target):  # here\n    return (output - target).square()\n"),
         "P0807",
-        ("one number", "[8, 4]"),
+        ("instead of being a scalar", "[8, 4]"),
     ),
     Mistake(
         "count is an int",
