@@ -265,7 +265,7 @@ class Captured:
                 raise _other_shape(
                     f"tensor {i} of a batch is of {tensor.dtype}, and was of {dtype} when the model was traced"
                 )
-        return flat
+        return [tensor.detach() if tensor.requires_grad else tensor for tensor in flat]
 
     def count(self, batch: Sequence[torch.Tensor]) -> float:
         """What the loss of a whole batch is divided by, where it is a sum over a count."""

@@ -165,4 +165,4 @@ class _Routine:
         line = self.plan.lines[instruction.node]
         at = f"it was at {instruction.do} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
         piece = device.pieces[instruction.args["kind"]] if "kind" in instruction.args else None
-        return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at])
+        return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at], here=True)
