@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from piperlang.cli.parsing import SEED
 from piperlang.cli.report import add_parameters, exit_code, model_first, open_script, parameters, result, say, scripts
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.render import printable
@@ -22,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "scripts", nargs="+", metavar="[MODEL.py] FILE.piper", help="files or folders; `-` reads standard input"
     )
     parser.add_argument("--numerics", action="store_true", help="run two steps both ways and compare (needs a model)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and dropout, for --numerics")
+    parser.add_argument("--seed", type=SEED, default=0, help="of weights and dropout, for --numerics")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     add_parameters(parser)
 

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from piperlang.cli.parsing import SEED
 from piperlang.cli.progress import display_on
 from piperlang.cli.report import add_parameters, paint, parameters
 from piperlang.diagnostics import Diagnostic, error
 from piperlang.diagnostics.render import render
+from piperlang.interrupts import unwatched
 from piperlang.progress import displayed_by, phase
 from piperlang.repl.session import Screen, Session
 
@@ -31,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="MODEL.py, traced once and kept; SCHEDULE.piper, whose statements come first",
     )
     parser.add_argument("--strict", action="store_true", help="without a terminal: end at the first error")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout")
+    parser.add_argument("--seed", type=SEED, default=0, help="of weights, data and dropout")
     add_parameters(parser)
 
 
@@ -63,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
             return piped(session, lines, options.strict, tell)
         from piperlang.repl.terminal import Terminal
 
+        unwatched()  # Ctrl-C ends a statement there, not the session
         return Terminal(session, model, script, tell).run()
     finally:
         session.close()

@@ -65,6 +65,7 @@ CODES = {
     "P0606": "model is another one in evaluation mode",
     "P0607": "workers start from different weights",
     "P0608": "captured program is not the model",
+    "P0609": "results cannot be written",
     "P0801": "model file cannot be used",
     "P0802": "model cannot be traced",
     "P0803": "model changes a tensor while it runs",
