@@ -118,7 +118,8 @@ class Watch:
         """A thread of its own: from the first interrupt on it delivers further ones, as long as they are needed."""
         main = threading.main_thread().ident
         assert main is not None
-        while signal.SIGINT not in os.read(signals, 64):
+        # Where the handler is another one, it is postponed and comes again, or is somebody else's.
+        while signal.SIGINT not in os.read(signals, 64) or signal.getsignal(signal.SIGINT) is not self.handler:
             pass
         self._notice()
         while True:

@@ -217,6 +217,16 @@ def test_a_main_thread_that_never_comes_back(tmp_path: Path) -> None:
     assert ended(process, tmp_path) == "interrupted while starting\n"
 
 
+def test_a_handler_of_the_users(tmp_path: Path) -> None:
+    """Who handles SIGINT in a model file decides what it means."""
+    code = "import signal, sys, time\nfrom piperlang.interrupts import watched\n"
+    code += "def run():\n    signal.signal(signal.SIGINT, lambda *_: print('mine'))\n"
+    code += "    signal.raise_signal(signal.SIGINT)\n    time.sleep(0.5)\n    return 3\nsys.exit(watched(run))"
+    process = piperc(tmp_path, code)
+    assert process.communicate(timeout=60) == ("mine\n", "")
+    assert process.returncode == 3
+
+
 def test_a_background_job_that_ignores_interrupts(tmp_path: Path) -> None:
     code = "import signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     code += "from piperlang.interrupts import watched\n"

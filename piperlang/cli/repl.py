@@ -59,13 +59,13 @@ def run(options: argparse.Namespace) -> int:
                 f"the script has no parameter `{unknown[0]}`",
                 help="leave it out, or declare it: `param name = value`",
             )
+        unwatched()  # Ctrl-C ends a statement, or a step of `:run`, not the session
         if not interactive:
             from piperlang.repl.piped import piped
 
             return piped(session, lines, options.strict, tell)
         from piperlang.repl.terminal import Terminal
 
-        unwatched()  # Ctrl-C ends a statement there, not the session
         return Terminal(session, model, script, tell).run()
     finally:
         session.close()
