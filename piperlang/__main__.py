@@ -1,7 +1,20 @@
-"""`python -m piperlang` is `piperc`."""
+"""`python -m piperlang` is `piperc`. Nothing is imported here that takes long: Ctrl-C is handled from the start."""
 
 import sys
 
-from piperlang.cli.main import main
+from piperlang.interrupts import checkpoint, watched
 
-sys.exit(main())
+
+def main() -> int:
+    return watched(_run)
+
+
+def _run() -> int:
+    from piperlang.cli.main import main as run
+
+    checkpoint()
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

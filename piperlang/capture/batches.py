@@ -26,7 +26,7 @@ class UserBatches(Guarded):
             if wrong is not None:
                 raise PiperError(mistake("P0801", wrong, self.line))
             first = batch if first is None else first
-            yield batch[0], batch[1]
+            yield detached((batch[0], batch[1]))
         if first is None:
             raise PiperError(mistake("P0801", Wrong(f"`{self.name}` yields no batches", _PAIRS), self.line))
 
@@ -42,7 +42,13 @@ class UserBatches(Guarded):
 def placed(batch: Any, cuda: bool) -> Any:
     """The batch on the device that runs the program: a trace records the device of its inputs."""
     device = "cuda" if cuda else "cpu"
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, detached(batch))
+
+
+def detached(batch: Any) -> Any:
+    """A batch without the autograd graph that it was made with. Training changes the model's parameters; the gradient
+    of a batch changes nothing, and a graph can be gone through only once."""
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.detach() if leaf.requires_grad else leaf, batch)
 
 
 def _no_batches(every: Any, name: str) -> Wrong | None:

@@ -83,9 +83,9 @@ def _run(path: Path, text: str) -> tuple[Source, ModelFile]:
     module.__file__ = str(path)
     try:
         exec(compile(text, str(path), "exec"), module.__dict__)
-    except PiperError:
+    except (PiperError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as problem:
+    except BaseException as problem:
         raise _not_imported(source, problem) from problem
     problems = [*_missing(source, module), *_unusable(source, module)]
     if problems:

@@ -265,7 +265,7 @@ class Captured:
                 raise _other_shape(
                     f"tensor {i} of a batch has dtype {tensor.dtype}, but the model was traced with {dtype}"
                 )
-        return flat
+        return [tensor.detach() if tensor.requires_grad else tensor for tensor in flat]
 
     def count(self, batch: Sequence[torch.Tensor]) -> float:
         """The count that the loss of a whole batch is divided by, where the loss is a sum over a count."""

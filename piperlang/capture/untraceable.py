@@ -37,9 +37,9 @@ def user_code() -> Iterator[None]:
     """Marks exceptions raised inside as the user's."""
     try:
         yield
-    except PiperError:
+    except (PiperError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as problem:
+    except BaseException as problem:
         raise UserRaised(problem) from problem
 
 
@@ -136,12 +136,11 @@ def differentiating(node: fx.Node | None = None) -> Iterator[None]:
     try:
         with warnings.catch_warnings(record=True) as told:
             yield
-    except PiperError:
+    except (PiperError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as problem:
-        trace = "\n".join(
-            str(warning.message) for warning in told
-        )  # autograd's warning contains the line of the forward
+    except BaseException as problem:
+        # Autograd's warning contains the line of the forward.
+        trace = "\n".join(str(warning.message) for warning in told)
         line = line_of(problem)
         if line is None and not any(words in _text(problem) for words in _NO_BACKWARD):
             raise

@@ -103,9 +103,9 @@ def eagerly(model: nn.Module, loss: Callable[..., Any], what: str = "the model")
     """Turns an exception of plain training, without any schedule, into a P0801."""
     try:
         yield
-    except PiperError:
+    except (PiperError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as problem:
+    except BaseException as problem:
         path, module = module_of_frames(problem, model)
         backward = any(frame.f_code.co_name == "backward" for frame, _ in walk_tb(problem.__traceback__))
         called = type(module or model).forward if module or backward else loss
@@ -149,9 +149,9 @@ class Guarded:
         """Turns an exception raised inside into a diagnostic at the line that raised it."""
         try:
             yield
-        except PiperError:
+        except (PiperError, KeyboardInterrupt, GeneratorExit):
             raise
-        except (Exception, SystemExit) as problem:
+        except BaseException as problem:
             raise PiperError(self._raised(problem)) from problem
 
     def _raised(self, problem: BaseException) -> Diagnostic:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piperlang.cli.model import doing, load
+from piperlang.cli.parsing import COUNT, SEED, Number
 from piperlang.diagnostics import error
+from piperlang.elaborate.declare import MAX_DEVICES
 
 if TYPE_CHECKING:
     from piperlang.fuzz.attempt import Bench, Outcome
@@ -32,10 +35,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=N,...",
         help="the mesh: stages are placed along axis `pp`, the batch or weights are divided along the others",
     )
-    where.add_argument("--devices", type=int, metavar="N", help="use random meshes of at most N devices (default: 8)")
-    parser.add_argument("--count", type=int, default=20, metavar="N", help="number of schedules (default: 20)")
+    where.add_argument(
+        "--devices",
+        type=Number(int, 1, MAX_DEVICES),
+        metavar="N",
+        help="use random meshes of at most N devices (default: 8)",
+    )
+    parser.add_argument("--count", type=COUNT, default=20, metavar="N", help="number of schedules (default: 20)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the first schedule; the following ones count up (default: 0)"
+        "--seed", type=SEED, default=0, help="seed of the first schedule; the following ones count up (default: 0)"
     )
     parser.add_argument(
         "--executor",
@@ -52,9 +60,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     mesh = _mesh(options.mesh) if options.mesh is not None else None
     devices = 8 if options.devices is None else options.devices
-    for name, value in (("count", options.count), ("devices", devices)):
-        if value < 1:
-            raise error("P0902", f"--{name} must be at least 1, not {value}", help=f"use `--{name} 1` or more")
     file = load(options.model)
     from piperlang.fuzz.attempt import Bench
     from piperlang.fuzz.traits import Traits
@@ -79,9 +84,17 @@ def _mesh(text: str) -> Mesh:
     found: dict[str, int] = {}
     for part in text.split(","):
         axis, sign, size = (word.strip() for word in part.partition("="))
-        if not sign or not axis.isidentifier() or not size.isdigit() or int(size) < 1 or axis in found:
+        if (
+            not sign
+            or not axis.isidentifier()
+            or not re.fullmatch("[0-9]{1,18}", size)
+            or int(size) < 1
+            or axis in found
+        ):
             raise error("P0902", f"invalid mesh `--mesh {text}`", help=EXAMPLE)
         found[axis] = int(size)
+    if prod(found.values()) > MAX_DEVICES:
+        raise error("P0902", f"`--mesh {text}` has more than {MAX_DEVICES:,} devices", help=EXAMPLE)
     return tuple(found.items())
 
 

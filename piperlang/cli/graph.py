@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 
 from piperlang.cli.model import captured, doing, load_both, scheduled
-from piperlang.cli.report import add_parameters
+from piperlang.cli.parsing import POSITION
+from piperlang.cli.report import add_parameters, check_output
 from piperlang.diagnostics import PiperError, error
 from piperlang.ir.text import as_json, brief, text
 
@@ -21,7 +22,7 @@ from piperlang.ir.text import as_json, brief, text
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL.py")
     parser.add_argument("script", metavar="SCHEDULE.piper", help="`-` reads standard input")
-    parser.add_argument("--after", type=int, metavar="N", help="print the graph after the first N directives")
+    parser.add_argument("--after", type=POSITION, metavar="N", help="print the graph after the first N directives")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("-v", "--verbose", action="store_true", help="print all values, streams and waits of each node")
     how.add_argument("--json", action="store_true", help="print nodes, values and orders as JSON")
@@ -30,10 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.after is not None and options.after < 0:
-        raise error(
-            "P0902", f"--after must be at least 0, not {options.after}", help="`--after 0` prints the plain model"
-        )
+    if options.svg:
+        check_output(Path(options.svg), "--svg")
     found = scheduled(captured(load_both(options.model, options.script)), options, options.after)
     if found.problems:
         raise PiperError(*found.problems)

@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 
+from piperlang.interrupts import unwatched
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stdio", action="store_true", help="the default; accepted because some editors pass it")
@@ -16,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from piperlang.lsp.server import server
 
+    unwatched()
     logging.getLogger("pygls").setLevel(logging.ERROR)
     # A copy, because it is closed at the end, and we have standard output to flush then.
     server().start_io(sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb"))

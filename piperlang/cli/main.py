@@ -17,16 +17,17 @@ from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 
+from piperlang import interrupts
 from piperlang.cli import needs
 from piperlang.cli.parsing import Parser
 from piperlang.cli.progress import progress_of
-from piperlang.cli.report import exit_code, model_first, report
+from piperlang.cli.report import exit_code, model_first, parameters, report
 from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.diagnostics.render import FORMATS
 from piperlang.syntax.parse import is_file
 from piperlang.version import __version__
 
-FINE, DIAGNOSTICS, USAGE, BUG, INTERRUPTED = 0, 1, 2, 70, 130
+FINE, DIAGNOSTICS, USAGE, BUG, INTERRUPTED = 0, 1, 2, 70, interrupts.INTERRUPTED
 COMMANDS = {
     "train": "train a model under a schedule; short form: `piperc MODEL.py SCHEDULE.piper`",
     "check": "check scripts, alone or with a model",
@@ -164,26 +165,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
-    except PiperError as problem:
-        report(problem.diagnostics, format)
-        return exit_code(problem.diagnostics)
+    except KeyboardInterrupt:
+        return _interrupted()
+    except BaseException as problem:
+        if interrupts.arrived():  # and became this on its way
+            return _interrupted()
+        return _told(problem, format)
+
+
+def _told(problem: BaseException, format: str) -> int:
+    """Say why a command ended; its exit code."""
+    try:
+        raise problem
+    except PiperError as found:
+        report(found.diagnostics, format)
+        return exit_code(found.diagnostics)
     except SystemExit as ended:  # --help and --version
         return ended.code if isinstance(ended.code, int) else DIAGNOSTICS if ended.code else FINE
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output is gone: write nothing more, and keep Python from writing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
-    except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+    except OSError as found:
+        if found.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
             return _bug()
         with contextlib.suppress(OSError):
-            print(f"piperc: cannot write: {problem.strerror}", file=sys.stderr)
+            print(f"piperc: cannot write: {found.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DIAGNOSTICS
-    except Exception:
+    except BaseException:
         return _bug()
+
+
+def _interrupted() -> int:
+    if not interrupts.arrived():  # the entry point says so otherwise, once
+        interrupts.say()
+    return INTERRUPTED
 
 
 def _run(words: list[str]) -> int:
@@ -197,6 +214,8 @@ def _run(words: list[str]) -> int:
     if model and script and model.endswith(".piper") and script.endswith(".py"):
         raise model_first(options.command, script, model)
     needs.check(options)
+    if hasattr(options, "parameters"):
+        parameters(options)  # those that are not understood are refused before anything is loaded
     with progress_of(options):
         return int(options.run(options))
 

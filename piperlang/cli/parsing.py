@@ -15,6 +15,39 @@ NARROWEST, WIDEST = 40, 200
 """Minimum and maximum width of help in columns."""
 
 TYPES = {"int": "an integer", "float": "a number"}
+MOST = 2**63 - 1
+QUOTED = 40
+"""Characters of a value that a message quotes."""
+
+
+class Number:
+    """The type of a numeric option, with its range. Any other value is rejected at the flag, before the command
+    begins."""
+
+    def __init__(self, kind: type[int] | type[float], least: float, most: float) -> None:
+        self.kind, self.least, self.most = kind, least, most
+        self.__name__ = kind.__name__  # in the message about a value that is not a number
+
+    def __call__(self, text: str) -> float:
+        long = re.fullmatch(r"\s*([+-]?)[\d_]{500,}\s*", text)  # more digits than int() or a message should have
+        value = (-self.most * 2 if long[1] == "-" else self.most * 2) if long else self.kind(text)
+        if self.least <= value <= self.most:
+            return value
+        bound = f"at least {self.least}" if value < self.least else f"at most {self.most}"  # nan: neither
+        what = f"must be {bound}" if value == value else f"must be a number from {self.least} to {self.most}"
+        raise argparse.ArgumentTypeError(f"{what}, not {_quoted(text.strip())}")
+
+
+def _quoted(text: str) -> str:
+    return text if len(text) <= QUOTED else f"{text[:QUOTED]}..."
+
+
+COUNT = Number(int, 1, MOST)
+POSITION = Number(int, 0, MOST)
+SEED = Number(int, -MOST - 1, MOST)
+"""torch.manual_seed takes 64 bits."""
+SECONDS = Number(float, 0.001, 10**8)
+"""Locks and sockets take no more than some years, and no infinity."""
 
 
 class Help(argparse.HelpFormatter):
@@ -117,8 +150,12 @@ class Parser(argparse.ArgumentParser):
             raise error(
                 "P0902", f"`{choice[1]}` is not one of {', '.join(legal)}", help=did_you_mean(choice[1], legal) or hints
             )
+        if complaint.startswith("must be "):
+            raise error("P0902", f"{argument} {complaint}", help=f"give a number of that range; {hints}")
         if value:
-            raise error("P0902", f"`{argument}` must be {TYPES.get(value[1], value[1])}, not `{value[2]}`", help=hints)
+            raise error(
+                "P0902", f"`{argument}` must be {TYPES.get(value[1], value[1])}, not `{_quoted(value[2])}`", help=hints
+            )
         if "not allowed with argument" in complaint:
             raise error(
                 "P0902",

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from piperlang.cli.model import captured, doing, load_both, planned, scheduled
-from piperlang.cli.report import add_parameters, report
+from piperlang.cli.report import add_parameters, check_output, report
 from piperlang.diagnostics import error
 
 
@@ -21,6 +21,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.output:
+        check_output(Path(options.output), "-o")
     file = load_both(options.model, options.script)
     found = scheduled(captured(file), options)
     if found.problems:

@@ -15,7 +15,8 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import TextIO
 
 from piperlang.cli.report import paint
-from piperlang.progress import displayed_by
+from piperlang.interrupts import told_by
+from piperlang.progress import begin, displayed_by, doing, done
 from piperlang.progress.plain import Plain, Watching
 from piperlang.progress.records import Records
 
@@ -25,6 +26,8 @@ TRAINING = ("train", "run")
 @contextmanager
 def progress_of(options: argparse.Namespace) -> Iterator[None]:
     """Run `options.run` with a progress display."""
+    begin()
+    told_by(doing, done)
     training, machine = options.command in TRAINING, getattr(options, "json", False)
     people: Watching | None = None
     if training and not machine:

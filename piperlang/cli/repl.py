@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from piperlang.cli.parsing import SEED
 from piperlang.cli.progress import display_on
 from piperlang.cli.report import add_parameters, paint, parameters
 from piperlang.diagnostics import Diagnostic, error
 from piperlang.diagnostics.render import render
+from piperlang.interrupts import unwatched
 from piperlang.progress import displayed_by, phase
 from piperlang.repl.session import Screen, Session
 
@@ -31,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="MODEL.py is traced once; the statements of SCHEDULE.piper are applied first",
     )
     parser.add_argument("--strict", action="store_true", help="without a terminal: stop at the first error")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of weights, data and dropout")
+    parser.add_argument("--seed", type=SEED, default=0, help="random seed of weights, data and dropout")
     add_parameters(parser)
 
 
@@ -57,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
                 f"the script has no parameter `{unknown[0]}`",
                 help="remove it, or declare it: `param name = value`",
             )
+        unwatched()  # Ctrl-C ends a statement, or a step of `:run`, not the session
         if not interactive:
             from piperlang.repl.piped import piped
 

@@ -145,6 +145,20 @@ def add_parameters(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_output(path: Path, flag: str) -> None:
+    """Refuse a file that cannot be written before what goes into it is made, which may take minutes."""
+    folder = path.absolute().parent
+    if is_file(path, folder=True):
+        problem = "it is a folder"
+    elif not is_file(folder, folder=True):
+        problem = f"there is no folder {folder}"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        problem = "permission denied"
+    else:
+        return
+    raise error("P0902", f"`{flag} {path}` cannot be written", notes=[problem], help="check the path")
+
+
 def parameters(options: argparse.Namespace) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in options.parameters:

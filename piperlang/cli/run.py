@@ -8,7 +8,7 @@ from pathlib import Path
 
 from piperlang.cli.model import Batches, captured, doing, load, scheduled
 from piperlang.cli.report import report
-from piperlang.cli.train import add_training, check_usage, execute, runs_on_cuda
+from piperlang.cli.train import add_training, check_loaded, check_usage, execute, runs_on_cuda
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
 
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     options.script, options.model = made["script"], made["model"]
     options.parameters = [f"{name}={value}" for name, value in made.get("parameters", {}).items()]
     file = load(made["model"])
+    check_loaded(options, file)
     batches = Batches(file, options.seed)
     found = scheduled(captured(file, options.seed, batches.first, runs_on_cuda(options)), options)
     if found.problems:

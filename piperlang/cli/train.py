@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from inspect import unwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
 from piperlang.cli.model import Batches, captured, doing, load_both, planned, scheduled
+from piperlang.cli.parsing import COUNT, SECONDS, SEED
 from piperlang.cli.report import add_parameters, open_script, report
 from piperlang.diagnostics import PiperError, error
+from piperlang.interrupts import uninterrupted
 from piperlang.progress import Message, Row, emit, stepping
 from piperlang.progress.lines import counted
 
@@ -28,6 +31,12 @@ if TYPE_CHECKING:
     from piperlang.elaborate.directive import Directive
     from piperlang.plan.plan import Plan
     from piperlang.session import Scheduled
+
+WEIGHTS = "weights.pt"
+UNFINISHED = "weights-unfinished.pt"
+"""Of a job that ended with an error between two steps."""
+PREVIOUS = "weights-previous.pt"
+"""Of an earlier job in the same folder."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +47,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=10, help="number of training steps (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of weights, data and dropout (default: 0)")
+    parser.add_argument("--steps", type=COUNT, default=10, help="number of training steps (default: 10)")
+    parser.add_argument("--seed", type=SEED, default=0, help="random seed of weights, data and dropout (default: 0)")
     parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/SCRIPT-N)")
     parser.add_argument(
         "--executor",
@@ -48,10 +57,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="Ray workers, or threads of this process (default: ray)",
     )
     parser.add_argument("--address", help="address of a Ray cluster; by default, a local Ray is started for the job")
-    parser.add_argument("--devices", type=int, metavar="N", help="reject a script that needs more devices")
+    parser.add_argument("--devices", type=COUNT, metavar="N", help="reject a script that needs more devices")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=SECONDS,
         default=300.0,
         metavar="SECONDS",
         help="timeout of communication between devices (default: 300)",
@@ -75,13 +84,13 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--masters", action="store_true", help="keep float32 master weights for half-precision weights")
     parser.add_argument(
         "--validate-every",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="evaluate on `validation()` of the model file every N steps (default: after the last step)",
     )
     parser.add_argument(
         "--log-every",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="print a line every N steps (default: about 20 lines per run, at least one per minute)",
     )
@@ -98,6 +107,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     check_usage(options)
     file = load_both(options.model, options.script)
+    check_loaded(options, file)
     batches = Batches(file, options.seed)
     found = scheduled(captured(file, options.seed, batches.first, runs_on_cuda(options)), options)
     if found.problems:
@@ -110,16 +120,46 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_usage(options: argparse.Namespace) -> None:
-    """Checks of the options that need no model."""
-    if options.steps < 1:
-        raise error("P0902", f"--steps must be at least 1, not {options.steps}", help="`--steps 1` trains one step")
-    if options.log_every is not None and options.log_every < 1:
+    """Checks of the options before anything is loaded."""
+    check_installed(options.log)
+    if options.out is not None:
+        _check_folder(Path(options.out))
+    if options.backend == "nccl" and options.executor == "inline":
+        raise _no_nccl("`--executor inline` runs on the CPU")
+
+
+def check_loaded(options: argparse.Namespace, file: ModelFile) -> None:
+    """Checks of the options before anything is traced."""
+    if options.validate_every is not None and file.validation is None:
         raise error(
             "P0902",
-            f"--log-every must be at least 1, not {options.log_every}",
-            help="`--log-every 1` prints every step",
+            f"cannot use `--validate-every {options.validate_every}`: {Path(options.model).name} has no `validation`",
+            help="define `def validation()` that yields (input, target) batches",
         )
-    check_installed(options.log)
+    if options.backend == "nccl" and not runs_on_cuda(options):
+        raise _no_nccl("torch sees no GPU")
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a run folder that cannot be made or written, without making it."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        problem = f"{there} is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"{there} cannot be written"
+    else:
+        return
+    raise _no_folder(folder, problem)
+
+
+def _no_folder(folder: Path, problem: object) -> PiperError:
+    return error(
+        "P0902", f"cannot make the run folder {folder}", notes=[str(problem)], help="choose another with --out"
+    )
+
+
+def _no_nccl(why: str) -> PiperError:
+    return error("P0902", f"`--backend nccl` cannot be used: {why}", help="leave --backend out, or use gloo")
 
 
 def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches) -> int:
@@ -130,20 +170,6 @@ def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan
             f"the script needs {len(plan.devices)} devices, more than --devices {options.devices}",
             help="use a smaller mesh, or raise --devices",
         )
-    if options.validate_every is not None and (file.validation is None or options.validate_every < 1):
-        why = (
-            f"{Path(options.model).name} has no `validation`"
-            if file.validation is None
-            else "the number must be at least 1"
-        )
-        raise error(
-            "P0902",
-            f"cannot use `--validate-every {options.validate_every}`: {why}",
-            help="define `def validation()` that yields (input, target) batches, and use a number of at least 1",
-        )
-    if options.backend == "nccl" and not runs_on_cuda(options):
-        why = "`--executor inline` runs on the CPU" if options.executor == "inline" else "torch finds no GPU"
-        raise error("P0902", f"cannot use `--backend nccl`: {why}", help="omit --backend, or use gloo")
     folder = _folder(options)
     schedule = found.scheduler.schedule
     _write_about(folder, options, plan, schedule.directives)
@@ -167,9 +193,7 @@ def _folder(options: argparse.Namespace) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise error(
-            "P0902", f"cannot create the run folder {folder}", notes=[str(problem)], help="choose another with --out"
-        ) from None
+        raise _no_folder(folder, problem) from None
     return folder
 
 
@@ -183,9 +207,14 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
     from piperlang.version import __version__
 
     source, _ = open_script(options.script)
-    (folder / "schedule.piper").write_text(source.text, encoding="utf-8")
-    (folder / "resolved.piper").write_text(resolved(directives), encoding="utf-8")
-    (folder / "plan.json").write_text(dump(plan), encoding="utf-8")
+    with _writing(folder / WEIGHTS, "nothing, training has not begun"):
+        for name in (UNFINISHED, WEIGHTS):  # of an earlier job: never lost, and never taken for this one's
+            with suppress(FileNotFoundError):
+                (folder / name).replace(folder / PREVIOUS)
+        (folder / "verified.json").unlink(missing_ok=True)
+    _write(folder / "schedule.piper", source.text)
+    _write(folder / "resolved.piper", resolved(directives))
+    _write(folder / "plan.json", dump(plan))
     versions = {
         "piperlang": __version__,
         "torch": torch.__version__,
@@ -194,7 +223,20 @@ def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directive
         "seed": options.seed,
         "parameters": options.parameters,
     }
-    (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
+    _write(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    with _writing(path, "nothing, training has not begun"):
+        path.write_text(text, encoding="utf-8")
+
+
+def _drop(metrics: TextIO) -> None:
+    """Forget what could not be written: closing the file would try again, and raise again."""
+    try:
+        metrics.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), metrics.fileno())
 
 
 def _train(
@@ -217,32 +259,36 @@ def _train(
     )
     batches = iter(given)
     first = next(batches)
+    at = folder.absolute()  # the user's code may change the working directory
     with ExitStack() as stack:
         loggers = stack.enter_context(_loggers(options, plan, folder))
         validation = _evaluation(options, file, plan, given.first)
         _verify(options, cut, plan, first, training, folder)
-        metrics = stack.enter_context((folder / "metrics.jsonl").open("w", encoding="utf-8"))
+        rows = at / "metrics.jsonl"
+        with _writing(rows, "all rows of metrics"):
+            metrics = stack.enter_context(rows.open("w", encoding="utf-8"))
+        stack.callback(_drop, metrics)
         job = stack.enter_context(_started(options, plan, cut, training, loss_dtype, validation))
 
         def note(row: Row) -> None:
-            metrics.write(json.dumps(row.record()) + "\n")
-            metrics.flush()
-            emit(row)
+            with uninterrupted():  # what is said of an interrupted job is what metrics.jsonl has
+                with _writing(rows, f"the rows of metrics from step {row.step} on"):
+                    metrics.write(json.dumps(row.record()) + "\n")
+                    metrics.flush()
+                with _writing(rows, "the rows of metrics so far: the file was removed"):
+                    rows.stat()  # it would take rows that nobody can read
+                emit(row)
             log(loggers, row.record())
             if file.on_step is not None:
                 file.on_step(row.record())
 
         refuse_use()  # models that the user's code still holds; the trained weights are elsewhere
         started = time.perf_counter()
-        with (
-            _interruptible(folder) as done,
-            _weights_kept(job, folder, done),
-            stepping(options.steps, options.log_every),
-        ):
-            for row in _steps(options, file, job, plan, batches, first, validation is not None):
-                done.append(row.step)
+        trained: list[int] = []
+        with _weights_kept(job, at, trained), stepping(options.steps, options.log_every, str(folder)):
+            for row in _steps(options, file, job, plan, batches, first, validation is not None, trained):
                 note(row)
-        _save(job, folder)
+        _save(job, at, WEIGHTS)
     seconds = time.perf_counter() - started
     steps, devices = counted(options.steps, "step"), counted(len(plan.devices), "device")
     emit(Message(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))
@@ -256,9 +302,10 @@ def _steps(
     batches: Iterator[Any],
     batch: Any,
     validates: bool,
+    trained: list[int],
 ) -> Iterator[Row]:
-    """Train step by step. The next batch is loaded while a step runs, except for files with `on_step`, whose data may
-    depend on it."""
+    """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except for
+    files with `on_step`, whose data may depend on it."""
     from piperlang.capture.state import Frozen
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
@@ -282,6 +329,7 @@ def _steps(
             except PiperError as raised:
                 problem = raised
             done = job.finish(begun)
+            trained.append(step)
         row = Row(step, done.loss, round(done.seconds, 6), round(plan.samples / done.seconds, 2), done.memory)
         if validates and (last or (step + 1) % (options.validate_every or options.steps) == 0):
             row = replace(row, validation_loss=_validated(job, file))
@@ -345,35 +393,59 @@ def _loggers(options: argparse.Namespace, plan: Any, folder: Path) -> Iterator[l
 
 
 @contextmanager
-def _interruptible(folder: Path) -> Iterator[list[int]]:
-    """On Ctrl-C, report the progress of the job. The block appends its steps to the given list."""
-    done: list[int] = []
-    try:
-        yield done
-    except KeyboardInterrupt:
-        emit(Message(f"interrupted after {counted(len(done), 'step')}; {folder}"))
-        raise
-
-
-@contextmanager
-def _weights_kept(job: Any, folder: Path, done: list[int]) -> Iterator[None]:
-    """If user code fails between steps (data, validation, `on_step`), save the weights: the workers still have
-    them."""
+def _weights_kept(job: Any, folder: Path, trained: list[int]) -> Iterator[None]:
+    """If user code fails between steps (data, validation, `on_step`), save the weights: the workers still have them.
+    They go to a file of another name, because the job has not finished."""
     try:
         yield
     except PiperError as problem:
-        if done and not any(diagnostic.code.startswith("P06") for diagnostic in problem.diagnostics):
-            _save(job, folder)
-        raise
+        if not trained or any(d.code.startswith("P06") and d.code != "P0609" for d in problem.diagnostics):
+            raise
+        steps = counted(len(trained), "step")
+        try:
+            _save(job, folder, UNFINISHED)
+            kept = f"the weights after {steps} are in {folder / UNFINISHED}"
+        except PiperError as another:
+            kept = f"the weights after {steps} are lost: {another.diagnostics[0].message}"
+        first, *others = problem.diagnostics
+        raise PiperError(replace(first, notes=(*first.notes, kept)), *others) from problem
 
 
-def _save(job: Any, folder: Path) -> None:
+def _save(job: Any, folder: Path, name: str) -> None:
+    """The file is there when it is whole."""
     import torch
 
-    with doing("saving the weights", "saved weights.pt") as saving:
+    path, part = folder / name, folder / f"{name}.part"
+    with doing("saving the weights", f"saved {name}") as saving:
         weights = job.weights()
-        torch.save(weights, folder / "weights.pt")
+        with _writing(path, f"the weights of {counted(len(weights), 'tensor')}"):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with part.open("wb") as file:
+                    torch.save(weights, file)
+                part.replace(path)
+            except BaseException:
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+                raise
         saving.detail = f"{sum(tensor.numel() for tensor in weights.values()):,} numbers"
+
+
+@contextmanager
+def _writing(path: Path, lost: str) -> Iterator[None]:
+    """A file of the run folder that cannot be written is a P0609."""
+    try:
+        yield
+    except (OSError, RuntimeError) as problem:  # torch raises both
+        cause = problem if isinstance(problem, OSError) else problem.__context__
+        reason = (cause.strerror if isinstance(cause, OSError) else None) or str(problem).partition("\n")[0]
+        raise error(
+            "P0609",
+            f"cannot write {path}",
+            notes=[reason, f"lost: {lost}"],
+            help="look at the space on the disk, and leave the folder alone while the job runs; or choose another with"
+            " --out",
+        ) from problem
 
 
 def _verify(
@@ -384,7 +456,7 @@ def _verify(
 
     with doing("verifying against eager PyTorch"):
         verified = verify(cut, plan, batch, training) if options.verify else Verified(skipped="--no-verify")
-    (folder / "verified.json").write_text(json.dumps(asdict(verified)) + "\n", encoding="utf-8")
+    _write(folder / "verified.json", json.dumps(asdict(verified)) + "\n")
     emit(Message(str(verified), warning=bool(verified.skipped and options.verify)))
 
 

@@ -65,6 +65,7 @@ CODES = {
     "P0606": "model differs in evaluation mode",
     "P0607": "initial weights differ between workers",
     "P0608": "captured program differs from the model",
+    "P0609": "results cannot be written",
     "P0801": "invalid model file",
     "P0802": "model cannot be traced",
     "P0803": "model changes a tensor while it runs",

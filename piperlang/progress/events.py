@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+from piperlang.interrupts import checkpoint
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,40 @@ def current() -> Display | None:
     return _display
 
 
+@dataclass
+class _Standing:
+    """How far this process has come, with or without a display."""
+
+    phases: list[str] = field(default_factory=list)
+    steps: int | None = None
+    folder: str = ""
+
+
+_standing = _Standing()
+
+
+def begin() -> None:
+    """A command begins: nothing is done yet."""
+    global _standing
+    _standing = _Standing()
+
+
+def doing() -> str:
+    """The phase that runs: `tracing model.py`."""
+    return _standing.phases[-1] if _standing.phases else ""
+
+
+def done() -> str:
+    """The steps that are done, and where they are kept: `after 12 steps; runs/both-1`."""
+    if _standing.steps is None:
+        return ""
+    steps = f"after {_standing.steps:,} step{'' if _standing.steps == 1 else 's'}"
+    return f"{steps}; {_standing.folder}" if _standing.folder else steps
+
+
 def emit(event: Event) -> None:
+    if isinstance(event, Row) and _standing.steps is not None:
+        _standing.steps += 1
     if _display is not None:
         _display.show(event)
 
@@ -114,19 +149,25 @@ class Phase:
 @contextmanager
 def phase(what: str, done: str = "") -> Iterator[Phase]:
     """A phase that may take long. The block may set `detail` of the value it receives."""
+    checkpoint()
     running, started = Phase(), time.perf_counter()
-    emit(Began(what))
+    _standing.phases.append(what)
     try:
-        yield running
-    except BaseException:
-        emit(Ended("", time.perf_counter() - started))
-        raise
-    emit(Ended(done, time.perf_counter() - started, running.detail))
+        emit(Began(what))
+        try:
+            yield running
+        except BaseException:
+            emit(Ended("", time.perf_counter() - started))
+            raise
+        emit(Ended(done, time.perf_counter() - started, running.detail))
+    finally:
+        _standing.phases.pop()
 
 
 @contextmanager
-def stepping(total: int | None, every: int | None = None) -> Iterator[None]:
-    """The block emits a Row after every step."""
+def stepping(total: int | None, every: int | None = None, folder: str = "") -> Iterator[None]:
+    """The block emits a Row after every step. `folder` has what is kept of them."""
+    _standing.steps, _standing.folder = 0, folder
     emit(Stepping(total, every))
     try:
         yield

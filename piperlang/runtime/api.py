@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from piperlang.capture.batches import placed, wrong_batch
+from piperlang.capture.batches import detached, placed, wrong_batch
 from piperlang.capture.program import Captured, capture
 from piperlang.capture.user_code import (
     Guarded,
@@ -160,6 +160,7 @@ def compile(
     _check_arguments(
         {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm
     )
+    example = detached(example)
     model, optimizer = UserFunction(model, "model"), UserFunction(optimizer, "optimizer")
     lr_schedule = UserFunction(lr_schedule, "lr_schedule") if lr_schedule is not None else None
     display = _display(progress)

@@ -55,6 +55,10 @@ class Lost(Exception):
         self.worker = worker
 
 
+START_ATTEMPTS = 2
+"""Ray gives its processes 30 s to start, which a busy machine may exceed."""
+
+
 class Cluster:
     """The workers of a job, one per device, with detection of workers that died."""
 
@@ -91,23 +95,30 @@ class Cluster:
         _loopback()
         _hush()
         self.connected = True
-        try:
-            with _marked(self.folder), _unbroken_process_starts():
-                ray.init(
-                    num_cpus=max(count, 1),
-                    object_store_memory=200 * 2**20,
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                    configure_logging=False,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(self.folder / "ray"),
-                    _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
-                )
-        except Exception as problem:  # Ray raises plain exceptions
-            reason = str(problem).partition("\n")[0]
-            help = "the usual reason is an overloaded machine: check its load and memory, and try again"
-            raise error("P0605", "cannot start Ray on this machine", notes=[reason], help=help) from None
+        for attempt in range(1, START_ATTEMPTS + 1):
+            temporary = self.folder / f"ray{attempt}"
+            try:
+                with _marked(self.folder), _unbroken_process_starts():
+                    ray.init(
+                        num_cpus=max(count, 1),
+                        object_store_memory=200 * 2**20,
+                        include_dashboard=False,
+                        logging_level=logging.ERROR,
+                        log_to_driver=False,
+                        configure_logging=False,
+                        _node_ip_address="127.0.0.1",
+                        _temp_dir=str(temporary),
+                        _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
+                    )
+                return
+            except Exception as problem:  # Ray raises plain exceptions
+                ray.shutdown()
+                if attempt < START_ATTEMPTS:
+                    clear(temporary, 10.0, (os.getpid(),))
+                    continue
+                reason = str(problem).partition("\n")[0]
+                help = "the usual reason is an overloaded machine: check its load and memory, and try again"
+                raise error("P0605", "cannot start Ray on this machine", notes=[reason], help=help) from None
 
     def _join(self, address: str | None) -> None:
         _hush()

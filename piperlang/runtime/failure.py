@@ -25,6 +25,10 @@ HELP = (
     " `--executor inline`"
 )
 HELP_WITHOUT_LINE = "debug the plain model on the same batch, or the same step in one process with `--executor inline`"
+HELP_HERE = "fix this line, or what reaches it; the step runs in this process, where a debugger can stop there"
+HELP_HERE_WITHOUT_LINE = (
+    "debug the plain model on the same batch, or this command with a debugger: `python -m pdb -m piperlang`"
+)
 
 
 class Failure(NamedTuple):
@@ -48,21 +52,22 @@ def failure_of(problem: BaseException, position: int = -1) -> Failure:
     return Failure(position, said(problem), line_of(problem), _operator(problem))
 
 
-def failed(device: str, failure: Failure, piece: Piece | None, notes: list[str]) -> PiperError:
-    """The diagnostic. `piece`: the driver's copy of the graph that ran, whose operators still have their source
-    lines."""
+def failed(device: str, failure: Failure, piece: Piece | None, notes: list[str], here: bool = False) -> PiperError:
+    """The diagnostic. `piece`: the driver's copy of the graph that ran, whose operators still have their source lines;
+    `here`: it ran in this process."""
     if failure.diagnostics:
         return PiperError(*failure.diagnostics)
     node = _call(piece, failure.operator)
     span = failure.span or (line_of_operator(node) if node is not None else None)
     module = [module_of(node)] if node is not None else []
+    with_line, without = (HELP_HERE, HELP_HERE_WITHOUT_LINE) if here else (HELP, HELP_WITHOUT_LINE)
     return error(
         "P0604",
         f"{device} failed",
         span,
         "raised here" if span else "",
         notes=[failure.said, *module, *notes][:9],
-        help=HELP if span else HELP_WITHOUT_LINE,
+        help=with_line if span else without,
     )
 
 

@@ -59,8 +59,10 @@ def _located(node: Node, piece: Piece | None = None) -> Iterator[None]:
     """What the user's operators or optimizer raise inside is a diagnostic at the user's line."""
     try:
         yield
-    except Exception as problem:
-        raise failed("the simulated device", failure_of(problem), piece, [f"it was at {node}"]) from problem
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:
+        raise failed("the simulated device", failure_of(problem), piece, [f"it was at {node}"], here=True) from problem
 
 
 class Inline:

@@ -185,4 +185,4 @@ class _Routine:
         line = self.plan.lines[instruction.node]
         at = f"it was running {instruction.op} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
         piece = device.pieces[instruction.program] if isinstance(instruction, Compute) else None
-        return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at])
+        return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at], here=True)

@@ -9,8 +9,10 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils import _pytree as pytree
 
 from piperlang.capture.hooks import refuse_hooks
 from piperlang.capture.user_code import said
@@ -101,12 +103,12 @@ def call_schedule(make: Callable[[Any], Any], optimizer: optim.Optimizer) -> Any
 
 
 def step_schedule(schedule: Any, optimizer: optim.Optimizer, make: Callable[..., Any]) -> None:
-    methods = _replaced(optimizer)
+    methods, attributes = _replaced(optimizer), _attributes(optimizer)
     try:
         schedule.step()
-    except PiperError:
+    except (PiperError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as problem:
+    except BaseException as problem:
         help = "fix this line, or make the schedule cover all training steps"
         raise error(
             "P0801",
@@ -121,6 +123,16 @@ def step_schedule(schedule: Any, optimizer: optim.Optimizer, make: Callable[...,
             f"the schedule replaces a method of {type(optimizer).__name__}, but copies of the optimizer train",
             "change only options of the groups: a learning rate of 0 stops training",
         )
+    now = _attributes(optimizer)
+    changed = next((name for name in {**attributes, **now} if not _same(attributes.get(name), now.get(name))), None)
+    if changed is not None:
+        raise _unsupported(
+            make,
+            f"the schedule changes the attribute `{changed}` of {type(optimizer).__name__}, and copies of the optimizer"
+            " train",
+            f'keep it in the groups, as `group["{changed}"]` for all of `optimizer.param_groups`: their options change'
+            " in all copies",
+        )
 
 
 def _replaced(optimizer: optim.Optimizer) -> dict[str, Any]:
@@ -130,6 +142,26 @@ def _replaced(optimizer: optim.Optimizer) -> dict[str, Any]:
         for name, value in vars(optimizer).items()
         if callable(value) and callable(getattr(type(optimizer), name, None))
     }
+
+
+def _attributes(optimizer: optim.Optimizer) -> dict[str, list[tuple[Any, object]]]:
+    """What the instance has besides groups, state and methods. Of a tensor also how often it was written to."""
+    others = ("param_groups", "state", "defaults", "_opt_called", "_step_count")
+    return {
+        name: [(leaf, leaf._version if isinstance(leaf, torch.Tensor) else None) for leaf in pytree.tree_leaves(value)]
+        for name, value in vars(optimizer).items()
+        if name not in others and not callable(value)
+    }
+
+
+def _same(before: list[tuple[Any, object]] | None, after: list[tuple[Any, object]] | None) -> bool:
+    if before is None or after is None or len(before) != len(after):
+        return False
+    plain = (int, float, complex, str, bytes)
+    return all(
+        version == later and (one is other or (isinstance(one, plain) and type(one) is type(other) and one == other))
+        for (one, version), (other, later) in zip(before, after, strict=True)
+    )
 
 
 def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:

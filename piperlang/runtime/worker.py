@@ -216,7 +216,9 @@ class Worker:
         if report.failed is None:
             try:
                 self.routines["train"].device.optimizers.advance()
-            except (Exception, SystemExit) as problem:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as problem:
                 return _failed(problem)
         self.steps += 1
         return report

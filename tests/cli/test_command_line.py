@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -115,6 +116,76 @@ def test_what_is_said_of_wrong_command_lines(
     else:
         assert f"error[P0902]: {message}\n" in err
         assert f"= help: {help}\n" in err
+
+
+NUMBERS = [
+    (command, action)
+    for command in COMMANDS
+    for action in command_parser(command).described()
+    if getattr(action.type, "__name__", "") in ("int", "float")
+]
+"""Every option of every command that is a number."""
+
+
+@pytest.mark.parametrize(
+    ("command", "action"), NUMBERS, ids=[f"{command} {action.option_strings[-1]}" for command, action in NUMBERS]
+)
+def test_numbers_that_no_command_can_use(
+    command: str, action: argparse.Action, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused where they stand, before the files, which do not exist, are looked at."""
+    flag = action.option_strings[-1]
+    files = {"check": ["M.py", "S.piper"], "run": ["P.plan"], "fuzz": ["M.py"], "repl": ["M.py"]}
+    for value in ("9" * 23, "-" + "9" * 23, "9" * 5000, "nan", "inf", "-inf", "1e400", "", "ten"):
+        code, out, err = ran(capsys, command, *files.get(command, ["M.py", "S.piper"]), f"{flag}={value}")
+        assert (code, out) == (2, ""), value
+        assert re.match(rf"error\[P0902\]: (`{flag}[ `]|{flag} must be )", err), (value, err)
+        assert "= help: " in err
+        assert len(err) < 400
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "M.py S.piper --seed 9223372036854775808",
+            "--seed must be at most 9223372036854775807, not 92233720368547758",
+        ),
+        ("M.py S.piper --timeout nan", "--timeout must be a number from 0.001 to 100000000, not nan"),
+        ("M.py S.piper --timeout inf", "--timeout must be at most 100000000, not inf"),
+        ("M.py S.piper --timeout 0", "--timeout must be at least 0.001, not 0"),
+        ("M.py S.piper --steps 0", "--steps must be at least 1, not 0"),
+        ("M.py S.piper --devices 0", "--devices must be at least 1, not 0"),
+        ("M.py S.piper --validate-every 0", "--validate-every must be at least 1, not 0"),
+        ("graph M.py S.piper --after -1", "--after must be at least 0, not -1"),
+        ("fuzz M.py --count 0", "--count must be at least 1, not 0"),
+        ("fuzz M.py --devices 99999", "--devices must be at most 65536, not 99999"),
+        ("fuzz M.py --mesh pp=1000,dp=1000", "`--mesh pp=1000,dp=1000` has more than 65,536 devices"),
+        ("M.py S.piper -p =", "`-p =` is not understood"),
+        ("plan M.py S.piper -p a", "`-p a` is not understood"),
+        ("graph M.py S.piper -p a=1 -p a=2", "parameter `a` is given twice"),
+        ("check M.py S.piper -p 1=1", "`-p 1=1` is not understood"),
+        ("M.py S.piper --out FILE", "cannot make the run folder FILE"),
+        ("M.py S.piper --out FILE/run", "cannot make the run folder FILE/run"),
+        ("M.py S.piper --executor inline --backend nccl", "`--backend nccl` cannot be used: threads of one process"),
+        ("plan M.py S.piper -o FOLDER", "`-o FOLDER` cannot be written"),
+        ("plan M.py S.piper -o none/x.plan", "`-o none/x.plan` cannot be written"),
+        ("graph M.py S.piper --svg FOLDER", "`--svg FOLDER` cannot be written"),
+    ],
+)
+def test_what_is_refused_before_anything_is_loaded(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "M.py").write_text("raise SystemExit('loaded')")
+    (tmp_path / "S.piper").write_text("")
+    code, out, err = ran(capsys, *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error[P0902]: {message}")
+    assert "= help: " in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE", "FOLDER", "M.py", "S.piper"]
 
 
 def test_a_folder_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,21 @@ PAGES = Path(explain.__file__).parent / "pages"
 NO_PLACE = {"P0901", "P0902", "P0904"}
 """Mistakes on the command line: there is no file to point into."""
 
-NO_SCRIPT = {"P0503", "P0504", "P0505", "P0506", "P0602", "P0603", "P0604", "P0605", "P0606", "P0607", "P0608", "P0905"}
+NO_SCRIPT = {
+    "P0503",
+    "P0504",
+    "P0505",
+    "P0506",
+    "P0602",
+    "P0603",
+    "P0604",
+    "P0605",
+    "P0606",
+    "P0607",
+    "P0608",
+    "P0609",
+    "P0905",
+}
 """What no script can cause: broken plans (test_plan.py), workers that die (test_faults.py), packages that are missing
 (test_package.py). Their pages say what to look at."""
 

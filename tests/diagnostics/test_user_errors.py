@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -937,7 +938,11 @@ def answer(text: str, *arguments: str) -> Answer:
         Path("model.py").write_text(text)
         Path("schedule.piper").write_text("")
         status = main(list(arguments))
-    return Answer(status, out.getvalue(), err.getvalue())
+    return Answer(status, out.getvalue(), PROGRESS.sub("", err.getvalue()))
+
+
+PROGRESS = re.compile(r"^(\w.* \.\.\. \d+ s|[a-z]+ (.* )?\d+(\.\d+)? s( \(.*\))?)\n", re.MULTILINE)
+"""What a busy machine takes long for is shown, too."""
 
 
 TRAIN = ("model.py", "schedule.piper", "--executor", "inline", "--steps", "6", "--out", "run", "--format", "json")
@@ -973,6 +978,100 @@ def test_fuzz(mistake: Mistake) -> None:
 @pytest.mark.parametrize("command", ["check", "plan", "graph"])
 def test_commands_that_only_trace(command: str, mistake: Mistake) -> None:
     assert_told(mistake, answer(mistake.text, command, "model.py", "schedule.piper", "--format", "json"))
+
+
+OWN = "class Stop(BaseException):\n    pass\n\n\n"
+"""An exception that is no Exception, as those of some frameworks are."""
+BASE_EXCEPTIONS = [
+    Mistake("at the top", written(more=OWN + "raise Stop('now')  # here\n"), "P0801", ("Stop: now",)),
+    Mistake(
+        "model",
+        written(model=OWN + "def model():\n    raise Stop('now')  # here\n"),
+        "P0801",
+        ("`model` raised Stop: now",),
+    ),
+    Mistake(
+        "loss",
+        written(loss=OWN + "def loss(output, target):\n    raise Stop('now')  # here\n"),
+        "P0802",
+        ("loss raised Stop: now",),
+    ),
+    Mistake(
+        "data",
+        written(data=OWN + "def data():\n    raise Stop('now')  # here\n"),
+        "P0801",
+        ("`data` raised Stop: now",),
+    ),
+    Mistake(
+        "data at a later batch",
+        written(data=OWN + f"def data():\n    yield {ONE}, {ONE}\n    raise Stop('now')  # here\n"),
+        "P0801",
+        ("`data` raised Stop: now",),
+    ),
+    Mistake(
+        "optimizer",
+        written(more=OWN + "def optimizer(params):\n    raise Stop('now')  # here\n"),
+        "P0801",
+        ("`optimizer` raised Stop: now",),
+    ),
+    Mistake(
+        "lr_schedule",
+        written(more=OWN + "def lr_schedule(optimizer):\n    raise Stop('now')  # here\n"),
+        "P0801",
+        ("`lr_schedule` raised Stop: now",),
+    ),
+    Mistake(
+        "on_step",
+        written(more=OWN + "def on_step(row):\n    raise Stop('now')  # here\n"),
+        "P0801",
+        ("`on_step` raised Stop: now",),
+    ),
+]
+
+
+@every(BASE_EXCEPTIONS)
+def test_exceptions_that_are_no_exception(mistake: Mistake) -> None:
+    assert_told(mistake, answer(mistake.text, *TRAIN))
+
+
+def test_batches_that_come_with_a_graph() -> None:
+    """Plain PyTorch trains on them; the gradient of a batch is nobody's. Before, the comparison with eager PyTorch went
+    through their graph twice."""
+    text = "def data():\n    torch.manual_seed(1)\n    while True:\n        yield {0}, torch.randn(8, 4)\n"
+    losses = []
+    for how in (".requires_grad_() * 1", ".requires_grad_()", ""):
+        words = ("model.py", "schedule.piper", "--executor", "inline", "--steps", "3", "--out", "run", "--json")
+        found = answer(written(data=text.format(f"torch.randn(8, 4){how}")), *words)
+        assert found.status == 0, found.err
+        losses.append([json.loads(line)["loss"] for line in found.out.splitlines()])
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_a_schedule_that_changes_the_optimizer_itself() -> None:
+    own = (
+        "class Scaled(torch.optim.SGD):\n    elementwise = True\n    scale = 1.0\n\n    def step(self, closure=None):\n"
+        "        for group in self.param_groups:\n            for p in group['params']:\n"
+        "                p.data.add_(p.grad, alpha=-group['lr'] * self.scale)\n\n\n"
+        "class Halving:\n    def __init__(self, optimizer):\n        self.optimizer = optimizer\n\n"
+        "    def step(self):\n        self.optimizer.scale *= 0.5\n\n\n"
+        "def optimizer(params):\n    return Scaled(params, lr=0.1)\n\n\n"
+        "def lr_schedule(optimizer):  # here\n    return Halving(optimizer)\n"
+    )
+    words = ("the schedule changes the attribute `scale` of Scaled", 'as `group["scale"]`')
+    assert_told(Mistake("private option", written(more=own), "P0601", words), answer(written(more=own), *TRAIN))
+
+
+def test_what_raises_in_this_process_is_not_told_to_run_in_this_process() -> None:
+    text = written(
+        data=f"def data():\n    yield torch.zeros(8, dtype=torch.int64), {ONE}\n    yield torch.full((8,), 9), {ONE}\n",
+        model="def model():\n    return nn.Embedding(4, 4)  # here\n",
+    )
+    found = answer(text, *TRAIN)
+    (diagnostic,) = found.diagnostics()
+    assert (found.status, diagnostic["code"]) == (1, "P0604")
+    assert "--executor inline" not in found.err
+    assert "debugger" in diagnostic["helps"][0]
 
 
 def test_several_mistakes_at_once() -> None:

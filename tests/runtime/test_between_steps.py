@@ -353,13 +353,86 @@ def test_what_fails_between_steps_costs_no_weights(
         str(tmp_path / "run"),
     ]
     assert main([*words, "--validate-every", "3"] if "validation" in name else words) == 1
-    assert "error[P0801]" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "error[P0801]" in err
+    kept = tmp_path / "run" / "weights-unfinished.pt"
+    assert f"note: the weights after 3 steps are in {kept}\n" in err
+    left = sorted(path.name for path in (tmp_path / "run").glob("*.pt*"))
+    assert left == ["weights-previous.pt", "weights-unfinished.pt"]
     trained = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert trained == ([0, 1, 2] if "data" in name else [0, 1])
     made = load_model(tmp_path / "model.py").model()
     fresh = {key: value.clone() for key, value in made.state_dict().items()}
-    made.load_state_dict(torch.load(tmp_path / "run" / "weights.pt"))
+    made.load_state_dict(torch.load(kept))
     assert any(not torch.equal(value, fresh[key]) for key, value in made.state_dict().items())
+
+
+def unwritable(
+    folder: Path, more: str, capsys: pytest.CaptureFixture[str], out: Path | None = None
+) -> tuple[str, list[str]]:
+    """The error of a job whose run folder becomes unusable, and what is there after it."""
+    out = out or folder / "run"
+    (folder / "model.py").write_text(BASE + more)
+    (folder / "pp.piper").write_text(PIPELINE)
+    words = [str(folder / "model.py"), str(folder / "pp.piper"), "--steps", "4", "--executor", "inline"]
+    assert main([*words, "--out", str(out)]) == 1
+    err = capsys.readouterr().err
+    assert "error[P0609]: cannot write" in err
+    assert "Traceback" not in err
+    return err, sorted(path.name for path in out.iterdir())
+
+
+def test_a_run_folder_that_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = f"import shutil\ndef on_step(row):\n    if row['step'] == 1: shutil.rmtree({str(tmp_path / 'run')!r})\n"
+    err, left = unwritable(tmp_path, more, capsys)
+    assert f"cannot write {tmp_path / 'run' / 'metrics.jsonl'}\n" in err
+    assert "note: No such file or directory\n" in err
+    assert "note: lost: the rows of metrics so far: the file was removed\n" in err
+    assert f"note: the weights after 3 steps are in {tmp_path / 'run' / 'weights-unfinished.pt'}\n" in err
+    assert left == ["weights-unfinished.pt"]
+
+
+def test_a_disk_that_is_full_during_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
+    err, left = unwritable(tmp_path, "", capsys)
+    assert f"cannot write {tmp_path / 'run' / 'metrics.jsonl'}\n" in err
+    assert "note: No space left on device\n" in err
+    assert "note: lost: the rows of metrics from step 0 on\n" in err
+    assert "weights-unfinished.pt" in left
+    assert "weights.pt" not in left
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "weights.pt.part").symlink_to("/dev/full")
+    err, left = unwritable(tmp_path, "", capsys)
+    assert f"cannot write {tmp_path / 'run' / 'weights.pt'}\n" in err
+    assert "note: No space left on device\n" in err
+    assert "note: lost: the weights" in err
+    assert not [name for name in left if name.startswith("weights")]
+
+
+def test_weights_of_an_earlier_job_are_not_taken_for_this_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that ends with an error has no weights.pt; those of an earlier job in the same folder are kept."""
+    code, _, _ = job(tmp_path, "", PIPELINE, "--executor", "inline")
+    assert code == 0, capsys.readouterr().err
+    code, _, _ = job(tmp_path, "def on_step(row): 1 / 0\n", PIPELINE, "--executor", "inline")
+    assert code == 1
+    left = sorted(path.name for path in (tmp_path / "run").glob("*.pt*"))
+    assert left == ["weights-previous.pt", "weights-unfinished.pt"]
+
+
+def test_a_working_directory_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(BASE + "import os\ndef on_step(row): os.chdir('/')\n")
+    (tmp_path / "pp.piper").write_text(PIPELINE)
+    assert main(["model.py", "pp.piper", "--steps", "2", "--executor", "inline", "--out", "run"]) == 0
+    assert (tmp_path / "run" / "weights.pt").exists()
 
 
 def test_what_the_file_prints_stays_out_of_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -215,7 +216,7 @@ def started(job: subprocess.Popen[str], temporary: Path) -> None:
 
 
 def interrupted(job: subprocess.Popen[str], temporary: Path, again: float | None = None) -> None:
-    """Ctrl-C, which goes to all processes of the terminal: exit code 130, no message, no process and no file left."""
+    """Ctrl-C, which goes to all processes of the terminal: exit code 130, one line, no process and no file left."""
     os.killpg(job.pid, signal.SIGINT)
     if again is not None:
         time.sleep(again)
@@ -225,7 +226,7 @@ def interrupted(job: subprocess.Popen[str], temporary: Path, again: float | None
     finally:
         job.kill()
     assert job.returncode == 130, err
-    assert err == ""
+    assert re.fullmatch(r"interrupted (while [^\n]+|after [\d,]+ steps?; [^\n]+)\n", err), err
     assert processes(temporary) == []
     assert list(temporary.iterdir()) == []
 

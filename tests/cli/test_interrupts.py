@@ -1,0 +1,237 @@
+"""Ctrl-C at any time of a job in one process: soon its end, one line that says how far it came, exit code 130, no
+traceback, nothing left behind. tests/runtime/test_cluster.py has jobs on workers."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+MODEL = ROOT / "examples" / "01_mlp" / "model.py"
+SCRIPT = "split batch into 4 as mb\n"
+LINE = re.compile(r"interrupted (while [^\n]+|after [\d,]+ steps?; run)\n")
+ENTRY = "import sys\nfrom piperlang.__main__ import main\nprint('up', flush=True)\nsys.exit(main())"
+"""`python -m piperlang`, which says when it is there: before that, Ctrl-C is Python's."""
+SHORT = [0.02, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0, 10.0]
+
+
+def piperc(folder: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(folder / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "OMP_NUM_THREADS": "1",
+    }
+    (folder / "tmp").mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def job(folder: Path) -> subprocess.Popen[str]:
+    (folder / "s.piper").write_text(SCRIPT)
+    words = [str(MODEL), "s.piper", "--executor", "inline", "--steps", "1000000", "--log-every", "1", "--out", "run"]
+    return piperc(folder, ENTRY, *words)
+
+
+def ended(process: subprocess.Popen[str], folder: Path) -> str:
+    """What an interrupted process said on standard error."""
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    with pytest.raises(ProcessLookupError):  # no process of its session is left
+        os.killpg(process.pid, 0)
+    assert list((folder / "tmp").iterdir()) == []
+    return err
+
+
+def interrupted(folder: Path, delay: float) -> str:
+    process = job(folder)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    err = ended(process, folder)
+    assert LINE.fullmatch(err), err
+    assert not (folder / "run" / "weights.pt").exists()
+    return err
+
+
+@pytest.mark.parametrize("delay", SHORT)
+def test_ctrl_c_after_some_seconds(delay: float, tmp_path: Path) -> None:
+    interrupted(tmp_path, delay)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(30))
+def test_ctrl_c_at_random(number: int, tmp_path: Path) -> None:
+    interrupted(tmp_path, random.Random(number).uniform(0.01, 15.0))
+
+
+def test_ctrl_c_while_it_trains(tmp_path: Path) -> None:
+    process = job(tmp_path)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step    3 "):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    err = ended(process, tmp_path)
+    steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert err == f"interrupted after {steps:,} steps; run\n"
+
+
+# ------------------------------------------------------------------------------------------- where Python would lose it
+
+SWALLOWED = {
+    "in a destructor": """
+        class Late:
+            def __del__(self):
+                signal.raise_signal(signal.SIGINT)
+        def run():
+            late = Late()
+            del late
+    """,
+    "by an except": """
+        def run():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except BaseException:
+                pass
+    """,
+    "by code that raises something else": """
+        def run():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except BaseException:
+                raise ValueError("what a library makes of it") from None
+    """,
+    "by a callback of C": """
+        import ctypes
+        def run():
+            ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))()
+    """,
+}
+
+
+@pytest.mark.parametrize("name", SWALLOWED)
+def test_an_interrupt_that_is_swallowed(name: str, tmp_path: Path) -> None:
+    """It comes again, until the command has ended."""
+    code = (
+        "import signal, sys, time\nfrom piperlang import interrupts\nfrom piperlang.cli import main\n"
+        + textwrap.dedent(SWALLOWED[name])
+        + textwrap.dedent("""
+        def whole(words):
+            run()
+            time.sleep(50)
+            print("went on")
+            return 0
+        main._run = whole
+        sys.exit(interrupts.watched(lambda: main.main(["explain"])))
+        """)
+    )
+    process = piperc(tmp_path, code)
+    assert ended(process, tmp_path) == "interrupted while starting\n"
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.5, "imported\n"), (50, "")])
+def test_an_import_ends_first(seconds: float, said: str, tmp_path: Path) -> None:
+    """torch aborts the process when its import is interrupted. One that takes long is given up with the process."""
+    (tmp_path / "slow_package.py").write_text(
+        "import signal, sys, time\nsignal.raise_signal(signal.SIGINT)\n"
+        f"time.sleep({seconds})\nprint('imported', file=sys.stderr)\n"
+    )
+    code = textwrap.dedent("""
+        import sys, time
+        from piperlang.interrupts import watched
+
+        def run():
+            import slow_package
+            time.sleep(50)
+            return 0
+
+        sys.path.insert(0, "")
+        sys.exit(watched(run))
+    """)
+    assert ended(piperc(tmp_path, code), tmp_path) == f"{said}interrupted while starting\n"
+
+
+def test_cleaning_up_is_not_interrupted_again(tmp_path: Path) -> None:
+    code = textwrap.dedent("""
+        import signal, sys, time
+        from piperlang.interrupts import watched
+
+        def run():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(1)
+                print("cleaned up", file=sys.stderr)
+
+        sys.exit(watched(run))
+    """)
+    assert ended(piperc(tmp_path, code), tmp_path) == "cleaned up\ninterrupted while starting\n"
+
+
+def test_a_main_thread_that_never_comes_back(tmp_path: Path) -> None:
+    """It waits in C, where no exception can be raised: the process ends all the same."""
+    code = textwrap.dedent("""
+        import ctypes, sys
+        from piperlang import interrupts
+
+        interrupts.BUSY = 1.0
+
+        def wait():
+            # A call that goes on after a signal, as long kernels do.
+            lock = ctypes.create_string_buffer(64)
+            libc = ctypes.CDLL(None)
+            libc.pthread_mutex_init(lock, None)
+            libc.pthread_mutex_lock(lock)
+            print("up", flush=True)
+            libc.pthread_mutex_lock(lock)
+
+        sys.exit(interrupts.watched(wait))
+    """)
+    process = piperc(tmp_path, code)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert ended(process, tmp_path) == "interrupted while starting\n"
+
+
+def test_a_handler_of_the_users(tmp_path: Path) -> None:
+    """Who handles SIGINT in a model file decides what it means."""
+    code = "import signal, sys, time\nfrom piperlang.interrupts import watched\n"
+    code += "def run():\n    signal.signal(signal.SIGINT, lambda *_: print('mine'))\n"
+    code += "    signal.raise_signal(signal.SIGINT)\n    time.sleep(0.5)\n    return 3\nsys.exit(watched(run))"
+    process = piperc(tmp_path, code)
+    assert process.communicate(timeout=60) == ("mine\n", "")
+    assert process.returncode == 3
+
+
+def test_a_background_job_that_ignores_interrupts(tmp_path: Path) -> None:
+    code = "import signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    code += "from piperlang.interrupts import watched\n"
+    code += "sys.exit(watched(lambda: signal.raise_signal(signal.SIGINT) or 0))"
+    process = piperc(tmp_path, code)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
