@@ -29,6 +29,10 @@ STANDARD = frozenset(vars(nn.Module()))
 """Attributes that every module has. Of these only `training` is state, and `eval()` inside a forward would show
 elsewhere."""
 
+HELP = (
+    "let the forward compute it: register a buffer and change it there, an average of weights too"
+    " (`self.average.lerp_(self.layer.weight.detach(), 0.01)`); pass what depends on the step alone in with the batch"
+)
 Snapshot: TypeAlias = Mapping[str, object]
 """By the name that a user knows it by: a value that is equal as long as the state is."""
 
@@ -105,10 +109,12 @@ class Frozen:
         names: Mapping[str, dict[str, Any]] | None = None,
         tensors: Sequence[torch.Tensor] = (),
         environment: Iterable[str] = (),
+        help: str = "pass what changes from step to step in with the batch, as a tensor that `data` yields",
     ) -> None:
         """`reader`: whose code it is, for messages. `names`: globals that it reads, too, and the scopes they are in.
         `tensors` and `environment`: tensors, and keys of `os.environ`, that it has read."""
-        self.reader, self.line, self.tensors, self.environment = reader, line, tensors, tuple(environment)
+        self.reader, self.line, self.help = reader, line, help
+        self.tensors, self.environment = tensors, tuple(environment)
         self.classes = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if is_users_own(base)))
         self.functions = list(functions)
         every = [*self.functions, *(item for kind in self.classes for item in vars(kind).values())]
@@ -143,16 +149,17 @@ class Frozen:
         now = self._prints()
         return next((name for name in {**self.prints, **now} if now.get(name) != self.prints.get(name)), None)
 
-    def check(self) -> None:
-        """Raises P0808 where one of them has changed."""
+    def check(self, when: str = "", line: Span | None = None) -> None:
+        """Raises P0808 where one of them has changed. `when`: what has changed it, where that is known, and its
+        line."""
         name = self.changed()
         if name is not None:
             raise error(
                 "P0808",
-                f"{name} has changed since training was set up",
-                self.line,
+                f"{name} changes {when}" if when else f"{name} has changed since training was set up",
+                line or self.line,
                 notes=[f"{self.reader} reads it, and keeps the value that it had then"],
-                help="pass what changes from step to step in with the batch, as a tensor that `data` yields",
+                help=HELP if when else self.help,
             )
 
 

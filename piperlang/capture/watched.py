@@ -14,7 +14,7 @@ from torch import nn
 
 from piperlang.capture.held import refuses_use
 from piperlang.capture.prints import Prints, tensor_print
-from piperlang.capture.state import STANDARD, module_name
+from piperlang.capture.state import HELP, STANDARD, module_name
 from piperlang.diagnostics import error
 from piperlang.source import Span
 
@@ -70,9 +70,3 @@ class WatchedModel:
                 notes=["the traced program keeps the value that it had when the model was traced"],
                 help=HELP,
             )
-
-
-HELP = (
-    "let the forward compute it: register a buffer and change it there, an average of weights too"
-    " (`self.average.lerp_(self.layer.weight.detach(), 0.01)`); pass what depends on the step alone in with the batch"
-)

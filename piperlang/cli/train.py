@@ -9,9 +9,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
+    from piperlang.capture.watched import WatchedModel
     from piperlang.elaborate.directive import Directive
     from piperlang.plan.instruction import Plan
     from piperlang.session import Scheduled
@@ -201,6 +203,7 @@ def _train(
     with doing("importing the runtime"):  # Ray among it
         from piperlang.capture.held import refuse_use
         from piperlang.capture.model_file import shipped
+        from piperlang.capture.watched import WatchedModel
         from piperlang.runtime.job import Training
         from piperlang.runtime.optimize import default_optimizer
 
@@ -212,6 +215,7 @@ def _train(
         shipped(file, "lr_schedule"),
         options.seed,
         options.masters,
+        shipped(file, "loss"),
     )
     batches = iter(given)
     first = next(batches)
@@ -230,14 +234,15 @@ def _train(
             if file.on_step is not None:
                 file.on_step(row.record())
 
-        refuse_use()  # of models that the user's code keeps: what is trained is elsewhere
+        # Models that the user's code keeps refuse to be used: what is trained is elsewhere.
+        checks = _checks(file, [WatchedModel(model.named_modules()) for model in refuse_use()])
         started = time.perf_counter()
         with (
             _interruptible(folder) as done,
             _weights_kept(job, folder, done),
             stepping(options.steps, options.log_every),
         ):
-            for row in _steps(options, file, job, plan, batches, first, validation is not None):
+            for row in _steps(options, file, job, plan, batches, first, validation is not None, checks):
                 done.append(row.step)
                 note(row)
         _save(job, folder)
@@ -254,23 +259,18 @@ def _steps(
     batches: Iterator[Any],
     batch: Any,
     validates: bool,
+    checks: Sequence[Callable[[], None]],
 ) -> Iterator[Row]:
     """Train step by step. The next batch is made while a step trains, but for files with `on_step`, whose data may
     depend on what it does."""
-    from piperlang.capture.state import Frozen
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
 
     ahead = file.on_step is None
-    watched = [
-        Frozen(
-            "the plan", [], [], line_of_function(file.data), {"max_norm": getattr(unwrap(file.data), "__globals__", {})}
-        )
-    ]
-    if file.lr_schedule is not None:
-        watched.append(Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule)))
     for step in range(options.steps):
         last = step + 1 == options.steps
+        for check in checks:
+            check()
         with doing("running the first step") if step == 0 else nullcontext():  # chunks may be compiled in it
             with located(line_of_function(file.data)):
                 begun = job.begin(batch)
@@ -286,9 +286,22 @@ def _steps(
         yield row
         if problem is not None:
             raise problem
-        for frozen in () if last else watched:
-            frozen.check()
         batch = batch if ahead or last else next(batches)
+
+
+def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], None]]:
+    """Called before every step: what data and `on_step` must leave as it is, besides what the traced program and the
+    optimizer read. `kept`: models that the file keeps."""
+    from piperlang.capture.state import Frozen
+    from piperlang.capture.where import line_of_function
+
+    line = line_of_function(file.data)
+    norm = Frozen("the plan", [], [], line, {"max_norm": getattr(unwrap(file.data), "__globals__", {})})
+    checks = [norm.check, *(partial(model.check, "between steps", line) for model in kept)]
+    if file.lr_schedule is not None:
+        schedule = Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule))
+        checks.append(schedule.check)
+    return checks
 
 
 @contextmanager

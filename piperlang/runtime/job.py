@@ -9,7 +9,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -27,6 +27,7 @@ from piperlang.runtime.boxes import take
 from piperlang.runtime.cluster import Cluster, Lost, pack
 from piperlang.runtime.failure import Failure, failed
 from piperlang.runtime.optimize import updated_weights
+from piperlang.runtime.options_only import what_steps_read_elsewhere
 from piperlang.runtime.worker import Setup
 
 
@@ -59,6 +60,8 @@ class Training:
     seed: int = 0
     masters: bool = False
     """Keep float32 masters of weights in half precision. Plain training does not, so it is asked for."""
+    loss: Callable[[Any, Any], Any] | None = None
+    """For workers, where the optimizer or its schedule may change what it reads."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ class Job:
                 training.make_model,
                 training.optimizer,
                 training.lr_schedule,
+                training.loss,
                 updated,
                 dict(self.captured.constants),
                 known_to(self.plan, self.captured.aliases) if not packed else None,
@@ -205,6 +209,8 @@ class Job:
                 "called in every worker, after seeding torch, `random` and NumPy",
                 help="let `model()` draw from these generators only, or give its own a seed",
             )
+        (names,) = self.cluster.wait([self.cluster.call(0, "optimizer_reads")])
+        self.optimizer_reads = what_steps_read_elsewhere(names, training.optimizer)
 
     def _open_progress(self) -> str:
         """A file in which every worker says which instruction it is at, read when it cannot say so any more."""
@@ -232,6 +238,7 @@ class Job:
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
         """Start a step; the caller may prepare the next batch meanwhile."""
         self.captured.check_state()
+        self.optimizer_reads.check()
         self.active = self.training
         count, feeds = self.training.feeds(batch)
         return [self.cluster.call(i, "step", feed, count, gradients) for i, feed in enumerate(feeds)]
@@ -357,6 +364,8 @@ def _packed(setup: Setup) -> bytes:
     try:
         return pack(setup)
     except Exception as problem:
+        if setup.loss is not None:  # needed for a check only, and the driver has it already
+            return _packed(replace(setup, loss=None))
         for name, function in (
             ("model", setup.make_model),
             ("optimizer", setup.optimizer),

@@ -84,12 +84,13 @@ def _settle(several: bool) -> None:
         torch.cuda.synchronize()
 
 
-def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter]) -> optim.Optimizer:
+def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter], known: dict[int, Any]) -> optim.Optimizer:
     """Without groups, and without the state of parameters. `local`: what stands for a parameter, by the parameter's id.
+    `known` takes what is copied along, by the id of the original.
 
     Not copy.copy, which calls `__getstate__`: that forgets most attributes."""
     made: optim.Optimizer = type(user).__new__(type(user))
-    known: dict[int, Any] = {id(user): made, **local}
+    known |= {id(user): made, **local}
     for name, value in vars(user).items():
         # A schedule wraps `step` on the instance; that wrapper would step the user's own optimizer.
         if name not in ("param_groups", "state", "step"):
