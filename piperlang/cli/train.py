@@ -373,7 +373,7 @@ def _weights_kept(job: Any, folder: Path, done: list[int]) -> Iterator[None]:
     try:
         yield
     except PiperError as problem:
-        if done and not any(diagnostic.code.startswith("P06") for diagnostic in problem.diagnostics):
+        if done and job.alive and not any(diagnostic.code.startswith("P06") for diagnostic in problem.diagnostics):
             _save(job, folder)
         raise
 

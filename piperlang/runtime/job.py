@@ -325,6 +325,11 @@ class Job:
         line = plan.lines[instruction.node]
         return f"{instruction.do} of {plan.names[instruction.node]}" + (f" ({line})" if line else "")
 
+    @property
+    def alive(self) -> bool:
+        """Whether the workers are still there: they are ended when one of them fails."""
+        return self.ending is None
+
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, whole, as they are now."""
         (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
