@@ -65,6 +65,42 @@ def data():
         yield size[0] * torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
 def on_step(row): size[0] *= 0.5
 """,
+    "a loss that is a method of an object that counts steps": """
+class Job:
+    def __init__(self): self.steps, self.factor = 0, torch.ones(())
+    def loss(self, o, t): return nn.functional.cross_entropy(o * self.factor, t)
+    def on_step(self, row): self.steps += 1
+JOB = Job()
+loss, on_step = JOB.loss, JOB.on_step
+""",
+    "an average of weights in a buffer, as a teacher": """
+class A(M):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(3, 8))
+    def forward(self, x):
+        with piperlang.annotate("stage", 0):
+            x = torch.tanh(self.a(x))
+        with piperlang.annotate("stage", 1):
+            self.average.lerp_(self.b.weight.detach(), 0.1)
+            return self.b(x) - x @ self.average.t()
+def model(): return A()
+""",
+    "tensors that nobody changes": """
+import os
+W, MASK = torch.full((3,), 0.5), torch.ones(8, 4)
+MASK[0] = 0
+def loss(o, t): return nn.functional.cross_entropy(o * W * float(os.environ.get("PIPER_TEST_GAMMA", "1")), t)
+class My(torch.optim.SGD):
+    per_parameter = True
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.shape == MASK.shape: p.grad.mul_(MASK)
+        return super().step()
+def optimizer(p): return My(p, lr=0.1)
+def on_step(row): os.environ["PIPER_TEST_DELTA"] = "1"
+""",
     "a shuffling loader that begins again": """
 def data():
     torch.manual_seed(5)
@@ -314,6 +350,19 @@ def data():
 """,
         "P0808",
         "`BCE` has changed",
+    ),
+    "an attribute that a method as loss reads": (
+        """
+class Job:
+    def __init__(self): self.factor = torch.ones(())
+    def loss(self, o, t): return (o * self.scale()).square().mean()
+    def scale(self): return self.factor
+    def on_step(self, row): self.factor.mul_(0.5)
+JOB = Job()
+loss, on_step = JOB.loss, JOB.on_step
+""",
+        "P0808",
+        "attribute `factor` of `Job` has changed",
     ),
     "a weight of the loss itself that data changes": (
         """

@@ -68,8 +68,9 @@ def refuse_use() -> list[nn.Module]:
     return models
 
 
-def refuses_use(parameter: nn.Parameter | None) -> bool:
-    return isinstance(parameter, _Untrained | _Frozen)
+def refuses_use(tensor: torch.Tensor) -> bool:
+    """Whether it stands for a parameter of a model whose training has begun."""
+    return isinstance(tensor, _Untrained | _Frozen)
 
 
 class _Untrained(nn.Parameter):

@@ -58,7 +58,8 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
     found |= {f"global `{name}`": prints.of(scope[name]) for name, scope in globals_of(functions) if name in scope}
     found |= {one.label: one.print(prints) for one in attributes_of(functions)}
     found |= {f"environment variable `{name}`": value for name, value in os.environ.items()}
-    found["a variable of the loss"] = prints.of(unwrap(loss))
+    found["a variable of the loss"] = prints.of(_closed_over(unwrap(loss)))
+    found |= {one.label: one.print(prints) for one in _attributes_read_by(unwrap(loss))}
     return found | _generators()
 
 
@@ -116,10 +117,12 @@ class Frozen:
         self.reader, self.line, self.help = reader, line, help
         self.tensors, self.environment = tensors, tuple(environment)
         self.classes = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if is_users_own(base)))
-        self.functions = list(functions)
-        every = [*self.functions, *(item for kind in self.classes for item in vars(kind).values())]
+        functions = list(functions)
+        self.closures = [one for one in functions if _closed_over(one) is not None]
+        every = [*functions, *(item for kind in self.classes for item in vars(kind).values())]
         self.names = dict(names or {}) | dict(globals_of(every))
         self.attributes = attributes_of(every)
+        self.attributes += [one for function in functions for one in _attributes_read_by(function)]
         self.renew()
 
     def renew(self) -> None:
@@ -137,7 +140,7 @@ class Frozen:
             }
         found |= {one.label: one.print(prints) for one in self.attributes}
         # Tensors after their names: a message is of use if it has a name.
-        found |= {f"a variable in the closure of `{_name(one)}`": prints.of(one) for one in self.functions}
+        found |= {f"a variable in the closure of `{_name(one)}`": prints.of(one) for one in self.closures}
         found |= {
             f"a tensor of shape {list(tensor.shape)} (number {number})": tensor_print(tensor)
             for number, tensor in enumerate(self.tensors)
@@ -166,6 +169,29 @@ class Frozen:
 def _functions_of(model: nn.Module, loss: Callable[..., Any]) -> list[Any]:
     classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
     return [unwrap(loss), *(item for kind in classes for item in vars(kind).values())]
+
+
+def _closed_over(function: Any) -> Any:
+    """A callable that holds its variables itself: in a closure, or as arguments."""
+    return function if isinstance(function, FunctionType | partial) else None
+
+
+def _attributes_read_by(function: Any) -> list[Attribute]:
+    """Attributes of its object that a method reads, or what an object that can be called reads of itself: those that
+    it names. The object may have others that change, such as a count of steps."""
+    owner = getattr(function, "__self__", function)
+    if isinstance(function, FunctionType | partial) or not isinstance(getattr(owner, "__dict__", None), dict):
+        return []
+    called = "forward" if isinstance(owner, nn.Module) else "__call__"
+    todo, names = [getattr(function, "__func__", None) or getattr(type(owner), called, None)], set[str]()
+    while todo:
+        method = _function_in(todo.pop())
+        if isinstance(method, FunctionType) and is_users(method):
+            new = set(_names(method.__code__)) - names
+            names |= new
+            todo += [getattr(type(owner), name, None) for name in new]
+    scope = vars(owner)
+    return [Attribute(f"attribute `{name}` of `{_name(owner)}`", scope, name) for name in scope if name in names]
 
 
 def _name(function: Any) -> str:
@@ -210,7 +236,7 @@ def _function_in(value: Any) -> Any:
 
 
 class Attribute(NamedTuple):
-    """An attribute of a module that is not the user's: `torch.count`."""
+    """An attribute of an object, or of a module that is not the user's: `torch.count`."""
 
     label: str
     scope: dict[str, Any]

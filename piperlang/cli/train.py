@@ -297,7 +297,7 @@ def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], 
 
     line = line_of_function(file.data)
     norm = Frozen("the plan", [], [], line, {"max_norm": getattr(unwrap(file.data), "__globals__", {})})
-    checks = [norm.check, *(partial(model.check, "between steps", line) for model in kept)]
+    checks: list[Callable[[], None]] = [norm.check, *(partial(model.check, "between steps", line) for model in kept)]
     if file.lr_schedule is not None:
         schedule = Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule))
         checks.append(schedule.check)
