@@ -18,11 +18,24 @@ from piperlang.capture.where import here
 from piperlang.diagnostics import PiperError, error
 
 _held: WeakSet[nn.Module] = WeakSet()
+_parts: WeakSet[nn.Module] = WeakSet()
+"""All modules of all models that `model()` has given."""
 
 
 def hold(model: nn.Module) -> None:
     """Remember a model that user code may hold a reference to."""
     _held.add(model)
+    add_part(model)
+
+
+def add_part(module: nn.Module) -> None:
+    """A loss may be a module, which is traced with the model."""
+    _parts.update(module.modules())
+
+
+def is_part_of_model(module: nn.Module) -> bool:
+    """Whether `model()` has given it: devices train their own parts of its tensors."""
+    return module in _parts
 
 
 def saved(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -42,16 +55,23 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def refuse_use() -> None:
-    """From now on, using parameters of these models is an error: training has begun."""
-    while _held:
-        model = _held.pop()
+def refuse_use() -> list[nn.Module]:
+    """From now on, using parameters of these models is an error: training has begun. Returns the models."""
+    models = list(_held)
+    _held.clear()
+    for model in models:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, _Untrained | _Frozen):
                     module._parameters[name] = (
                         _Untrained(torch.empty(0)) if parameter.requires_grad else _Frozen(parameter.detach(), False)
                     )
+    return models
+
+
+def refuses_use(tensor: torch.Tensor) -> bool:
+    """Whether it stands for a parameter of a model whose training has begun."""
+    return isinstance(tensor, _Untrained | _Frozen)
 
 
 class _Untrained(nn.Parameter):

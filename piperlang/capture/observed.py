@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.environment import recorded_reads
 from piperlang.capture.state import Watch, snapshot
 from piperlang.capture.untraceable import refuse_loss, user_code
 from piperlang.capture.where import line_of_function
@@ -32,6 +33,8 @@ class Seen:
     """Buffers whose final values are outputs, after the loss."""
     replaced: list[str] = field(default_factory=list)
     """Parameters that the forward replaced by other tensors."""
+    environment: list[str] = field(default_factory=list)
+    """Environment variables that were read."""
 
 
 class Observed(nn.Module):
@@ -49,7 +52,7 @@ class Observed(nn.Module):
         attributes, parameters = _attributes(self.model), _parameters(self.model)
         buffers = {path: (module, name, value) for path, module, name, value in _buffers(self.model)}
         before = snapshot(self.model, self.loss)
-        with user_code():
+        with user_code(), recorded_reads(self.seen.environment):
             result = self.loss(called(self.model, inputs), target)
         refuse_loss(result, self.loss)
         self.seen.watch = Watch(before, snapshot(self.model, self.loss))

@@ -4,17 +4,21 @@ The garbage collector knows the references of an object of any type: a deque, a 
 generator. It does not know positions kept in C (of an iterator, of a random generator); those types are listed here.
 
 Private API, kept in this file: `torch.utils._python_dispatch._disable_current_modes` (tried on torch 2.11 and 2.13),
-`functools._lru_cache_wrapper` (Python 3.11 to 3.13)."""
+`functools._lru_cache_wrapper` and `ctypes._SimpleCData` (Python 3.11 to 3.13)."""
 
 from __future__ import annotations
 
+import array
+import ctypes
 import functools
 import gc
+import io
 import random
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from itertools import islice
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
@@ -23,8 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from piperlang.capture.held import is_part_of_model
 from piperlang.capture.where import is_users, is_users_file
 
 BUDGET = 20_000
@@ -44,7 +50,10 @@ _ITERATORS = ("builtins", "itertools")
 class Prints:
     """The fingerprints of one snapshot. An object that is reachable in several ways is visited once."""
 
-    def __init__(self) -> None:
+    def __init__(self, contents: bool = False) -> None:
+        """`contents`: compare tensors by their elements, not by type and shape alone. Not while a model is traced: what
+        a forward writes to tensors is seen in its graph (buffers.py)."""
+        self.contents = contents
         self.known: dict[int, tuple[object, object]] = {}
         """By id, together with the object, so that the id is not reused in the meantime."""
         self.left, self.depth = BUDGET, 0
@@ -56,7 +65,7 @@ class Prints:
         if isinstance(value, nn.Parameter):  # trained, so its value changes in every step
             return "parameter"
         if isinstance(value, torch.Tensor):
-            return ("tensor", str(value.dtype), tuple(value.shape))
+            return tensor_print(value) if self.contents else ("tensor", str(value.dtype), tuple(value.shape))
         if isinstance(value, _OPAQUE) or (
             isinstance(value, FunctionType | type | ModuleType) and not is_users_own(value)
         ):
@@ -67,7 +76,11 @@ class Prints:
             return "not visited"
         self.known[id(value)] = value, "in progress"  # it may contain itself
         self.depth += 1
+        contents = self.contents
+        if isinstance(value, nn.Module) and is_part_of_model(value):
+            self.contents = False  # buffers may change while it trains; watched.py looks at them
         found = self._inside(value)
+        self.contents = contents
         self.depth -= 1
         self.known[id(value)] = value, found
         return found
@@ -153,6 +166,41 @@ def _array(_: Prints, value: np.ndarray[Any, Any]) -> object:
     return (value.shape, some.tobytes() if some.dtype != object else repr(some))
 
 
+_VIEWED = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+"""Types that NumPy does not have, and what their bytes are looked at as."""
+
+
+def tensor_print(value: torch.Tensor) -> object:
+    """Type, shape and elements. `_version` alone does not see what is written through NumPy or `.data`; it is looked at
+    where elements cannot be (sparse tensors, subclasses), and beside a sample of a large tensor."""
+    if value.is_meta or isinstance(value, FakeTensor):
+        return ("tensor", value.dtype, value.shape)
+    large = value.numel() * value.element_size() > SAMPLED
+    try:
+        elements = _elements(value, large)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return ("tensor", value.dtype, value.shape, value._version)
+    return ("tensor", value.dtype, value.shape, elements, value._version if large else 0)
+
+
+def _elements(value: torch.Tensor, large: bool) -> bytes:
+    with torch._C.DisableTorchFunctionSubclass() if type(value) is not torch.Tensor else nullcontext():
+        some = value.detach()
+        if large:  # a view whatever the strides are: no copy of what is large
+            each = max(2, round(4096 ** (1 / value.dim())))
+            some = some[tuple(slice(None, None, max(1, size // each)) for size in value.shape)]
+        if value.dtype in _VIEWED:
+            some = some.view(_VIEWED[value.dtype])
+        if not some.is_cpu or some.is_conj() or some.is_neg():
+            some = some.cpu().resolve_conj().resolve_neg()
+        return some.numpy().tobytes()
+
+
+def _bytes(_: Prints, value: Any) -> object:
+    """Of what is memory: ctypes, arrays."""
+    return bytes(memoryview(value).cast("B"))
+
+
 def _torch_generator(_: Prints, value: torch.Generator) -> object:
     with _disable_current_modes():  # the state of a generator is a tensor, which must not be traced
         return value.get_state().numpy().tobytes()
@@ -171,6 +219,14 @@ _LOOKS: dict[type, Callable[[Prints, Any], object]] = {
     np.random.Generator: lambda prints, value: str(value.bit_generator.state),
     np.random.RandomState: lambda prints, value: str(value.get_state()),
     np.ndarray: _array,
+    array.array: _bytes,
+    bytearray: _bytes,
+    ctypes._SimpleCData: _bytes,
+    ctypes.Array: _bytes,
+    ctypes.Structure: _bytes,
+    ctypes.Union: _bytes,
+    io.BytesIO: lambda prints, value: "closed" if value.closed else (value.tell(), value.getvalue()),
+    io.StringIO: lambda prints, value: "closed" if value.closed else (value.tell(), value.getvalue()),
     torch.Generator: _torch_generator,
     FunctionType: Prints.function,
     GeneratorType: Prints.generator,

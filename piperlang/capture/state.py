@@ -6,25 +6,33 @@ flag) is allowed, if the program of the second call is the same."""
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from dis import get_instructions
+from functools import cached_property, partial
 from inspect import unwrap
-from types import CodeType, FunctionType, MethodType
-from typing import Any, TypeAlias
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch import nn
 
-from piperlang.capture.prints import Prints, is_users_own
+from piperlang.capture.prints import Prints, is_users_own, tensor_print
 from piperlang.capture.where import is_users, line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.source import Span
 
-_STANDARD = frozenset(vars(nn.Module()))
+STANDARD = frozenset(vars(nn.Module()))
 """Attributes that every module has. Of these only `training` is state, and a call of `eval()` in a forward is detected
 elsewhere."""
 
+HELP = (
+    "let the forward compute it: register a buffer and change it there, an average of weights too"
+    " (`self.average.lerp_(self.layer.weight.detach(), 0.01)`); pass what depends on the step alone in with the batch"
+)
 Snapshot: TypeAlias = Mapping[str, object]
 """Fingerprints of state, by the name that the user knows."""
 
@@ -34,11 +42,11 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
     prints = Prints()
     found: dict[str, object] = {}
     for path, module in model.named_modules():
-        own = {name: value for name, value in vars(module).items() if name not in _STANDARD}
-        found |= {f"attribute `{name}` of {_module(path)}": prints.of(value) for name, value in own.items()}
+        own = {name: value for name, value in vars(module).items() if name not in STANDARD}
+        found |= {f"attribute `{name}` of {module_name(path)}": prints.of(value) for name, value in own.items()}
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            found[f"forward hook `{getattr(hook, '__name__', type(hook).__name__)}` of {_module(path)}"] = prints.of(
-                hook
+            found[f"forward hook `{getattr(hook, '__name__', type(hook).__name__)}` of {module_name(path)}"] = (
+                prints.of(hook)
             )
         if is_users(type(module).forward):
             shared = {name: value for name, value in vars(type(module)).items() if not name.startswith("__")}
@@ -46,7 +54,12 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
                 f"class attribute `{type(module).__qualname__}.{name}`": prints.of(value)
                 for name, value in shared.items()
             }
-    found |= {f"global `{name}`": prints.of(scope[name]) for name, scope in _globals_of(model, loss) if name in scope}
+    functions = _functions_of(model, loss)
+    found |= {f"global `{name}`": prints.of(scope[name]) for name, scope in globals_of(functions) if name in scope}
+    found |= {one.label: one.print(prints) for one in attributes_of(functions)}
+    found |= {f"environment variable `{name}`": value for name, value in os.environ.items()}
+    found["a variable of the loss"] = prints.of(_closed_over(unwrap(loss)))
+    found |= {one.label: one.print(prints) for one in _attributes_read_by(unwrap(loss))}
     return found | _generators()
 
 
@@ -85,8 +98,8 @@ class Watch:
 
 
 class Frozen:
-    """Globals and class attributes that code on workers reads, as they are now. Code that runs between steps (data,
-    `on_step`) may change them."""
+    """What code reads that runs on workers, or was traced, as it is now: globals, class attributes, tensors. Code that
+    runs between steps (data, `on_step`) may change them."""
 
     def __init__(
         self,
@@ -95,18 +108,29 @@ class Frozen:
         classes: Iterable[type],
         line: Span | None,
         names: Mapping[str, dict[str, Any]] | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+        environment: Iterable[str] = (),
+        help: str = "pass what changes from step to step in with the batch, as a tensor that `data` yields",
     ) -> None:
         """`reader`: the code that reads them, for messages. `names`: additional globals that it reads, with their
-        scopes."""
-        self.reader, self.line = reader, line
-        self.classes = [kind for kind in classes if is_users_own(kind)]
-        self.names = dict(names or {}) | dict(
-            globals_of([*functions, *(item for kind in self.classes for item in vars(kind).values())])
-        )
+        scopes. `tensors` and `environment`: tensors, and keys of `os.environ`, that it has read."""
+        self.reader, self.line, self.help = reader, line, help
+        self.tensors, self.environment = tensors, tuple(environment)
+        self.classes = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if is_users_own(base)))
+        functions = list(functions)
+        self.closures = [one for one in functions if _closed_over(one) is not None]
+        every = [*functions, *(item for kind in self.classes for item in vars(kind).values())]
+        self.names = dict(names or {}) | dict(globals_of(every))
+        self.attributes = attributes_of(every)
+        self.attributes += [one for function in functions for one in _attributes_read_by(function)]
+        self.renew()
+
+    def renew(self) -> None:
+        """From now on, compare with the present values."""
         self.prints = self._prints()
 
     def _prints(self) -> dict[str, object]:
-        prints = Prints()
+        prints = Prints(contents=True)
         found = {f"global `{name}`": prints.of(scope.get(name)) for name, scope in self.names.items()}
         for kind in self.classes:
             found |= {
@@ -114,46 +138,129 @@ class Frozen:
                 for name, value in list(vars(kind).items())
                 if not name.startswith("__")
             }
-        return found
+        found |= {one.label: one.print(prints) for one in self.attributes}
+        # Tensors after their names: a message is of use if it has a name.
+        found |= {f"a variable in the closure of `{_name(one)}`": prints.of(one) for one in self.closures}
+        found |= {
+            f"a tensor of shape {list(tensor.shape)} (number {number})": tensor_print(tensor)
+            for number, tensor in enumerate(self.tensors)
+        }
+        return found | {f"environment variable `{name}`": os.environ.get(name) for name in self.environment}
 
-    def check(self) -> None:
-        """Raises P0808 if one of them has changed."""
+    def changed(self) -> str | None:
+        """The first that has changed."""
         now = self._prints()
-        for name in {**self.prints, **now}:
-            if now.get(name) != self.prints.get(name):
-                raise error(
-                    "P0808",
-                    f"{name} has changed since training was set up",
-                    self.line,
-                    notes=[f"{self.reader} reads it and keeps the value from then"],
-                    help="pass values that change from step to step with the batch, as a tensor that `data` yields",
-                )
+        return next((name for name in {**self.prints, **now} if now.get(name) != self.prints.get(name)), None)
+
+    def check(self, when: str = "", line: Span | None = None) -> None:
+        """Raises P0808 if one of them has changed. `when`: what changed it, if that is known, with its line."""
+        name = self.changed()
+        if name is not None:
+            raise error(
+                "P0808",
+                f"{name} changes {when}" if when else f"{name} has changed since training was set up",
+                line or self.line,
+                notes=[f"{self.reader} reads it and keeps the value from then"],
+                help=HELP if when else self.help,
+            )
 
 
-def _globals_of(model: nn.Module, loss: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    classes = {type(module) for module in model.modules()}
-    return globals_of([unwrap(loss), *(item for kind in classes for item in vars(kind).values())])
+def _functions_of(model: nn.Module, loss: Callable[..., Any]) -> list[Any]:
+    classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+    return [unwrap(loss), *(item for kind in classes for item in vars(kind).values())]
+
+
+def _closed_over(function: Any) -> Any:
+    """A callable that holds its variables itself: in a closure, or as arguments."""
+    return function if isinstance(function, FunctionType | partial) else None
+
+
+def _attributes_read_by(function: Any) -> list[Attribute]:
+    """Attributes of its object that a method reads, or what an object that can be called reads of itself: those that
+    it names. The object may have others that change, such as a count of steps."""
+    owner = getattr(function, "__self__", function)
+    if isinstance(function, FunctionType | partial) or not isinstance(getattr(owner, "__dict__", None), dict):
+        return []
+    called = "forward" if isinstance(owner, nn.Module) else "__call__"
+    todo, names = [getattr(function, "__func__", None) or getattr(type(owner), called, None)], set[str]()
+    while todo:
+        method = _function_in(todo.pop())
+        if isinstance(method, FunctionType) and is_users(method):
+            new = set(_names(method.__code__)) - names
+            names |= new
+            todo += [getattr(type(owner), name, None) for name in new]
+    scope = vars(owner)
+    return [Attribute(f"attribute `{name}` of `{_name(owner)}`", scope, name) for name in scope if name in names]
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__
 
 
 def globals_of(functions: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The global names that user functions, and the functions they call, read, with their scopes. Values that are not
     functions are skipped."""
+    for function in _called(functions):
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                yield name, function.__globals__
+
+
+def _called(functions: Iterable[Any]) -> Iterator[FunctionType]:
+    """User functions, and the functions they name in globals and closures, methods of classes and instances
+    included."""
     todo = list(functions)
     seen: set[int] = set()
     while todo:
-        function = todo.pop()
-        function = getattr(function, "__func__", function)  # a static method, a class method
-        if not isinstance(function, FunctionType) or id(function) in seen or not is_users(function):
+        value = _function_in(todo.pop())
+        if id(value) in seen:
             continue
-        seen.add(id(function))
-        for name in _names(function.__code__):
-            value = function.__globals__.get(name)
-            if isinstance(value, FunctionType | MethodType):
-                todo.append(getattr(value, "__func__", value))
-            elif isinstance(value, type):
-                todo += vars(value).values()
-            if name in function.__globals__:
-                yield name, function.__globals__
+        seen.add(id(value))
+        if isinstance(value, FunctionType) and is_users(value):
+            yield value
+            todo += [value.__globals__.get(name) for name in _names(value.__code__)]
+            todo += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        elif not isinstance(value, FunctionType):
+            kinds = (value if isinstance(value, type) else type(value)).__mro__
+            todo += [item for kind in kinds if is_users_own(kind) for item in vars(kind).values()]
+
+
+def _function_in(value: Any) -> Any:
+    """The function behind a method, a static method, a property, a partial."""
+    if isinstance(value, MethodType | staticmethod | classmethod):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget
+    return value.func if isinstance(value, partial | cached_property) else value
+
+
+class Attribute(NamedTuple):
+    """An attribute of an object, or of a module that is not the user's: `torch.count`."""
+
+    label: str
+    scope: dict[str, Any]
+    name: str
+
+    def print(self, prints: Prints) -> object:
+        return prints.of(self.scope.get(self.name))
+
+
+_VALUES = (bool, int, float, complex, str, torch.Tensor, np.ndarray)
+
+
+def attributes_of(functions: Iterable[Any]) -> list[Attribute]:
+    """Attributes of other modules that functions name: values, and those that are not there yet."""
+    found: dict[tuple[int, str], Attribute] = {}
+    for function in _called(functions):
+        names, later = set(_names(function.__code__)), set(_set_later(function.__code__))
+        modules = [function.__globals__.get(name) for name in names]
+        for module in (one for one in modules if isinstance(one, ModuleType) and not is_users_own(one)):
+            scope = vars(module)
+            for name in names | later:
+                if isinstance(scope.get(name), _VALUES) or (name in later and name not in scope):
+                    label = f"attribute `{name}` of module `{module.__name__}`"
+                    found[id(module), name] = Attribute(label, scope, name)
+    return list(found.values())
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -161,6 +268,16 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _set_later(code: CodeType) -> Iterator[str]:
+    """Attributes that code sets, or may ask for with `getattr`."""
+    yield from (one.argval for one in get_instructions(code) if one.opname == "STORE_ATTR")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _set_later(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 def refuse_state(names: set[str], model: nn.Module) -> PiperError:
@@ -183,5 +300,5 @@ def refuse_state(names: set[str], model: nn.Module) -> PiperError:
     return error("P0808", what, line_of_function(type(model).forward), notes=notes, help=help)
 
 
-def _module(path: str) -> str:
+def module_name(path: str) -> str:
     return f"module {path}" if path else "the model"

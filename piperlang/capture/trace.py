@@ -26,7 +26,7 @@ from piperlang.capture.buffers import make_functional, new_values
 from piperlang.capture.counted import take_count
 from piperlang.capture.dims import name_dims
 from piperlang.capture.functions import Call, recorded, refuse_backward_state, restore
-from piperlang.capture.held import hold
+from piperlang.capture.held import add_part, hold
 from piperlang.capture.hooks import only_forward, refuse_hooks
 from piperlang.capture.inline import drop_unread, inline_regions
 from piperlang.capture.learning import learning
@@ -118,6 +118,8 @@ def trace(
             hold(model)
             inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
         refuse_hooks(model)
+        if isinstance(loss, nn.Module):
+            add_part(loss)
         training = Observed(model, loss)
         training.layout = layout
         with only_forward(), recorded() as calls:
@@ -274,7 +276,16 @@ def _traced(
         raise refuse_state({f"tensor `{name}`" for name in training.seen.reassigned if name in read}, training.model)
     random = make_counted(graph, samples, rng)
     classes = {type(module) for module in training.model.modules()}
-    frozen = Frozen("the traced program", [unwrap(training.loss)], classes, line_of_function(training.loss))
+    own = named_tensors(training.model).keys()
+    constants = {id(w.fake): w.fake for place, w in weights.items() if w.name not in own and place not in changes}
+    frozen = Frozen(
+        "the traced program",
+        [unwrap(training.loss)],
+        classes,
+        line_of_function(training.loss),
+        tensors=list(constants.values()),
+        environment=sorted(set(training.seen.environment)),
+    )
     return Traced(
         graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, frozen
     )

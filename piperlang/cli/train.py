@@ -10,9 +10,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -28,6 +29,7 @@ from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
+    from piperlang.capture.watched import WatchedModel
     from piperlang.elaborate.directive import Directive
     from piperlang.plan.plan import Plan
     from piperlang.session import Scheduled
@@ -245,6 +247,7 @@ def _train(
     with doing("importing the runtime"):  # includes Ray
         from piperlang.capture.held import refuse_use
         from piperlang.capture.model_file import shipped
+        from piperlang.capture.watched import WatchedModel
         from piperlang.runtime.job import Training
         from piperlang.runtime.optimize import default_optimizer
 
@@ -256,6 +259,7 @@ def _train(
         shipped(file, "lr_schedule"),
         options.seed,
         options.masters,
+        shipped(file, "loss"),
     )
     batches = iter(given)
     first = next(batches)
@@ -282,11 +286,12 @@ def _train(
             if file.on_step is not None:
                 file.on_step(row.record())
 
-        refuse_use()  # models that the user's code still holds; the trained weights are elsewhere
+        # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
+        checks = _checks(file, [WatchedModel(model.named_modules()) for model in refuse_use()])
         started = time.perf_counter()
         trained: list[int] = []
         with _weights_kept(job, at, trained), stepping(options.steps, options.log_every, str(folder)):
-            for row in _steps(options, file, job, plan, batches, first, validation is not None, trained):
+            for row in _steps(options, file, job, plan, batches, first, validation is not None, checks, trained):
                 note(row)
         _save(job, at, WEIGHTS)
     seconds = time.perf_counter() - started
@@ -302,24 +307,19 @@ def _steps(
     batches: Iterator[Any],
     batch: Any,
     validates: bool,
+    checks: Sequence[Callable[[], None]],
     trained: list[int],
 ) -> Iterator[Row]:
     """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except for
     files with `on_step`, whose data may depend on it."""
-    from piperlang.capture.state import Frozen
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
 
     ahead = file.on_step is None
-    watched = [
-        Frozen(
-            "the plan", [], [], line_of_function(file.data), {"max_norm": getattr(unwrap(file.data), "__globals__", {})}
-        )
-    ]
-    if file.lr_schedule is not None:
-        watched.append(Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule)))
     for step in range(options.steps):
         last = step + 1 == options.steps
+        for check in checks:
+            check()
         with doing("running the first step") if step == 0 else nullcontext():  # it may compile chunks
             with located(line_of_function(file.data)):
                 begun = job.begin(batch)
@@ -336,9 +336,22 @@ def _steps(
         yield row
         if problem is not None:
             raise problem
-        for frozen in () if last else watched:
-            frozen.check()
         batch = batch if ahead or last else next(batches)
+
+
+def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], None]]:
+    """Called before every step: what data and `on_step` must leave as it is, besides what the traced program and the
+    optimizer read. `kept`: models that the file keeps."""
+    from piperlang.capture.state import Frozen
+    from piperlang.capture.where import line_of_function
+
+    line = line_of_function(file.data)
+    norm = Frozen("the plan", [], [], line, {"max_norm": getattr(unwrap(file.data), "__globals__", {})})
+    checks: list[Callable[[], None]] = [norm.check, *(partial(model.check, "between steps", line) for model in kept)]
+    if file.lr_schedule is not None:
+        schedule = Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule))
+        checks.append(schedule.check)
+    return checks
 
 
 @contextmanager
@@ -399,7 +412,8 @@ def _weights_kept(job: Any, folder: Path, trained: list[int]) -> Iterator[None]:
     try:
         yield
     except PiperError as problem:
-        if not trained or any(d.code.startswith("P06") and d.code != "P0609" for d in problem.diagnostics):
+        worker_failed = any(d.code.startswith("P06") and d.code != "P0609" for d in problem.diagnostics)
+        if not trained or not job.alive or worker_failed:
             raise
         steps = counted(len(trained), "step")
         try:

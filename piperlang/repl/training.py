@@ -153,7 +153,11 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
     make = shipped(model.file, "model")
     assert make is not None
     training = jobs.Training(
-        make, shipped(model.file, "optimizer") or default_optimizer, shipped(model.file, "lr_schedule"), model.seed
+        make,
+        shipped(model.file, "optimizer") or default_optimizer,
+        shipped(model.file, "lr_schedule"),
+        model.seed,
+        loss=shipped(model.file, "loss"),
     )
     dtype = graph.model.tensors[graph.model.loss].dtype
     first = next(model.batches())

@@ -187,7 +187,7 @@ def compile(
             check(plan)
             planning.detail = counted(len(plan.devices), "device")
     training, dtype = (
-        Training(model, optimizer, lr_schedule, seed, masters),
+        Training(model, optimizer, lr_schedule, seed, masters, loss),
         graph.model.tensors[graph.model.loss].dtype,
     )
 

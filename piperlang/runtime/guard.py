@@ -190,7 +190,9 @@ class Guard:
         training has none."""
         if self.training.masters or not self.gradients:
             return 0.0
+        self.traced.frozen.check()
         errors = dict(optimizer_errors(self.model, self.plan, self.training, self.gradients))
+        self.traced.frozen.check("when the optimizer or its schedule steps", line_of_function(self.training.optimizer))
         for name, difference in errors.items():
             if not difference <= UPDATE_LIMIT:
                 raise error(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from piperlang.capture.state import Frozen
 from piperlang.capture.user_code import eagerly, said
 from piperlang.capture.where import line_of, line_of_function
 from piperlang.diagnostics import PiperError, error
@@ -20,7 +21,7 @@ from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.runtime.job import Training
 from piperlang.runtime.optimize import DeviceUpdate, Optimizers, updated_weights
 from piperlang.runtime.optimizer_copy import Part
-from piperlang.runtime.options_only import refuse_use
+from piperlang.runtime.options_only import IN_OPTIONS, refuse_use
 from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, scope_of
 
 STEPS = 2
@@ -45,6 +46,7 @@ def optimizer_errors(
     for name, parameter in whole.items():
         parameter.grad = gradients[name].clone() if name in chosen and name in gradients else None
     schedule = call_schedule(training.lr_schedule, plain) if training.lr_schedule is not None else None
+    lasting = _lasting(ours, training)
     for step in range(STEPS):
         with eagerly(model, training.optimizer, "a step of the optimizer"):
             plain.step()
@@ -61,9 +63,25 @@ def optimizer_errors(
                 parameter.grad /= step + 2
     refuse_use(plain)
     ours.discard()
+    changed = lasting.changed()
+    if changed is not None:
+        raise error(
+            "P0808",
+            f"{changed} changes when the optimizer or its schedule steps",
+            line_of_function(training.optimizer),
+            notes=["the comparison before the first step has changed it already, and training would start from there"],
+            help=f"{IN_OPTIONS}; `--no-verify` leaves the comparison out",
+        )
     for update in updates:
         for part in update.parts:
             yield part.weight, _error(part, whole[part.weight].detach(), before[part.weight])
+
+
+def _lasting(ours: Optimizers, training: Training) -> Frozen:
+    """What steps of the optimizer read that outlives the optimizer: globals and class attributes. If the steps of this
+    comparison change it, training starts from other values than plain training does."""
+    names, classes = (ours.reads.names, ours.reads.classes) if ours.reads is not None else ({}, [])
+    return Frozen("a step of the optimizer", [], classes, line_of_function(training.optimizer), names)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -28,6 +28,7 @@ from piperlang.runtime.boxes import take
 from piperlang.runtime.cluster import Cluster, Lost, pack
 from piperlang.runtime.failure import Failure, failed
 from piperlang.runtime.optimize import updated_weights
+from piperlang.runtime.options_only import what_steps_read_elsewhere
 from piperlang.runtime.worker import Setup
 
 
@@ -61,6 +62,8 @@ class Training:
     masters: bool = False
     """Keep float32 master weights for weights in half precision. Off by default, because plain training does not have
     them."""
+    loss: Callable[[Any, Any], Any] | None = None
+    """For workers, where the optimizer or its schedule may change what it reads."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ class Job:
                 training.make_model,
                 training.optimizer,
                 training.lr_schedule,
+                training.loss,
                 updated,
                 dict(self.captured.constants),
                 known_to(self.plan, self.captured.aliases) if not packed else None,
@@ -207,6 +211,8 @@ class Job:
                 "called in every worker, after seeding torch, `random` and NumPy",
                 help="draw random numbers in `model()` only from these generators, or seed your own generator",
             )
+        (names,) = self.cluster.wait([self.cluster.call(0, "optimizer_reads")])
+        self.optimizer_reads = what_steps_read_elsewhere(names, training.optimizer)
 
     def _open_progress(self) -> str:
         """A file in which every worker records its current instruction, read when the worker does not respond any
@@ -235,6 +241,7 @@ class Job:
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
         """Start a step; the caller may prepare the next batch meanwhile."""
         self.captured.check_state()
+        self.optimizer_reads.check()
         self.active = self.training
         count, feeds = self.training.feeds(batch)
         return [self.cluster.call(i, "step", feed, count, gradients) for i, feed in enumerate(feeds)]
@@ -322,6 +329,11 @@ class Job:
         line = plan.lines[instruction.node]
         return f"{instruction.op} of {plan.names[instruction.node]}" + (f" ({line})" if line else "")
 
+    @property
+    def alive(self) -> bool:
+        """Whether the workers are still there: they are ended when one of them fails."""
+        return self.ending is None
+
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, unsharded, as they are now."""
         (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
@@ -361,6 +373,8 @@ def _packed(setup: Setup) -> bytes:
     try:
         return pack(setup)
     except Exception as problem:
+        if setup.loss is not None:  # needed for a check only, and the driver has it already
+            return _packed(replace(setup, loss=None))
         for name, function in (
             ("model", setup.make_model),
             ("optimizer", setup.optimizer),

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn, optim
 
+from piperlang.capture.state import Frozen
+from piperlang.capture.watched import WatchedModel
 from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Written
@@ -31,7 +33,14 @@ from piperlang.runtime.optimizer_copy import (
     same_option,
     set_option,
 )
-from piperlang.runtime.options_only import SharedState, check_groups, check_options, options_only, refuse_use
+from piperlang.runtime.options_only import (
+    SharedState,
+    check_groups,
+    check_options,
+    options_only,
+    refuse_use,
+    what_steps_read,
+)
 from piperlang.runtime.user_optimizer import (
     Scope,
     call_optimizer,
@@ -87,11 +96,18 @@ class Optimizers:
             (name, weakref.ref(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
         ]
         """Of the model that the user's code may still reference; piperlang does not."""
+        self.reads: Frozen | None = None
+        """What the optimizer reads in a step, besides itself."""
+        self.bystanders: list[WatchedModel] = []
+        """What the model has besides trained weights: the model itself, and what copies of the optimizer hold of it."""
         if any(parameter.requires_grad for parameter in model.parameters()):
             self.user = call_optimizer(make, model)
+            trained = {id(parameter) for group in self.user.param_groups for parameter in group["params"]}
+            self.bystanders.append(WatchedModel(model.named_modules(), trained))
             self.scope = scope_of(self.user, make)
             self._make_copies(model, updates)
             self.shared = SharedState(self.user, make, devices=len({update.device for update in updates}))
+            self.reads = what_steps_read(self.user, make)
             if make_schedule is not None:
                 self.schedule, self.make_schedule = call_schedule(make_schedule, self.user), make_schedule
                 self._pass_on()
@@ -109,16 +125,22 @@ class Optimizers:
         are copied to the copies."""
         if not self.local:
             return
+        self._check_bystanders("when the optimizer steps", self.make)
         self.shared.check()
         check_options(self.user, self.options, self.make)
         if self.schedule is None:
             return
         step_schedule(self.schedule, self.user, self.make_schedule)
+        self._check_bystanders("when the schedule of `lr_schedule` steps", self.make_schedule)
         for name, reference, flag in self.flags:
             parameter = reference()
             if parameter is not None and parameter.requires_grad != flag:
                 raise _frozen(f"of {name}", self.make_schedule)
         self._pass_on()
+
+    def _check_bystanders(self, when: str, by: Callable[..., Any]) -> None:
+        for watched in self.bystanders:
+            watched.check(when, line_of_function(by))
 
     def _pass_on(self) -> None:
         """Copies the options that the schedule changed, and only those, because some optimizers write into their own
@@ -151,7 +173,7 @@ class Optimizers:
         self.groups: list[list[dict[str, Any]]] = [[] for _ in self.user.param_groups]
         """For every group of the user's optimizer, the groups of copies with its options."""
         for together in self._together(whole, updates):
-            self._copy(whole, together)
+            self._copy(model, whole, together)
         self.options = [copy.deepcopy(options(group)) for group in self.user.param_groups]
         never_stepped(self.user)
         # The model is unsharded and may be large: from here on only the options are needed. The schedule is created
@@ -178,7 +200,7 @@ class Optimizers:
                 raise self._refused(missing, f"is not on device {device}")
         return list(devices.values())
 
-    def _copy(self, whole: Mapping[str, nn.Parameter], updates: Sequence[DeviceUpdate]) -> None:
+    def _copy(self, model: nn.Module, whole: Mapping[str, nn.Parameter], updates: Sequence[DeviceUpdate]) -> None:
         """One copy of the optimizer for the weights of some updates."""
         parameters = [
             [self._parameter(part) if part.weight in whole else None for part in update.parts] for update in updates
@@ -195,7 +217,10 @@ class Optimizers:
                 _unread(name, parameter, pairs[0][1].device) for name, parameter in whole.items() if name in others
             ]
         local = {id(whole[part.weight]): parameter for part, parameter in pairs}
-        made = copied(self.user, local)
+        known: dict[int, Any] = {}
+        made = copied(self.user, local, known)
+        held = [(path, known[id(module)]) for path, module in model.named_modules() if id(module) in known]
+        self.bystanders.append(WatchedModel(held, {id(parameter) for parameter in local.values()}))
         for part, parameter in pairs:
             original = whole[part.weight]
             if original in self.user.state:

@@ -84,13 +84,13 @@ def _settle(several: bool) -> None:
         torch.cuda.synchronize()
 
 
-def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter]) -> optim.Optimizer:
+def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter], known: dict[int, Any]) -> optim.Optimizer:
     """A copy without groups and without the state of parameters. `local`: the parameters of the copy, by the id of the
-    original parameter.
+    original parameter. `known` receives the objects that are copied along, by the id of the original.
 
     copy.copy is not used because it calls `__getstate__`, which drops most attributes."""
     made: optim.Optimizer = type(user).__new__(type(user))
-    known: dict[int, Any] = {id(user): made, **local}
+    known |= {id(user): made, **local}
     for name, value in vars(user).items():
         # A learning rate schedule wraps `step` on the instance; that wrapper would step the user's own optimizer.
         if name not in ("param_groups", "state", "step"):

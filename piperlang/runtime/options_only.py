@@ -6,14 +6,16 @@ refused at the line that does it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from inspect import unwrap
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import nn, optim
 
 from piperlang.capture.prints import Prints
-from piperlang.capture.state import globals_of
+from piperlang.capture.state import Frozen, globals_of
 from piperlang.capture.where import here, line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.runtime.optimizer_copy import options, same_option
@@ -22,6 +24,11 @@ from piperlang.runtime.user_optimizer import step_hooks
 _REPAIR = (
     "change only options of the groups in the schedule (lr, weight_decay, momentum); move code that depends on weights"
     " or their state to the `step` of an Optimizer"
+)
+
+IN_OPTIONS = (
+    "make it an option of the groups, which `lr_schedule` may change, or keep it in the optimizer's state:"
+    " `self.state[p]`"
 )
 
 
@@ -122,6 +129,36 @@ def _touched(what: str) -> PiperError:
     )
 
 
+def what_steps_read(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Frozen:
+    """What the steps of an optimizer read besides the optimizer itself: data and `on_step` must leave it as it is, as
+    they run in another process, or at another time, than in plain training."""
+    return Frozen(
+        "a step of the optimizer",
+        step_hooks(optimizer),
+        [type(optimizer)],
+        line_of_function(make),
+        tensors_read_by(make),
+        help=IN_OPTIONS,
+    )
+
+
+def what_steps_read_elsewhere(known: Collection[str], make: Callable[..., Any]) -> Frozen:
+    """The same in a process that has no optimizer. `known`: globals that its steps read."""
+    reached = {name: scope for name, scope in globals_of([unwrap(make)]) if name in known}
+    names = reached | tensors_read_by(make)
+    return Frozen("a step of the optimizer", [], [], line_of_function(make), names, help=IN_OPTIONS)
+
+
+def tensors_read_by(make: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+    """Tensors and arrays that the function which makes the optimizer names: the optimizer may hold them, and its copies
+    hold copies of them."""
+    return {
+        name: scope
+        for name, scope in globals_of([unwrap(make)])
+        if isinstance(scope.get(name), torch.Tensor | np.ndarray)
+    }
+
+
 class SharedState:
     """Python state that the steps of an optimizer change outside of it: in globals, class attributes, closures of
     hooks.
@@ -143,7 +180,7 @@ class SharedState:
     def _prints(self) -> dict[str, object]:
         if not self.watched:
             return {}
-        prints = Prints()
+        prints = Prints(contents=True)
         found = {name: prints.of(hook) for name, hook in self.hooks.items()}
         found |= {f"class `{self.kind.__qualname__}`": prints.of(self.kind)}
         return found | {f"global `{name}`": prints.of(scope.get(name)) for name, scope in self.names.items()}

@@ -88,21 +88,35 @@ class ThreadJob:
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:
         self.captured.check_state()
+        self._check_reads()
         # Copies: `data` may write the next batch into the same memory before this step has run.
         return [tensor.to("cpu", copy=True) for tensor in self.training.checked(batch)], gradients
 
+    def _check_reads(self) -> None:
+        """Code that runs between steps must leave what the optimizer reads as it is."""
+        if self.optimizers.reads is not None:
+            self.optimizers.reads.check()
+
     def finish(self, begun: tuple[list[torch.Tensor], bool]) -> Step:
         flat, gradients = begun
+        self._check_reads()  # the next batch may have been made meanwhile
         started = time.perf_counter()
         for device in self.training.devices:
             device.last_gradients = {} if gradients else None
         loss = self.training.run(self.steps, flat)
         self.optimizers.advance()
+        if self.optimizers.reads is not None:
+            self.optimizers.reads.renew()  # the optimizer itself may change what it reads
         self.steps += 1
         return Step(loss, time.perf_counter() - started, _resident())
 
     def step(self, batch: tuple[Any, Any], gradients: bool = False) -> Step:
         return self.finish(self.begin(batch, gradients))
+
+    @property
+    def alive(self) -> bool:
+        """Threads have all weights, whatever fails."""
+        return True
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.rest.complete(

@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from piperlang.capture.seeding import seed_all
+from piperlang.capture.state import Frozen
 from piperlang.capture.tensors import named_tensors
 from piperlang.capture.user_code import said
-from piperlang.capture.where import line_of
+from piperlang.capture.where import line_of, line_of_function
 from piperlang.diagnostics import error
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, StageProgram
@@ -60,6 +62,7 @@ class Setup:
     make_model: Callable[[], Any]
     optimizer: Callable[[Any], Any]
     lr_schedule: Callable[[Any], Any] | None
+    loss: Callable[[Any, Any], Any] | None
     updated: dict[str, str]
     """Weights that some device updates, with the script line that shards the update."""
     constants: dict[str, torch.Tensor]
@@ -182,6 +185,7 @@ class Worker:
         device.loss_dtype = getattr(torch, setup.loss_dtype)
         self._open_progress(setup.progress, rank)
         self.setting, self.steps = setup, 0
+        self.program_reads = _program_reads(setup, model)
         self.routines["train"] = Routine(device, self.comm, setup.cuda, self._begun)
         return started_from
 
@@ -216,6 +220,8 @@ class Worker:
         if report.failed is None:
             try:
                 self.routines["train"].device.optimizers.advance()
+                if self.program_reads is not None:
+                    self.program_reads.check("when the optimizer or its schedule steps")
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:
@@ -246,6 +252,11 @@ class Worker:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {key: value.cpu() for key, value in self.routines["train"].device.kept.items()}
+
+    def optimizer_reads(self) -> tuple[str, ...]:
+        """Names of the globals that a step of the optimizer reads."""
+        reads = self.routines["train"].device.optimizers.reads
+        return tuple(reads.names) if reads is not None else ()
 
     def rest(self) -> Rest | None:
         return self.rest_of_model
@@ -296,6 +307,15 @@ def _loaded(packed: bytes) -> Setup:
             help="make the module that defines them importable on every worker: install it, or set PYTHONPATH",
         ) from problem
     return setup
+
+
+def _program_reads(setup: Setup, model: Any) -> Frozen | None:
+    """Globals and class attributes that the traced program has read: only the optimizer and its schedule run here."""
+    if setup.loss is None:
+        return None
+    classes = {type(module) for module in model.modules()}
+    line = line_of_function(setup.optimizer)
+    return Frozen("the traced program", [unwrap(setup.loss)], classes, line)
 
 
 def _failed(problem: BaseException, position: int = -1) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from piperlang.capture.model_file import load_model
+from piperlang.capture.program import capture
 from piperlang.cli.main import main
 
 BASE = """
@@ -36,6 +38,7 @@ def data():
 def optimizer(p): return torch.optim.SGD(p, lr=0.1, momentum=0.9)
 """
 PIPELINE = "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nsplit batch into 2 as mb\n"
+REPLICAS = "from std.data import ddp\nmesh gpu = dp: 2\nplace [stage=*] on gpu\nddp(gpu.dp)\n"
 WHOLE = PIPELINE.replace("split batch into 2 as mb\n", "")
 
 SAME = {
@@ -61,6 +64,42 @@ def data():
     while True:
         yield size[0] * torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
 def on_step(row): size[0] *= 0.5
+""",
+    "a loss that is a method of an object that counts steps": """
+class Job:
+    def __init__(self): self.steps, self.factor = 0, torch.ones(())
+    def loss(self, o, t): return nn.functional.cross_entropy(o * self.factor, t)
+    def on_step(self, row): self.steps += 1
+JOB = Job()
+loss, on_step = JOB.loss, JOB.on_step
+""",
+    "an average of weights in a buffer, as a teacher": """
+class A(M):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(3, 8))
+    def forward(self, x):
+        with piperlang.annotate("stage", 0):
+            x = torch.tanh(self.a(x))
+        with piperlang.annotate("stage", 1):
+            self.average.lerp_(self.b.weight.detach(), 0.1)
+            return self.b(x) - x @ self.average.t()
+def model(): return A()
+""",
+    "tensors that nobody changes": """
+import os
+W, MASK = torch.full((3,), 0.5), torch.ones(8, 4)
+MASK[0] = 0
+def loss(o, t): return nn.functional.cross_entropy(o * W * float(os.environ.get("PIPER_TEST_GAMMA", "1")), t)
+class My(torch.optim.SGD):
+    per_parameter = True
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.shape == MASK.shape: p.grad.mul_(MASK)
+        return super().step()
+def optimizer(p): return My(p, lr=0.1)
+def on_step(row): os.environ["PIPER_TEST_DELTA"] = "1"
 """,
     "a shuffling loader that begins again": """
 def data():
@@ -220,6 +259,245 @@ def model(): return N()
         "P0808",
         "`count`",
     ),
+    "a tensor that data changes": (
+        """
+W = torch.ones(())
+def loss(o, t): return W * o.square().mean()
+def data():
+    for i in range(9):
+        if i == 2: W.mul_(0.1)
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+        "P0808",
+        "`W` has changed",
+    ),
+    "a tensor that on_step changes": (
+        "W = torch.ones(())\ndef loss(o, t): return W * o.square().mean()\ndef on_step(row): W.fill_(0.1)\n",
+        "P0808",
+        "`W` has changed",
+    ),
+    "a tensor that on_step changes, by another one": (
+        (
+            "W = torch.ones(())\ndef loss(o, t): return W * o.square().mean()\n"
+            "def on_step(row):\n    global W\n    W = W * 0.1\n"
+        ),
+        "P0808",
+        "`W` has changed",
+    ),
+    "a tensor in a dict that the schedule changes": (
+        """
+cfg = {"w": torch.ones(())}
+def loss(o, t): return cfg["w"] * o.square().mean()
+def lr_schedule(o):
+    def f(e):
+        if e > 0: cfg["w"].fill_(0.1)
+        return 1.0
+    return torch.optim.lr_scheduler.LambdaLR(o, f)
+""",
+        "P0808",
+        "`cfg` changes when",
+    ),
+    "a tensor on a class that data changes": (
+        """
+class C: w = torch.ones(3)
+class N(M):
+    def forward(self, x): return super().forward(x) * C.w
+def model(): return N()
+def data():
+    for i in range(9):
+        C.w[:] = 1 / (1 + i)
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+        "P0808",
+        "`C` has changed",
+    ),
+    "an array whose memory a tensor has": (
+        """
+import numpy as np
+A = np.ones(3, np.float32)
+T = torch.from_numpy(A)
+class N(M):
+    def forward(self, x): return super().forward(x) * T
+def model(): return N()
+def data():
+    for i in range(9):
+        A[:] = 1 / (1 + i)
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+        "P0808",
+        "`T` has changed",
+    ),
+    "a tensor in a closure that on_step changes": (
+        """
+def made():
+    w = torch.ones(())
+    def loss(o, t): return w * o.square().mean()
+    def on_step(row): w.fill_(0.1)
+    return loss, on_step
+loss, on_step = made()
+""",
+        "P0808",
+        "closure of `loss` has changed",
+    ),
+    "a weight of a loss module that data changes": (
+        """
+BCE = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
+def loss(o, t): return BCE(o, nn.functional.one_hot(t, 3).float())
+def data():
+    for i in range(9):
+        BCE.pos_weight[0] = 1.0 + i
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+        "P0808",
+        "`BCE` has changed",
+    ),
+    "an attribute that a method as loss reads": (
+        """
+class Job:
+    def __init__(self): self.factor = torch.ones(())
+    def loss(self, o, t): return (o * self.scale()).square().mean()
+    def scale(self): return self.factor
+    def on_step(self, row): self.factor.mul_(0.5)
+JOB = Job()
+loss, on_step = JOB.loss, JOB.on_step
+""",
+        "P0808",
+        "attribute `factor` of `Job` has changed",
+    ),
+    "a weight of the loss itself that data changes": (
+        """
+loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
+def data():
+    for i in range(9):
+        loss.pos_weight[0] = 1.0 + i
+        yield torch.randn(8, 4), torch.rand(8, 3)
+""",
+        "P0808",
+        "has changed",
+    ),
+    "a method of a base class that reads what data changes": (
+        """
+factor = [1.0]
+class B(M):
+    def forward(self, x): return super().forward(x) * factor[0]
+class N(B): pass
+def model(): return N()
+def on_step(row): factor[0] *= 0.5
+""",
+        "P0808",
+        "`factor` has changed",
+    ),
+    "a buffer of a kept model that on_step changes": (
+        """
+made = []
+class N(M):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("temperature", torch.ones(()))
+    def forward(self, x): return super().forward(x) * self.temperature
+def model(): made[:] = [N()]; return made[0]
+def on_step(row): made[0].temperature.mul_(0.5)
+""",
+        "P0808",
+        "temperature changes",
+    ),
+    "an attribute of a kept model that data changes": (
+        """
+made = []
+class N(M):
+    factor = 1.0
+    def forward(self, x): return super().forward(x) * self.factor
+def model(): made[:] = [N()]; made[0].factor = 1.0; return made[0]
+def data():
+    for i in range(9):
+        if made: made[0].factor = 1.0 / (1 + i)
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+        "P0808",
+        "`factor`",
+    ),
+    "an environment variable that data sets": (
+        """
+import os
+def loss(o, t): return float(os.environ.get("PIPER_TEST_ALPHA", "1")) * o.square().mean()
+def data():
+    for i in range(9):
+        os.environ["PIPER_TEST_ALPHA"] = str(1.0 if i < 2 else 0.1)
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+        "P0808",
+        "environment variable `PIPER_TEST_ALPHA`",
+    ),
+    "an environment variable that on_step sets": (
+        """
+import os
+KEY = "PIPER_TEST_" + "BETA"
+class N(M):
+    def forward(self, x): return super().forward(x) * float(os.getenv(KEY, "1"))
+def model(): return N()
+def on_step(row): os.environ[KEY] = "0.5"
+""",
+        "P0808",
+        "environment variable `PIPER_TEST_BETA`",
+    ),
+    "an attribute of another module that on_step sets": (
+        (
+            "def loss(o, t): return getattr(torch, 'piper_test', 1.0) * o.square().mean()\n"
+            "def on_step(row): torch.piper_test = 0.5\n"
+        ),
+        "P0808",
+        "attribute `piper_test` of module `torch`",
+    ),
+    "calls counted in ctypes": (
+        """
+import ctypes
+C = ctypes.c_int(0)
+class N(M):
+    def forward(self, x):
+        C.value += 1
+        return super().forward(x) * (1.0 if C.value < 30 else 0.5)
+def model(): return N()
+""",
+        "P0808",
+        "`C` changes",
+    ),
+    "calls counted in a file in memory": (
+        """
+import io
+S = io.BytesIO()
+class N(M):
+    def forward(self, x):
+        S.write(b"x")
+        return super().forward(x) * (1.0 if S.tell() < 30 else 0.5)
+def model(): return N()
+""",
+        "P0808",
+        "`S` changes",
+    ),
+    "calls counted on another module": (
+        """
+class N(M):
+    def forward(self, x):
+        torch.piper_calls = getattr(torch, "piper_calls", 0) + 1
+        return super().forward(x) * (1.0 if torch.piper_calls < 30 else 0.5)
+def model(): return N()
+""",
+        "P0808",
+        "attribute `piper_calls` of module `torch`",
+    ),
+    "calls counted in the environment": (
+        """
+import os
+class N(M):
+    def forward(self, x):
+        n = int(os.environ.get("PIPER_TEST_CALLS", "0")) + 1
+        os.environ["PIPER_TEST_CALLS"] = str(n)
+        return super().forward(x) * (1.0 if n < 30 else 0.5)
+def model(): return N()
+""",
+        "P0808",
+        "environment variable `PIPER_TEST_CALLS`",
+    ),
     "a tensor without elements between stages": (
         """
 class N(M):
@@ -234,6 +512,122 @@ def model(): return N()
         "an empty tensor is passed",
     ),
 }
+
+
+TEACHER = """
+class N(M):
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(8, 3).requires_grad_(False)
+        self.register_buffer("temperature", torch.ones(()))
+        self.factor = 1.0
+    def forward(self, x):
+        with piperlang.annotate("stage", 0):
+            x = torch.tanh(self.a(x))
+        with piperlang.annotate("stage", 1):
+            return (self.b(x) - self.teacher(x)) * self.temperature * self.factor
+def model(): return N()
+class My(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.after()
+def optimizer(model):
+    made = My([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    made.net = model
+    return made
+"""
+OPTIMIZERS = {
+    "a frozen teacher that follows the weights": (
+        TEACHER + "def after(self): self.net.teacher.weight.lerp_(self.net.b.weight, 0.5)\nMy.after = after\n",
+        "parameter teacher.weight changes",
+    ),
+    "a buffer of the model": (
+        TEACHER + "def after(self): self.net.temperature.mul_(0.5)\nMy.after = after\n",
+        "buffer temperature changes",
+    ),
+    "an attribute of the model": (
+        TEACHER + "def after(self): self.net.factor *= 0.5\nMy.after = after\n",
+        "attribute `factor` of the model changes",
+    ),
+    "a buffer, by a step hook": (
+        TEACHER
+        + """
+def optimizer(model):
+    made = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    made.register_step_post_hook(lambda *_: model.temperature.mul_(0.5))
+    return made
+""",
+        "buffer temperature changes",
+    ),
+    "a tensor that the loss reads": (
+        """
+T = torch.ones(())
+class My(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(); T.mul_(0.5)
+def optimizer(p): return My(p, lr=0.1)
+def loss(o, t): return T * o.square().mean()
+""",
+        "global `T`",
+    ),
+    "a tensor that the loss reads, by a step hook": (
+        """
+T = torch.ones(())
+def optimizer(p):
+    made = torch.optim.SGD(p, lr=0.1)
+    made.register_step_post_hook(lambda *_: T.mul_(0.5))
+    return made
+def loss(o, t): return T * o.square().mean()
+""",
+        "global `T`",
+    ),
+    "a mask that data changes": (
+        """
+MASK = torch.ones(8, 4)
+class My(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.shape == MASK.shape: p.data.sub_(p.grad * MASK * group["lr"])
+def optimizer(p): return My(p, lr=0.1)
+def data():
+    for i in range(9):
+        if i == 2: MASK[:, 2:] = 0
+        yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+        "global `MASK` has changed",
+    ),
+    "a mask that the optimizer holds and on_step changes": (
+        """
+MASK = torch.ones(8, 4)
+class My(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.shape == self.mask.shape: p.data.sub_(p.grad * self.mask * group["lr"])
+def optimizer(p):
+    made = My(p, lr=0.1)
+    made.mask = MASK
+    return made
+def on_step(row): MASK[:, 2:] = 0
+""",
+        "global `MASK` has changed",
+    ),
+}
+SCALED = """
+class My(torch.optim.SGD):
+    elementwise = True
+    scale = {scale}
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]: p.data.sub_(p.grad * My.scale * group["lr"])
+class S:
+    def __init__(self, optimizer): pass
+    def step(self): My.scale *= 0.5
+def optimizer(p): return My(p, lr=0.1)
+def lr_schedule(optimizer): return S(optimizer)
+"""
 
 
 def seed(value: int) -> None:
@@ -309,6 +703,67 @@ def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"error[{code}]" in err
     assert words in err
     assert "model.py:" in err
+
+
+@pytest.mark.parametrize("options", [(), ("--no-verify",)], ids=["verified", "not verified"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_change_what_others_read(
+    name: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the comparison before the first step, too."""
+    text, words = OPTIMIZERS[name]
+    exit_code, _, _ = job(tmp_path, text, REPLICAS, "--executor", "inline", *options)
+    err = capsys.readouterr().err
+    assert exit_code == 1
+    assert "error[P0808]" in err or ("error[P0601]" in err and "changes in every step" in err)
+    assert words in err
+    assert "model.py:" in err
+
+
+@pytest.mark.parametrize("scale", ["1.0", "torch.ones(())"])
+@pytest.mark.parametrize("script", ["", REPLICAS.replace("ddp", "zero1")], ids=["one device", "zero1"])
+def test_a_class_attribute_of_the_optimizer_that_the_schedule_changes(
+    scale: str, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, _, _ = job(tmp_path, SCALED.format(scale=scale), script, "--executor", "inline")
+    err = capsys.readouterr().err
+    assert exit_code == 1
+    assert "error[P0808]" in err or "error[P0601]" in err
+    assert "`My`" in err
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        OPTIMIZERS["a tensor that the loss reads"],
+        OPTIMIZERS["a mask that data changes"],
+        OPTIMIZERS["a buffer of the model"],
+        (REFUSED["a tensor in a dict that the schedule changes"][0].replace("e > 0", "e > 1"), "`cfg` changes when"),
+    ],
+    ids=["a tensor", "a mask", "a buffer", "by the schedule, in the second step"],
+)
+def test_what_workers_change_without_a_comparison(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Optimizer and schedule run on workers, data in the driver."""
+    exit_code, _, _ = job(tmp_path, text, "", "--no-verify")
+    err = capsys.readouterr().err
+    assert exit_code == 1
+    assert "error[P0808]" in err
+    assert words in err
+    assert "model.py:" in err
+
+
+def test_the_check_before_a_step_is_quick(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        BASE + "W = torch.ones(8)\ndef loss(o, t): return W.mean() * o.square().mean()\n"
+    )
+    file = load_model(tmp_path / "model.py")
+    frozen = capture(file.model, file.loss, next(file.data())).sizes.small.frozen
+    frozen.check()
+    seconds = min(timeit.repeat(frozen.check, number=20, repeat=20)) / 20
+    assert seconds < 500e-6  # 50 us on a machine that does nothing else
 
 
 @pytest.mark.usefixtures("alone")
