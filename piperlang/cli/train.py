@@ -139,7 +139,7 @@ def check_loaded(options: argparse.Namespace, file: ModelFile) -> None:
             help="define `def validation()` that yields (input, target) batches",
         )
     if options.backend == "nccl" and not runs_on_cuda(options):
-        raise _no_nccl("torch sees no GPU")
+        raise _no_nccl("torch finds no GPU")
 
 
 def _check_folder(folder: Path) -> None:
@@ -161,7 +161,7 @@ def _no_folder(folder: Path, problem: object) -> PiperError:
 
 
 def _no_nccl(why: str) -> PiperError:
-    return error("P0902", f"`--backend nccl` cannot be used: {why}", help="leave --backend out, or use gloo")
+    return error("P0902", f"cannot use `--backend nccl`: {why}", help="omit --backend, or use gloo")
 
 
 def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches) -> int:

@@ -97,6 +97,8 @@ class _Standing:
     """How far this process has come, with or without a display."""
 
     phases: list[str] = field(default_factory=list)
+    last: str = ""
+    """The phase that ended last."""
     steps: int | None = None
     folder: str = ""
 
@@ -111,8 +113,10 @@ def begin() -> None:
 
 
 def doing() -> str:
-    """The phase that runs: `tracing model.py`."""
-    return _standing.phases[-1] if _standing.phases else ""
+    """The phase that runs: `tracing model.py`; between two of them, the one that ended."""
+    if _standing.phases:
+        return _standing.phases[-1]
+    return f"continuing after {_standing.last}" if _standing.last and _standing.steps is None else ""
 
 
 def done() -> str:
@@ -161,7 +165,7 @@ def phase(what: str, done: str = "") -> Iterator[Phase]:
             raise
         emit(Ended(done, time.perf_counter() - started, running.detail))
     finally:
-        _standing.phases.pop()
+        _standing.last = _standing.phases.pop()
 
 
 @contextmanager

@@ -401,7 +401,7 @@ def test_loading_keeps_comments_and_may_import_neighbours(tmp_path: Path, monkey
         monkeypatch=monkeypatch,
         cwd=tmp_path,
     )
-    assert "saved copy.piper: 8 lines; compile it with -p ranks=2" in done.stdout
+    assert "saved copy.piper: 8 lines; it needs the options -p ranks=2" in done.stdout
     assert "saved copy.piper: 9 lines" in done.stdout
     # Loaded twice: every name is bound already. Saved elsewhere: its import would not be found there. Saved again:
     # the file exists.

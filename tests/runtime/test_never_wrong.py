@@ -206,6 +206,8 @@ class _Everything:
 class _OnParts:
     """The user's optimizer made on each update's parts, flat as ZeRO has them."""
 
+    reads, bystanders = None, ()
+
     def __init__(
         self,
         model: nn.Module,
