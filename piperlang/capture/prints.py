@@ -128,9 +128,11 @@ class Prints:
         return len(value), tuple(self.of(item) for item in islice(list(value), max(self.left, 0)))
 
     def function(self, value: FunctionType) -> object:
+        if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__ or value.__dict__):
+            return value.__code__  # most functions: not hashed, which takes longer than all the rest
         cells = tuple(self.of(cell.cell_contents) for cell in value.__closure__ or () if cell != CellType())
         return (
-            hash(value.__code__),
+            value.__code__,
             cells,
             self.of(value.__defaults__),
             self.of(value.__kwdefaults__),

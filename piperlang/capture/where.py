@@ -6,6 +6,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from inspect import unwrap
 from pathlib import Path
 from traceback import extract_stack, extract_tb
@@ -96,5 +97,6 @@ def _last(frames: Iterable[tuple[str, int]]) -> Span | None:
     return None
 
 
+@lru_cache(maxsize=4096)  # asked for every function that is looked at before a step
 def is_users_file(name: str) -> bool:
     return "site-packages" not in name and "dist-packages" not in name and not name.startswith(_OTHERS)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from piperlang.capture.state import Frozen
 from piperlang.capture.user_code import eagerly, said
@@ -21,7 +21,7 @@ from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.runtime.job import Training
 from piperlang.runtime.optimize import DeviceUpdate, Optimizers, updated_weights
 from piperlang.runtime.optimizer_copy import Part
-from piperlang.runtime.options_only import IN_OPTIONS, refuse_use
+from piperlang.runtime.options_only import IN_OPTIONS, refuse_use, what_steps_read
 from piperlang.runtime.user_optimizer import Scope, call_optimizer, call_schedule, scope_of
 
 STEPS = 2
@@ -46,7 +46,7 @@ def optimizer_errors(
     for name, parameter in whole.items():
         parameter.grad = gradients[name].clone() if name in chosen and name in gradients else None
     schedule = call_schedule(training.lr_schedule, plain) if training.lr_schedule is not None else None
-    lasting = _lasting(ours, training)
+    lasting = _lasting(plain, training)
     for step in range(STEPS):
         with eagerly(model, training.optimizer, "a step of the optimizer"):
             plain.step()
@@ -77,11 +77,11 @@ def optimizer_errors(
             yield part.weight, _error(part, whole[part.weight].detach(), before[part.weight])
 
 
-def _lasting(ours: Optimizers, training: Training) -> Frozen:
+def _lasting(optimizer: optim.Optimizer, training: Training) -> Frozen:
     """What steps of the optimizer read that outlives the optimizer: globals and class attributes. If the steps of this
     comparison change it, training starts from other values than plain training does."""
-    names, classes = (ours.reads.names, ours.reads.classes) if ours.reads is not None else ({}, [])
-    return Frozen("a step of the optimizer", [], classes, line_of_function(training.optimizer), names)
+    reads = what_steps_read(optimizer, training.optimizer)
+    return Frozen(reads.reader, [], reads.classes, reads.line, reads.names)
 
 
 @contextmanager
