@@ -201,6 +201,7 @@ def arrived() -> bool:
 
 def say(what: str = "") -> None:
     """One line on standard error."""
+    what = what or (_doing() if _doing is not None else "starting")
     came = _done() if _done is not None else ""
     parts = [f"while {what}"] if what else []
     text = " ".join(["interrupted", ", ".join([*parts, came] if came else parts)]).strip()

@@ -116,7 +116,9 @@ def doing() -> str:
     """The phase that runs: `tracing model.py`; between two of them, the one that ended."""
     if _standing.phases:
         return _standing.phases[-1]
-    return f"continuing after {_standing.last}" if _standing.last and _standing.steps is None else ""
+    if _standing.steps is not None:
+        return ""
+    return f"continuing after {_standing.last}" if _standing.last else "starting"
 
 
 def done() -> str:
