@@ -370,9 +370,9 @@ class Ours:
     def _run(self, way: str, size: Size, steps: int) -> dict[str, Any]:
         from piperlang.capture.program import capture
         from piperlang.diagnostics import PiperError
+        from piperlang.pipeline import schedule
         from piperlang.plan.lower import lower
         from piperlang.runtime.job import Job, Training
-        from piperlang.session import schedule
         from piperlang.source import Source
 
         name, place, stages, exchange = OURS[way]
@@ -383,7 +383,7 @@ class Ours:
         if found.problems:
             raise PiperError(*found.problems)
         graph = found.graph()
-        captured: Any = found.scheduler.schedule.captured
+        captured: Any = found.captured
         plan = lower(graph)
         loss_dtype = graph.model.tensors[graph.model.loss].dtype
         with Job(

@@ -32,8 +32,8 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import mse_loss
 
 from benchmarks.sleeping import TIMELINE, Network, Timed, batch, make_model, optimizer, options, plain_loss, show, timed
+from piperlang.pipeline import outline
 from piperlang.runtime.cluster import Cluster
-from piperlang.session import outline
 from piperlang.simulate.unit import UNIT, UnitCosts, simulate
 from piperlang.source import Source
 

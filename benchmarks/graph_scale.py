@@ -104,7 +104,7 @@ def measure(layers: int, microbatches: int) -> dict[str, Any]:
     import torch.nn.functional as f
 
     from piperlang.capture.program import capture
-    from piperlang.session import schedule
+    from piperlang.pipeline import schedule
     from piperlang.source import Source
 
     samples = microbatches * DATA * PER

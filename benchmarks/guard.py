@@ -98,11 +98,11 @@ def resident() -> int:
 
 def measure(size: str, device: str) -> dict[str, Any]:
     from piperlang.capture.program import Captured, capture
+    from piperlang.pipeline import schedule
     from piperlang.plan.lower import lower
     from piperlang.plan.verify import check
     from piperlang.runtime.guard import verify
     from piperlang.runtime.job import Training
-    from piperlang.session import schedule
     from piperlang.source import Source
 
     layers, width, words = SIZES[size]
@@ -114,7 +114,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
     started = time.perf_counter()
     found = schedule(capture(model, loss, batch), Source("guard.piper", SCRIPT))
     assert not found.problems, found.problems
-    captured = found.scheduler.schedule.captured
+    captured = found.captured
     assert isinstance(captured, Captured)
     plan = lower(found.graph())
     check(plan)

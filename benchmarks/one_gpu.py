@@ -111,9 +111,9 @@ def plain(layers: int, steps: int, compiles: bool) -> dict[str, Any]:
 
 def piper(layers: int, steps: int) -> dict[str, Any]:
     from piperlang.capture.program import capture
+    from piperlang.pipeline import schedule
     from piperlang.plan.lower import lower
     from piperlang.runtime.job import Job, Training
-    from piperlang.session import schedule
     from piperlang.source import Source
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,7 +121,7 @@ def piper(layers: int, steps: int) -> dict[str, Any]:
     found = schedule(program, Source("one.piper", "mesh gpu = d: 1\nplace [pass=*] on gpu\n"))
     assert not found.problems, found.problems
     graph = found.graph()
-    captured: Any = found.scheduler.schedule.captured
+    captured: Any = found.captured
     times, losses, memory = [], [], 0
     with Job(
         lower(graph),

@@ -31,12 +31,12 @@ from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Captured, capture
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import COMPUTE, Graph, Node
+from piperlang.pipeline import schedule
 from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.linearize import linearize
 from piperlang.plan.lower import lower
 from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.job import Job, Training
-from piperlang.session import schedule
 from piperlang.source import Source
 
 WIDTH = 4
@@ -187,7 +187,7 @@ def compiled(make: Callable[[], Network], samples: int, script: str) -> tuple[Gr
     found = schedule(capture(make, mse_loss, batch(samples)), Source("benchmark.piper", script))
     if found.problems:
         raise PiperError(*found.problems)
-    captured = found.scheduler.schedule.captured
+    captured = found.captured
     assert isinstance(captured, Captured)
     return found.graph(), captured
 

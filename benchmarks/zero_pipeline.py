@@ -301,10 +301,10 @@ class Ours:
     def _run(self, size: Size, gradients: bool) -> dict[str, Any]:
         from piperlang.capture.program import capture
         from piperlang.diagnostics import PiperError
+        from piperlang.pipeline import schedule
         from piperlang.plan.estimate.memory import peaks
         from piperlang.plan.lower import lower
         from piperlang.runtime.job import Job, Training
-        from piperlang.session import schedule
         from piperlang.source import Source
 
         x, target = (part.to("cuda" if self.cuda else "cpu") for part in batch(size, 0))
@@ -313,7 +313,7 @@ class Ours:
         if found.problems:
             raise PiperError(*found.problems)
         graph = found.graph()
-        captured: Any = found.scheduler.schedule.captured
+        captured: Any = found.captured
         plan = lower(graph)
         foreseen = peaks(plan, graph, states=2 * getattr(torch, size.dtype).itemsize)
         loss_dtype = graph.model.tensors[graph.model.loss].dtype

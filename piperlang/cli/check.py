@@ -15,7 +15,7 @@ from piperlang.cli.parsing import SEED
 from piperlang.cli.report import add_parameters, exit_code, model_first, open_script, parameters, result, say, scripts
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.printable import printable
-from piperlang.session import Outlined, outline
+from piperlang.pipeline import Outlined, outline
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

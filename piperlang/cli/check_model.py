@@ -68,7 +68,7 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
         from piperlang.capture.program import Captured
         from piperlang.runtime.numerics import compare
 
-        cut = found.scheduler.schedule.captured
+        cut = found.captured
         assert isinstance(cut, Captured)
         with doing("comparing two training steps"):
             compared = compare(file, program, graph, cut, options.seed)

@@ -12,10 +12,10 @@ from piperlang.diagnostics import error
 from piperlang.diagnostics.files import unreadable
 from piperlang.elaborate.modules import from_source
 from piperlang.ir.graph import Graph
+from piperlang.pipeline import Scheduled, planned, schedule
 from piperlang.plan.plan import Plan
 from piperlang.progress import phase
 from piperlang.progress.lines import counted
-from piperlang.session import Scheduled, schedule
 
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
@@ -90,18 +90,12 @@ def scheduled(program: Program, options: argparse.Namespace, after: int | None =
         return schedule(program, source, path, parameters(options), say, after)
 
 
-def planned(graph: Graph, options: argparse.Namespace, max_norm: float | None) -> Plan:
-    """The checked plan of a graph, with a record of its sources."""
+def recorded_plan(graph: Graph, options: argparse.Namespace, max_norm: float | None) -> Plan:
+    """The verified plan of a graph, with a record of its sources."""
     from piperlang.plan.files import about
-    from piperlang.plan.lower import lower
-    from piperlang.plan.rewrite.clip import clipped
-    from piperlang.plan.verify import check
 
     with doing("planning", "planned") as planning:
-        plan = lower(graph)
-        if max_norm is not None:
-            plan = clipped(plan, max_norm)
-        check(plan)
+        plan = planned(graph, max_norm)
         source, path = open_script(options.script)
         made_from = about(Path(options.model), path, parameters(options), source.text if path is None else None)
         plan.about = {**made_from, "model": options.model, "script": options.script}

@@ -16,7 +16,7 @@ from piperlang.cli.report import add_parameters, open_script, paint, parameters,
 from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Order
 from piperlang.elaborate.lanes import Lane
-from piperlang.session import outline
+from piperlang.pipeline import outline
 from piperlang.simulate.unit import simulate
 from piperlang.view.grid import chain_text, grid, plain, summary
 

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from piperlang.cli.model import captured, doing, load_both, planned, scheduled
+from piperlang.cli.model import captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.report import add_parameters, check_output, report
 from piperlang.diagnostics import error
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
         report(found.problems, options.format)
         return 1
     graph = found.graph()
-    plan = planned(graph, options, file.max_norm)
+    plan = recorded_plan(graph, options, file.max_norm)
     from piperlang.plan.estimate.summary import as_json, summary
 
     print(json.dumps(as_json(plan, graph)) if options.json else summary(plan, graph))

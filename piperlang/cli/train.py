@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
-from piperlang.cli.model import Batches, captured, doing, load_both, planned, scheduled
+from piperlang.cli.model import Batches, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SECONDS, SEED
 from piperlang.cli.report import add_parameters, open_script, report
 from piperlang.diagnostics import PiperError, error
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
     from piperlang.capture.watched import WatchedModel
     from piperlang.elaborate.directive import Directive
+    from piperlang.pipeline import Scheduled
     from piperlang.plan.plan import Plan
-    from piperlang.session import Scheduled
 
 WEIGHTS = "weights.pt"
 UNFINISHED = "weights-unfinished.pt"
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     with doing("building the graph"):
         graph = found.graph()
-    plan = planned(graph, options, file.max_norm)
+    plan = recorded_plan(graph, options, file.max_norm)
     return execute(options, file, found, plan, batches)
 
 
@@ -173,9 +173,9 @@ def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan
             help="use a smaller mesh, or raise --devices",
         )
     folder = _folder(options)
-    schedule = found.scheduler.schedule
-    _write_about(folder, options, plan, schedule.directives)
-    _train(options, file, schedule.captured, plan, schedule.model.tensors[schedule.model.loss].dtype, folder, batches)
+    _write_about(folder, options, plan, found.directives)
+    model = found.captured.model
+    _train(options, file, found.captured, plan, model.tensors[model.loss].dtype, folder, batches)
     return 0
 
 
@@ -490,7 +490,7 @@ def _evaluation(
     )
     if found.problems:
         raise PiperError(*found.problems)
-    cut: Any = found.scheduler.schedule.captured
+    cut: Any = found.captured
     with located(line_of_function(file.validation)):  # before training, not after it
         cut.flatten(next(file.validation()))
     return evaluation_plan(found.graph(), plan), cut

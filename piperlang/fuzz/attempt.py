@@ -14,12 +14,9 @@ from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import topological
-from piperlang.plan.lower import lower
+from piperlang.pipeline import planned, schedule
 from piperlang.plan.plan import Plan
-from piperlang.plan.rewrite.clip import clipped
-from piperlang.plan.verify import check
 from piperlang.runtime.numerics import InDouble, Planned, Trainer, capture_doubled, compare
-from piperlang.session import schedule
 from piperlang.source import Source
 
 EXECUTORS = ("graph", "inline", "ray")
@@ -66,13 +63,12 @@ class Bench:
                 return _complained("refused", found.problems)
             graph = found.graph()
             topological(graph)
-            plan = lower(graph) if self.file.max_norm is None else clipped(lower(graph), self.file.max_norm)
-            check(plan)
+            plan = planned(graph, self.file.max_norm)
         except PiperError as problem:
             return _complained("refused", problem.diagnostics)
         except Exception as problem:
             return Outcome("raised", f"{type(problem).__name__}: {problem}", type(problem).__name__)
-        cut = found.scheduler.schedule.captured
+        cut = found.captured
         assert isinstance(cut, Captured)
         try:
             with self._trainer(graph, plan, cut) as trainer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
-from piperlang.session import schedule
+from piperlang.pipeline import schedule
 from piperlang.source import Source
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Traits:
     @cached_property
     def model(self) -> Model:
         found = schedule(self.program, Source("tags.piper", "".join(f"{line}\n" for line in self.tags)))
-        return found.scheduler.schedule.model
+        return found.captured.model
 
     @cached_property
     def stages(self) -> tuple[int | str, ...]:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.elaborate.values import Function, Value
+from piperlang.pipeline import outline
 from piperlang.repl.answer import signature
 from piperlang.repl.commands import DIRECTIVE_HELP, library_function
 from piperlang.repl.completion import Candidate, complete
 from piperlang.repl.reading import Grouped
 from piperlang.repl.session import Session
 from piperlang.repl.state import Setting, State
-from piperlang.session import outline
 from piperlang.source import Source, Span
 from piperlang.syntax.format import format_source
 from piperlang.syntax.parse import newlines, parse

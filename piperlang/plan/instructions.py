@@ -8,7 +8,7 @@ A field is declared with its role:
   fields are equal on every rank of a node, so that a plan can be kept once per distinct rank with these as functions
   of the mesh coordinate.
 
-To add an instruction: declare it here, execute it in runtime/execute.py, and emit it in plan/lower.py.
+To add an instruction: declare it here, emit it in plan/lower/, execute it in runtime/device/.
 """
 
 from __future__ import annotations

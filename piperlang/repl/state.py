@@ -24,12 +24,12 @@ from piperlang.ir.graph import COMPUTE, Graph
 from piperlang.ir.sort import topological
 from piperlang.passes.schedule import Captured, Program
 from piperlang.passes.scheduler import Scheduler
+from piperlang.pipeline import evaluate
 from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.estimate.memory import Peak, peaks
 from piperlang.plan.estimate.summary import idle
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
-from piperlang.session import evaluate
 from piperlang.simulate.unit import Timeline, UnitCosts, simulate
 from piperlang.source import Source
 from piperlang.syntax import tree

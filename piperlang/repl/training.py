@@ -22,11 +22,9 @@ from piperlang.capture.user_code import located
 from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import error
 from piperlang.elaborate.resolved import resolved
+from piperlang.pipeline import planned, schedule
 from piperlang.plan.files import digest
-from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
-from piperlang.plan.rewrite.clip import clipped
-from piperlang.plan.verify import check
 from piperlang.progress.lines import counted
 from piperlang.repl.core import SessionCore
 from piperlang.repl.show import Row, Shown, html
@@ -39,7 +37,6 @@ from piperlang.runtime.job import Job, Step
 from piperlang.runtime.numerics import compare
 from piperlang.runtime.optimize import default_optimizer
 from piperlang.runtime.threads import ThreadJob
-from piperlang.session import schedule
 
 
 @dataclass
@@ -148,8 +145,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         )
     graph, captured = state.graph, state.scheduler.schedule.captured
     assert isinstance(captured, Captured)
-    plan = lower(graph) if model.file.max_norm is None else clipped(lower(graph), model.file.max_norm)
-    check(plan)
+    plan = planned(graph, model.file.max_norm)
     make = shipped(model.file, "model")
     assert make is not None
     training = jobs.Training(
@@ -176,7 +172,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
             state.setting.path,
             state.setting.overrides,
         )
-        cut = found.scheduler.schedule.captured
+        cut = found.captured
         assert isinstance(cut, Captured)
         return evaluation_plan(found.graph(), plan), cut
 

@@ -34,10 +34,9 @@ from piperlang.capture.user_code import (
 from piperlang.capture.where import here
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.ir.graph import Graph
+from piperlang.pipeline import planned, schedule
 from piperlang.plan.files import digest
-from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
-from piperlang.plan.rewrite.clip import clipped
 from piperlang.plan.rewrite.forward import forward
 from piperlang.plan.verify import check
 from piperlang.progress import Display, Message, Row, Stepping, Stopped, current, displayed_by, phase
@@ -48,7 +47,6 @@ from piperlang.runtime.guard import Verified
 from piperlang.runtime.guard import verify as compare_with_eager
 from piperlang.runtime.job import Job, Step, Training
 from piperlang.runtime.threads import ThreadJob
-from piperlang.session import schedule
 from piperlang.syntax.parse import read
 
 
@@ -176,15 +174,14 @@ def compile(
             found = schedule(program, read(path, str(path)), path, overrides)
         if found.problems:
             raise PiperError(*found.problems)
-        captured = found.scheduler.schedule.captured
+        captured = found.captured
         assert isinstance(captured, Captured)
         return found.graph(), captured
 
     with _shown(display):
         graph, captured = applied(model)
         with phase("planning", "planned") as planning:
-            plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
-            check(plan)
+            plan = planned(graph, max_norm)
             planning.detail = counted(len(plan.devices), "device")
     training, dtype = (
         Training(model, optimizer, lr_schedule, seed, masters, loss),
@@ -257,9 +254,7 @@ class Evaluated:
 
 def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
     """The plan of a graph's forward, on the weights that another plan trains."""
-    whole = lower(graph)
-    check(whole)
-    plan = forward(whole)
+    plan = forward(planned(graph))
     check(plan, forward=True)
     for device, other in zip(plan.devices, trained.devices, strict=True):
         missing = sorted({held.weight for key, held in device.weights.items() if key not in other.weights})

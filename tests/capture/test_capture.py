@@ -22,7 +22,7 @@ from piperlang.diagnostics import PiperError
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.explain import page
 from piperlang.elaborate.directive import ModulePath
-from piperlang.session import schedule
+from piperlang.pipeline import schedule
 from piperlang.source import Source
 from tests.support.chunks import SPAN, run, tag
 from tests.support.equivalence import relative

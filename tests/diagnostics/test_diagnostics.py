@@ -8,7 +8,7 @@ import pytest
 
 from piperlang.diagnostics import Diagnostic, Label, did_you_mean, nearest
 from piperlang.diagnostics.render import Paint, render
-from piperlang.session import outline
+from piperlang.pipeline import outline
 from piperlang.source import Source, Span
 
 

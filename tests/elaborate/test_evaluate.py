@@ -12,7 +12,7 @@ from piperlang.elaborate import directive as d
 from piperlang.elaborate.interpret import Interpreter
 from piperlang.elaborate.modules import from_source
 from piperlang.elaborate.selector import Selector, TagValue
-from piperlang.session import outline
+from piperlang.pipeline import outline
 from piperlang.source import Source
 from tests.support.schedules import outline as right_outline
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from piperlang.elaborate.resolved import resolved
+from piperlang.pipeline import replay, schedule
 from piperlang.plan.lower import lower
-from piperlang.session import schedule
 from piperlang.source import Source
 from tests.support.equivalence import compiled, program
 from tests.support.job_schedules import JOB_SCHEDULES
@@ -37,11 +37,13 @@ def test_it_comes_to_the_same(name: str) -> None:
     model, text = (JOB_SCHEDULES | MORE)[name]
     found = schedule(program(model), Source("s.piper", text))
     assert not found.problems
-    directives = found.scheduler.schedule.directives
+    directives = found.directives
     again = resolved(directives)
     assert not {"for", "param", "from", "def"} & {line.split()[0] for line in again.splitlines()}
     graph, _ = compiled(program(model), again)
     assert resolved(graph.directives) == again
-    assert [device.instructions for device in lower(graph).devices] == [
-        device.instructions for device in lower(found.graph()).devices
-    ]
+    expected = [device.instructions for device in lower(found.graph()).devices]
+    assert [device.instructions for device in lower(graph).devices] == expected
+    replayed = replay(program(model), directives)  # the directives themselves, without any script
+    assert not replayed.problems
+    assert [device.instructions for device in lower(replayed.graph()).devices] == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from piperlang.session import outline
+from piperlang.pipeline import outline
 from piperlang.source import Source
 from tests.support import ROOT
 

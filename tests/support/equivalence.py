@@ -12,8 +12,8 @@ from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
 from piperlang.ir.sort import topological
 from piperlang.passes.scheduler import Scheduler
+from piperlang.pipeline import schedule
 from piperlang.runtime.inline import Inline
-from piperlang.session import schedule
 from piperlang.source import Source
 from tests.support.models import CASES, Case
 
@@ -39,7 +39,7 @@ def compiled(traced: Program, script: str) -> tuple[Graph, Captured]:
         raise PiperError(*found.problems)
     graph = found.graph()
     topological(graph)
-    captured = found.scheduler.schedule.captured
+    captured = found.captured
     assert isinstance(captured, Captured)
     return graph, captured
 

@@ -28,7 +28,7 @@ from random import Random
 
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.diagnostics.render import FORMATS, Paint, render
-from piperlang.session import outline
+from piperlang.pipeline import outline
 from piperlang.simulate.unit import simulate
 from piperlang.source import Source
 from piperlang.syntax.format import format_source

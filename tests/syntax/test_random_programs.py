@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from piperlang.diagnostics import PiperError
-from piperlang.session import outline
+from piperlang.pipeline import outline
 from piperlang.source import Source
 from piperlang.syntax import tree
 from piperlang.syntax.format import format_source

@@ -1,58 +1,16 @@
-"""One device's instructions on real tensors: a flat interpreter that knows no strategy."""
+"""One device's instructions on real tensors: a flat interpreter that knows no strategy. A function per instruction, in
+compute.py, activations.py and parameters.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from piperlang.plan.instructions import (
-    AllReduce,
-    AllToAll,
-    Backward,
-    Combine,
-    Copy,
-    Dispatch,
-    ExchangeSplits,
-    Fetch,
-    Forward,
-    GatherParameters,
-    GradientNorm,
-    InputGradient,
-    Instruction,
-    Offload,
-    ParameterUpdate,
-    Receive,
-    Recompute,
-    ReduceGradients,
-    ScatterGradients,
-    Send,
-    Update,
-    WeightGradient,
-)
-from piperlang.runtime.device import activations, parameters
-from piperlang.runtime.device.compute import compute
-from piperlang.runtime.device.values import DeviceValues
+from piperlang.plan.instructions import INSTRUCTIONS, Instruction, ParameterUpdate, Update
+from piperlang.runtime.device import activations, compute, parameters
+from piperlang.runtime.device.values import EXECUTE, DeviceValues
 from piperlang.runtime.optimize import DeviceUpdate
 from piperlang.runtime.optimizer_copy import Part
 
-EXECUTE: dict[type[Instruction], Callable[[DeviceValues, Any], None]] = {
-    **dict.fromkeys((Forward, Backward, InputGradient, WeightGradient, Recompute), compute),
-    Send: activations.send,
-    Receive: activations.recv,
-    Copy: activations.copy,
-    AllReduce: activations.all_reduce,
-    AllToAll: activations.all_to_all,
-    ExchangeSplits: activations.exchange_splits,
-    Dispatch: activations.dispatch,
-    Combine: activations.combine,
-    Offload: activations.offload,
-    Fetch: activations.fetch,
-    GatherParameters: parameters.gather,
-    ScatterGradients: parameters.scatter,
-    ReduceGradients: parameters.reduce,
-    GradientNorm: parameters.norm,
-    Update: parameters.update,
-}
+assert set(INSTRUCTIONS.values()) == EXECUTE.keys(), "an instruction that no function executes"
+__all__ = ["Device", "activations", "compute", "parameters"]
 
 
 class Device(DeviceValues):

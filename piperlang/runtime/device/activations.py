@@ -22,11 +22,12 @@ from piperlang.plan.instructions import (
 )
 from piperlang.runtime.boxes import take
 from piperlang.runtime.device.splits import Splits, leaving
-from piperlang.runtime.device.values import DeviceValues
+from piperlang.runtime.device.values import DeviceValues, executes
 
 # ------------------------------------------------------------------------------------------------------- point to point
 
 
+@executes(Send)
 def send(device: DeviceValues, x: Send) -> None:
     signal = x.value is None
     value = torch.ones(1, dtype=torch.uint8, device=device.where) if signal else device.values[x.value or ""]
@@ -34,6 +35,7 @@ def send(device: DeviceValues, x: Send) -> None:
         device.comm.send(one.peer, one.tag, (value if one.box is None else take(value, one.box)).contiguous())
 
 
+@executes(Receive)
 def recv(device: DeviceValues, x: Receive) -> None:
     out = torch.empty(x.shape, dtype=getattr(torch, x.dtype), device=device.where)
     for one in x.messages:
@@ -47,6 +49,7 @@ def recv(device: DeviceValues, x: Receive) -> None:
     device.put(x.target, out)
 
 
+@executes(Copy)
 def copy(device: DeviceValues, x: Copy) -> None:
     out = torch.zeros(x.shape, dtype=getattr(torch, x.dtype), device=device.where)
     _copy_local(device, out, x.copies)
@@ -61,12 +64,14 @@ def _copy_local(device: DeviceValues, out: torch.Tensor, copies: Sequence[LocalC
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 
+@executes(AllReduce)
 def all_reduce(device: DeviceValues, x: AllReduce) -> None:
     value = device.values[x.source].clone(memory_format=torch.contiguous_format)
     device.comm.all_reduce(x.group, value)
     device.put(x.target, value if x.keep is None else take(value, x.keep).contiguous())
 
 
+@executes(AllToAll)
 def all_to_all(device: DeviceValues, x: AllToAll) -> None:
     value = device.values[x.source]
     members = device.groups[x.group].members
@@ -89,6 +94,7 @@ def all_to_all(device: DeviceValues, x: AllToAll) -> None:
 # --------------------------------------------------------------------------------------------------- tokens and experts
 
 
+@executes(ExchangeSplits)
 def exchange_splits(device: DeviceValues, x: ExchangeSplits) -> None:
     """Ranks exchange token counts, then the expert indices. On CUDA the host waits here, once for all dispatches and
     combines that follow."""
@@ -104,11 +110,13 @@ def exchange_splits(device: DeviceValues, x: ExchangeSplits) -> None:
     device.put(x.splits, splits)
 
 
+@executes(Dispatch)
 def dispatch(device: DeviceValues, x: Dispatch) -> None:
     value, splits = device.values[x.source], device.values[x.splits]
     device.put(x.target, _exchanged(device, x.group, value[splits.order], splits.give, splits.take))
 
 
+@executes(Combine)
 def combine(device: DeviceValues, x: Combine) -> None:
     value, splits = device.values[x.source], device.values[x.splits]
     back = _exchanged(device, x.group, value, splits.take, splits.give)
@@ -129,11 +137,13 @@ def _exchanged(
 # ---------------------------------------------------------------------------------------------------------- host memory
 
 
+@executes(Offload)
 def offload(device: DeviceValues, x: Offload) -> None:
     host = torch.device("cpu")
     device.values[x.target] = {slot: _to(value, host) for slot, value in device.values[x.source].items()}
 
 
+@executes(Fetch)
 def fetch(device: DeviceValues, x: Fetch) -> None:
     device.values[x.target] = {slot: _to(value, device.where) for slot, value in device.values[x.source].items()}
 

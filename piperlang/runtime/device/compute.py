@@ -9,11 +9,12 @@ import torch
 
 from piperlang.capture.random import mix
 from piperlang.ir.graph import Key
-from piperlang.plan.instructions import Compute
+from piperlang.plan.instructions import Backward, Compute, Forward, InputGradient, Recompute, WeightGradient
 from piperlang.plan.plan import StageProgram
-from piperlang.runtime.device.values import DeviceValues
+from piperlang.runtime.device.values import DeviceValues, executes
 
 
+@executes(Forward, Backward, InputGradient, WeightGradient, Recompute)
 def compute(device: DeviceValues, x: Compute) -> None:
     program, piece = device.programs[x.program], device.pieces[x.program]
     given: dict[Any, Any] = {}

@@ -18,9 +18,10 @@ from piperlang.plan.instructions import (
     Update,
 )
 from piperlang.plan.sums import travels_alone
-from piperlang.runtime.device.values import DeviceValues
+from piperlang.runtime.device.values import DeviceValues, executes
 
 
+@executes(GatherParameters)
 def gather(device: DeviceValues, x: GatherParameters) -> None:
     """A large weight in equal shards arrives where it stays; the others share one message."""
     alone, together = _apart(x.shards)
@@ -60,6 +61,7 @@ def _again(device: DeviceValues, key: Key) -> torch.Tensor | None:
     return None if old is None else device.values[old]
 
 
+@executes(ScatterGradients)
 def scatter(device: DeviceValues, x: ScatterGradients) -> None:
     """A large gradient in equal shards is sent from where it is; the others share one message."""
     me = device.rank(x.group)
@@ -90,6 +92,7 @@ def scatter(device: DeviceValues, x: ScatterGradients) -> None:
         start += size
 
 
+@executes(ReduceGradients)
 def reduce(device: DeviceValues, x: ReduceGradients) -> None:
     totals = [device.total(one.sources) for one in x.shards]
     flat = torch.cat([total.flatten() for total in totals])
@@ -102,6 +105,7 @@ def reduce(device: DeviceValues, x: ReduceGradients) -> None:
         start += total.numel()
 
 
+@executes(GradientNorm)
 def norm(device: DeviceValues, x: GradientNorm) -> None:
     """What to scale all gradients by, so that their norm is at most the limit; torch's own rule."""
     parts = [_gradient_part(device.total(term.gradients), term.gradient_part) for term in x.terms if term.counts]
@@ -115,6 +119,7 @@ def norm(device: DeviceValues, x: GradientNorm) -> None:
     device.values[x.target] = (x.limit / (total.sqrt() + 1e-6)).clamp(max=1.0)
 
 
+@executes(Update)
 def update(device: DeviceValues, x: Update) -> None:
     """In place: nothing reads the old weights any more."""
     scale = None if x.scale is None else device.values[x.scale]

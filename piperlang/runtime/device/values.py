@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.differentiate import Piece
 from piperlang.ir.graph import Key
+from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, ParameterShard, StageProgram
 from piperlang.plan.sums import reads, sums
 from piperlang.runtime.boxes import take
 from piperlang.runtime.comm import Comm
 from piperlang.runtime.optimize import Optimizers, added
+
+F = TypeVar("F", bound=Callable[..., None])
+Execute = Callable[["DeviceValues", Any], None]
+EXECUTE: dict[type[Instruction], Execute] = {}
+"""How each instruction is executed."""
+
+
+def executes(*kinds: type[Instruction]) -> Callable[[F], F]:
+    """Register the function that executes some instructions."""
+
+    def register(function: F) -> F:
+        EXECUTE.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
 
 
 class DeviceValues:

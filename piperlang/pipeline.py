@@ -1,10 +1,16 @@
-"""A script from text to result, the same for every front end: the command line, a REPL, an editor."""
+"""The compiler's pipeline, once for every front end: the command line, the REPL, the Python API, editors, the fuzzer.
+
+    text --evaluate--> directives --schedule--> graph --planned--> plan
+
+`outline` evaluates a script without a model, `schedule` applies it to one, `replay` applies directives that another
+script gave, and `planned` lowers a graph to a verified plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.elaborate import directive as d
@@ -13,9 +19,12 @@ from piperlang.elaborate.modules import Importer, from_source
 from piperlang.elaborate.outline import Outline
 from piperlang.elaborate.values import Value
 from piperlang.ir.graph import Graph
-from piperlang.passes.schedule import Program
+from piperlang.passes.schedule import Captured, Program
 from piperlang.passes.scheduler import Scheduler
 from piperlang.source import Source
+
+if TYPE_CHECKING:
+    from piperlang.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,16 @@ class Scheduled:
     scheduler: Scheduler
     problems: tuple[Diagnostic, ...]
     params: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def directives(self) -> tuple[d.Directive, ...]:
+        """What was applied: `resolved` prints it as a script, `replay` applies it again."""
+        return tuple(self.scheduler.schedule.directives)
+
+    @property
+    def captured(self) -> Captured:
+        """The model as the directives cut it into chunks."""
+        return self.scheduler.schedule.captured
 
     def graph(self) -> Graph:
         return self.scheduler.graph()
@@ -78,6 +97,31 @@ def schedule(
     scheduler = Scheduler(program, after)
     found = evaluate(scheduler, source, path, overrides, say)
     return Scheduled(scheduler, found.problems or (tuple(scheduler.finish()) if after is None else ()), found.params)
+
+
+def replay(program: Program, directives: Iterable[d.Directive]) -> Scheduled:
+    """Directives, applied to a captured model without the script that gave them."""
+    scheduler = Scheduler(program)
+    try:
+        for directive in directives:
+            scheduler.apply(directive)
+    except PiperError as problem:
+        return Scheduled(scheduler, problem.diagnostics)
+    return Scheduled(scheduler, tuple(scheduler.finish()))
+
+
+def planned(graph: Graph, max_norm: float | None = None) -> Plan:
+    """The verified plan of a graph. `max_norm`: gradients are clipped by their global norm."""
+    # Here, because scripts are outlined and formatted without them.
+    from piperlang.plan.lower import lower
+    from piperlang.plan.rewrite.clip import clipped
+    from piperlang.plan.verify import check
+
+    plan = lower(graph)
+    if max_norm is not None:
+        plan = clipped(plan, max_norm)
+    check(plan)
+    return plan
 
 
 def evaluate(
