@@ -110,7 +110,7 @@ def test_an_interrupt_leaves_nothing(packages: Path) -> None:
         time.sleep(0.05)
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=300)
-    assert (job.returncode, err) == (130, b"interrupted\n")
+    assert (job.returncode, err) == (130, b"interrupted while starting\n")
     assert not os.path.exists(f"/proc/{marker.read_text()}")
 
 

@@ -330,7 +330,7 @@ def test_a_run_in_a_log(piperc: Callable[..., Said], tmp_path: Path) -> None:
     assert "\r" not in done.out
     assert "\x1b" not in done.out
     lines = done.out.splitlines()
-    assert any(re.fullmatch(r"making the first batch \.\.\. [1-9] s", line) for line in lines)
+    assert any(re.fullmatch(r"loading the first batch \.\.\. [1-9] s", line) for line in lines)
     assert any(re.fullmatch(r"traced \d+\.\d s \(\d+ nodes\)", line) for line in lines)
     assert "not verified against eager PyTorch: --no-verify" in lines
     assert rows_of(lines) == [*range(0, 30, 2), 29]
