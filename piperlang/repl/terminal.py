@@ -13,7 +13,8 @@ from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.buffer import Buffer
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, get_common_complete_suffix
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import has_selection, is_searching
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -118,7 +119,7 @@ def bindings() -> KeyBindings:
         elif buffer.complete_state:
             buffer.complete_next()
         else:
-            buffer.start_completion(insert_common_part=True)
+            _complete_now(buffer)
 
     @keys.add("backspace", filter=~has_selection & ~is_searching)
     def _backspace(event: KeyPressEvent) -> None:
@@ -128,6 +129,19 @@ def bindings() -> KeyBindings:
         buffer.delete_before_cursor(INDENT if before and not before.strip() and len(before) % INDENT == 0 else 1)
 
     return keys
+
+
+def _complete_now(buffer: Buffer) -> None:
+    """Insert what all completions share at once: prompt_toolkit would look for it in the background, and forget it at
+    the next key."""
+    found = list(buffer.completer.get_completions(buffer.document, CompleteEvent(completion_requested=True)))
+    if len(found) == 1:
+        buffer.apply_completion(found[0])
+        return
+    shared = get_common_complete_suffix(buffer.document, found)
+    if shared:
+        buffer.insert_text(shared)
+    buffer.start_completion()
 
 
 class Terminal:

@@ -62,7 +62,9 @@ def _located(node: Node, piece: Piece | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as problem:
-        raise failed("the simulated device", failure_of(problem), piece, [f"it was at {node}"], here=True) from problem
+        raise failed(
+            "the simulated device", failure_of(problem), piece, [f"it was running {node}"], here=True
+        ) from problem
 
 
 class Inline:

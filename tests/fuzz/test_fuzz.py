@@ -222,7 +222,7 @@ def test_an_exception_of_the_compiler_is_a_fault_too(
     def broken(*_: object) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("piperlang.fuzz.attempt.lower", broken)
+    monkeypatch.setattr("piperlang.fuzz.attempt.planned", broken)
     assert main(["fuzz", MODEL, "--count", "1", "--out", str(tmp_path), "--json"]) == 1
     row = json.loads(capsys.readouterr().out)
     assert (row["outcome"], row["what"]) == ("raised", "KeyError: 'lost'")
