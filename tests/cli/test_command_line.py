@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,8 @@ def test_numbers_that_no_command_can_use(
 def test_what_is_refused_before_anything_is_loaded(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if any(find_spec(name) is None for name in ("torch", "ray", "numpy")):
+        pytest.skip("the front end alone refuses these commands because it cannot run them")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").touch()
     (tmp_path / "FOLDER").mkdir()
