@@ -20,24 +20,10 @@ from piperlang.capture.sample_rules import (
     scanned,
     sliced,
 )
-from piperlang.capture.sample_table import PICKED, rule_of
+from piperlang.capture.sample_table import FILLED, PICKED, rule_of
 from piperlang.capture.tried import uniform as uniform_by_numbers
 
-CONSTANT = (
-    "zeros",
-    "ones",
-    "full",
-    "empty",
-    "scalar_tensor",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-)
+CONSTANT = ("zeros", "ones", "full", "empty", "scalar_tensor", *FILLED)
 
 
 def loses_samples(call: Call) -> bool:

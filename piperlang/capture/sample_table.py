@@ -162,18 +162,8 @@ MATRIX = (
     "_linalg_eigh",
     "_linalg_solve_ex",
 )
-MADE = (
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "rand_like",
-    "randn_like",
-)
+FILLED = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+MADE = (*FILLED, "rand_like", "randn_like")
 LEADING = (
     "convolution",
     "_convolution",

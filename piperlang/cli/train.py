@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import unwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
 from piperlang.cli.model import Batches, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SECONDS, SEED
-from piperlang.cli.report import add_parameters, open_script, report
+from piperlang.cli.report import add_parameters, report
+from piperlang.cli.run_folder import (
+    UNFINISHED,
+    WEIGHTS,
+    check_folder,
+    drop,
+    open_folder,
+    save,
+    write_about,
+    write_text,
+    writing,
+)
 from piperlang.diagnostics import PiperError, error
 from piperlang.interrupts import uninterrupted
 from piperlang.progress import Message, Row, emit, stepping
@@ -30,15 +39,8 @@ from piperlang.progress.lines import counted
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
     from piperlang.capture.watched import WatchedModel
-    from piperlang.elaborate.directive import Directive
     from piperlang.pipeline import Scheduled
     from piperlang.plan.plan import Plan
-
-WEIGHTS = "weights.pt"
-UNFINISHED = "weights-unfinished.pt"
-"""Of a job that ended with an error between two steps."""
-PREVIOUS = "weights-previous.pt"
-"""Of an earlier job in the same folder."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +127,7 @@ def check_usage(options: argparse.Namespace) -> None:
     """Checks of the options before anything is loaded."""
     check_installed(options.log)
     if options.out is not None:
-        _check_folder(Path(options.out))
+        check_folder(Path(options.out))
     if options.backend == "nccl" and options.executor == "inline":
         raise _no_nccl("`--executor inline` runs on the CPU")
 
@@ -142,24 +144,6 @@ def check_loaded(options: argparse.Namespace, file: ModelFile) -> None:
         raise _no_nccl("torch finds no GPU")
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a run folder that cannot be made or written, without making it."""
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
-        problem = f"{there} is not a folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        problem = f"{there} cannot be written"
-    else:
-        return
-    raise _no_folder(folder, problem)
-
-
-def _no_folder(folder: Path, problem: object) -> PiperError:
-    return error(
-        "P0902", f"cannot make the run folder {folder}", notes=[str(problem)], help="choose another with --out"
-    )
-
-
 def _no_nccl(why: str) -> PiperError:
     return error("P0902", f"cannot use `--backend nccl`: {why}", help="omit --backend, or use gloo")
 
@@ -172,8 +156,8 @@ def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan
             f"the script needs {len(plan.devices)} devices, more than --devices {options.devices}",
             help="use a smaller mesh, or raise --devices",
         )
-    folder = _folder(options)
-    _write_about(folder, options, plan, found.directives)
+    folder = open_folder(options)
+    write_about(folder, options, plan, found.directives)
     model = found.captured.model
     _train(options, file, found.captured, plan, model.tensors[model.loss].dtype, folder, batches)
     return 0
@@ -184,61 +168,6 @@ def runs_on_cuda(options: argparse.Namespace) -> bool:
     import torch
 
     return options.executor != "inline" and options.backend != "gloo" and torch.cuda.is_available()
-
-
-def _folder(options: argparse.Namespace) -> Path:
-    if options.out:
-        folder = Path(options.out)
-    else:
-        stem = Path(options.script).stem if options.script != "-" else "stdin"
-        folder = next(path for n in range(1, 1_000_000) if not (path := Path("runs") / f"{stem}-{n}").exists())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise _no_folder(folder, problem) from None
-    return folder
-
-
-def _write_about(folder: Path, options: argparse.Namespace, plan: Any, directives: Sequence[Directive]) -> None:
-    import platform
-
-    import torch
-
-    from piperlang.elaborate.resolved import resolved
-    from piperlang.plan.files import dump
-    from piperlang.version import __version__
-
-    source, _ = open_script(options.script)
-    with _writing(folder / WEIGHTS, "nothing, training has not begun"):
-        for name in (UNFINISHED, WEIGHTS):  # of an earlier job: never lost, and never taken for this one's
-            with suppress(FileNotFoundError):
-                (folder / name).replace(folder / PREVIOUS)
-        (folder / "verified.json").unlink(missing_ok=True)
-    _write(folder / "schedule.piper", source.text)
-    _write(folder / "resolved.piper", resolved(directives))
-    _write(folder / "plan.json", dump(plan))
-    versions = {
-        "piperlang": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "command": sys.argv[1:],
-        "seed": options.seed,
-        "parameters": options.parameters,
-    }
-    _write(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    with _writing(path, "nothing, training has not begun"):
-        path.write_text(text, encoding="utf-8")
-
-
-def _drop(metrics: TextIO) -> None:
-    """Forget what could not be written: closing the file would try again, and raise again."""
-    try:
-        metrics.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), metrics.fileno())
 
 
 def _train(
@@ -269,17 +198,17 @@ def _train(
         validation = _evaluation(options, file, plan, given.first)
         _verify(options, cut, plan, first, training, folder)
         rows = at / "metrics.jsonl"
-        with _writing(rows, "all rows of metrics"):
+        with writing(rows, "all rows of metrics"):
             metrics = stack.enter_context(rows.open("w", encoding="utf-8"))
-        stack.callback(_drop, metrics)
+        stack.callback(drop, metrics)
         job = stack.enter_context(_started(options, plan, cut, training, loss_dtype, validation))
 
         def note(row: Row) -> None:
             with uninterrupted():  # what is said of an interrupted job is what metrics.jsonl has
-                with _writing(rows, f"the rows of metrics from step {row.step} on"):
+                with writing(rows, f"the rows of metrics from step {row.step} on"):
                     metrics.write(json.dumps(row.record()) + "\n")
                     metrics.flush()
-                with _writing(rows, "the rows of metrics so far: the file was removed"):
+                with writing(rows, "the rows of metrics so far: the file was removed"):
                     rows.stat()  # it would take rows that nobody can read
                 emit(row)
             log(loggers, row.record())
@@ -293,7 +222,7 @@ def _train(
         with _weights_kept(job, at, trained), stepping(options.steps, options.log_every, str(folder)):
             for row in _steps(options, file, job, plan, batches, first, validation is not None, checks, trained):
                 note(row)
-        _save(job, at, WEIGHTS)
+        save(job, at, WEIGHTS)
     seconds = time.perf_counter() - started
     steps, devices = counted(options.steps, "step"), counted(len(plan.devices), "device")
     emit(Message(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))
@@ -417,49 +346,12 @@ def _weights_kept(job: Any, folder: Path, trained: list[int]) -> Iterator[None]:
             raise
         steps = counted(len(trained), "step")
         try:
-            _save(job, folder, UNFINISHED)
+            save(job, folder, UNFINISHED)
             kept = f"the weights after {steps} are in {folder / UNFINISHED}"
         except PiperError as another:
             kept = f"the weights after {steps} are lost: {another.diagnostics[0].message}"
         first, *others = problem.diagnostics
         raise PiperError(replace(first, notes=(*first.notes, kept)), *others) from problem
-
-
-def _save(job: Any, folder: Path, name: str) -> None:
-    """The file is there when it is whole."""
-    import torch
-
-    path, part = folder / name, folder / f"{name}.part"
-    with doing("saving the weights", f"saved {name}") as saving:
-        weights = job.weights()
-        with _writing(path, f"the weights of {counted(len(weights), 'tensor')}"):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with part.open("wb") as file:
-                    torch.save(weights, file)
-                part.replace(path)
-            except BaseException:
-                with suppress(OSError):
-                    part.unlink(missing_ok=True)
-                raise
-        saving.detail = f"{sum(tensor.numel() for tensor in weights.values()):,} numbers"
-
-
-@contextmanager
-def _writing(path: Path, lost: str) -> Iterator[None]:
-    """A file of the run folder that cannot be written is a P0609."""
-    try:
-        yield
-    except (OSError, RuntimeError) as problem:  # torch raises both
-        cause = problem if isinstance(problem, OSError) else problem.__context__
-        reason = (cause.strerror if isinstance(cause, OSError) else None) or str(problem).partition("\n")[0]
-        raise error(
-            "P0609",
-            f"cannot write {path}",
-            notes=[reason, f"lost: {lost}"],
-            help="look at the space on the disk, and leave the folder alone while the job runs; or choose another with"
-            " --out",
-        ) from problem
 
 
 def _verify(
@@ -470,7 +362,7 @@ def _verify(
 
     with doing("verifying against eager PyTorch"):
         verified = verify(cut, plan, batch, training) if options.verify else Verified(skipped="--no-verify")
-    _write(folder / "verified.json", json.dumps(asdict(verified)) + "\n")
+    write_text(folder / "verified.json", json.dumps(asdict(verified)) + "\n")
     emit(Message(str(verified), warning=bool(verified.skipped and options.verify)))
 
 

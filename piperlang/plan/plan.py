@@ -38,6 +38,13 @@ class ParameterShard(NamedTuple):
     first: bool
     """Of the devices that keep the same weight, the first."""
 
+    def updated(self, part: Interval | None) -> Interval | None:
+        """Of the flattened box, what an update of `part` of this shard changes; None for all of it."""
+        if part is None:
+            return self.interval
+        start = self.interval[0] if self.interval is not None else 0
+        return start + part[0], start + part[1]
+
 
 class Feed(NamedTuple):
     """A slice of the batch."""

@@ -149,9 +149,5 @@ def _updates(device: DevicePlan, whole: Mapping[str, nn.Parameter], names: Colle
 
 def _part(device: DevicePlan, change: ParameterUpdate, whole: Mapping[str, nn.Parameter]) -> Part:
     shard = device.weights[change.old]
-    interval = shard.interval
-    if change.part is not None:
-        start = interval[0] if interval is not None else 0
-        interval = start + change.part[0], start + change.part[1]
-    bare = Part(change.weight, torch.empty(0), shard.box, interval, change.sharded)
+    bare = Part(change.weight, torch.empty(0), shard.box, shard.updated(change.part), change.sharded)
     return bare._replace(now=bare.of(whole[change.weight].detach()).clone())

@@ -877,6 +877,11 @@ def test_weights_of_an_earlier_job_are_not_taken_for_this_ones(
     assert code == 1
     left = sorted(path.name for path in (tmp_path / "run").glob("*.pt*"))
     assert left == ["weights-previous.pt", "weights-unfinished.pt"]
+    first = (tmp_path / "run" / "weights-previous.pt").read_bytes()
+    assert job(tmp_path, "", PIPELINE, "--executor", "inline")[0] == 0
+    left = sorted(path.name for path in (tmp_path / "run").glob("*.pt*"))
+    assert left == ["weights-previous-2.pt", "weights-previous.pt", "weights.pt"]
+    assert (tmp_path / "run" / "weights-previous.pt").read_bytes() == first
 
 
 def test_a_working_directory_that_changes(

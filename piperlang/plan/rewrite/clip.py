@@ -100,10 +100,8 @@ def _terms(device: DevicePlan, counted: set[object]) -> tuple[NormTerm, ...]:
 
 def part_of(device: DevicePlan, change: ParameterUpdate) -> object:
     """Which part of a weight an update changes; two devices with the same one have the same gradient."""
-    held = device.weights[change.old]
-    start = held.interval[0] if held.interval is not None else 0
-    part = held.interval if change.part is None else (start + change.part[0], start + change.part[1])
-    return change.weight, held.box, part
+    shard = device.weights[change.old]
+    return change.weight, shard.box, shard.updated(change.part)
 
 
 def _with_norm(device: DevicePlan, late: set[int], norm: GradientNorm) -> list[Instruction]:

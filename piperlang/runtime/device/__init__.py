@@ -32,9 +32,5 @@ class Device(DeviceValues):
 
     def _part_of(self, change: ParameterUpdate) -> Part:
         shard = self.plan.weights[change.old]
-        interval = shard.interval
-        if change.part is not None:
-            start = interval[0] if interval is not None else 0
-            interval = start + change.part[0], start + change.part[1]
         now = parameters.updated_part(self.kept[change.old], change)
-        return Part(change.weight, now, shard.box, interval, change.sharded)
+        return Part(change.weight, now, shard.box, shard.updated(change.part), change.sharded)

@@ -29,10 +29,14 @@ from piperlang.runtime.device.values import DeviceValues, executes
 
 @executes(Send)
 def send(device: DeviceValues, x: Send) -> None:
-    signal = x.value is None
-    value = torch.ones(1, dtype=torch.uint8, device=device.where) if signal else device.values[x.value or ""]
+    value = _signal(device) if x.value is None else device.values[x.value]
     for one in x.messages:
         device.comm.send(one.peer, one.tag, (value if one.box is None else take(value, one.box)).contiguous())
+
+
+def _signal(device: DeviceValues) -> torch.Tensor:
+    """The message without data: the receiver may go on."""
+    return torch.ones(1, dtype=torch.uint8, device=device.where)
 
 
 @executes(Receive)
