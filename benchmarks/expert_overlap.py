@@ -357,10 +357,11 @@ class Ours:
         self.cluster: Any = None
 
     def run(self, way: str, size: Size, steps: int) -> dict[str, Any]:
-        from piperlang.runtime.cluster import Cluster
+        from piperlang.runtime.comm import gloo, nccl
+        from piperlang.runtime.driver.cluster import Cluster
 
         if self.cluster is None:
-            self.cluster = Cluster(RANKS, cuda=self.cuda)
+            self.cluster = Cluster(RANKS, backend=nccl.BACKEND if self.cuda else gloo.BACKEND)
         try:
             return self._run(way, size, steps)
         except BaseException:
@@ -372,7 +373,8 @@ class Ours:
         from piperlang.diagnostics import PiperError
         from piperlang.pipeline import schedule
         from piperlang.plan.lower import lower
-        from piperlang.runtime.job import Job, Training
+        from piperlang.runtime.driver.job import Job
+        from piperlang.runtime.driver.training import Training
         from piperlang.source import Source
 
         name, place, stages, exchange = OURS[way]
@@ -393,7 +395,6 @@ class Ours:
             timeout=120,
             loss_dtype=loss_dtype,
             cluster=self.cluster,
-            cuda=self.cuda,
             compiles=self.compiles,
         ) as job:
             losses = [job.step(batch(size, step)).loss for step in range(WARM)]

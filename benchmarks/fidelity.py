@@ -33,7 +33,7 @@ from torch.nn.functional import mse_loss
 
 from benchmarks.sleeping import TIMELINE, Network, Timed, batch, make_model, optimizer, options, plain_loss, show, timed
 from piperlang.pipeline import outline
-from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.driver.cluster import Cluster
 from piperlang.simulate.unit import UNIT, UnitCosts, simulate
 from piperlang.source import Source
 

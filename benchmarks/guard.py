@@ -101,8 +101,8 @@ def measure(size: str, device: str) -> dict[str, Any]:
     from piperlang.pipeline import schedule
     from piperlang.plan.lower import lower
     from piperlang.plan.verify import check
-    from piperlang.runtime.guard import verify
-    from piperlang.runtime.job import Training
+    from piperlang.runtime.driver.training import Training
+    from piperlang.runtime.guard.program import verify
     from piperlang.source import Source
 
     layers, width, words = SIZES[size]
@@ -119,7 +119,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
     plan = lower(found.graph())
     check(plan)
     for program in plan.programs:
-        captured.pieces(program.chunk, program.samples, program.sharding)
+        captured.pass_graphs(program.chunk, program.samples, program.sharding)
     compiled = time.perf_counter() - started
     parameters = sum(torch.Size(w.shape).numel() for w in captured.model.weights.values())
     before = resident()

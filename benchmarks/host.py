@@ -19,11 +19,13 @@ from torch import fx, nn
 
 from benchmarks.sleeping import optimizer, options, show
 from piperlang.capture.cost import Cost
-from piperlang.capture.differentiate import Piece, Pieces
+from piperlang.capture.pass_graph import PassGraph, PassGraphs
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import Copy, Forward, Instruction
 from piperlang.plan.plan import DevicePlan, Feed, Plan, StageProgram
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.job import Job, Training
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
 
 SIZES = (100, 1_000)
 IDENTITY = StageProgram("F", 0, 1, ((), ()), (("input", 0),), (("output", 0),), None, False)
@@ -46,21 +48,25 @@ class Identity:
         """Any batch will do."""
         return list(batch)
 
-    def pieces(self, chunk: int, samples: int, arranged: Any = ((), ())) -> Pieces:
+    def pass_graphs(self, chunk: int, samples: int, sharding: Any = ((), ())) -> PassGraphs:
         graph = fx.Graph()
         graph.output((graph.placeholder("x"),))
-        piece = Piece(fx.GraphModule(nn.Module(), graph), (("input", 0),), (("output", 0),), Cost(0, 0, 0))
-        return Pieces(piece, None, None, None, 0, 0)
+        piece = PassGraph(fx.GraphModule(nn.Module(), graph), (("input", 0),), (("output", 0),), Cost(0, 0, 0))
+        return PassGraphs(piece, None, None, None, 0, 0)
+
+
+def value(i: int) -> ValueId:
+    return ValueId(Kind.ACTIVATION, f"v{i}", (), ())
 
 
 def identity(i: int) -> Instruction:
     return Forward(
-        "compute", 0, (), program=0, inputs=((f"v{i}",),), outputs=(f"v{i + 1}",), first_sample=0, coordinates=()
+        "compute", 0, (), program=0, inputs=((value(i),),), outputs=(value(i + 1),), first_sample=0, coordinates=()
     )
 
 
 def copy(i: int) -> Instruction:
-    return Copy("compute", 0, (), sources=(), target=f"v{i + 1}", copies=(), shape=(0,), dtype="float32")
+    return Copy("compute", 0, (), sources=(), target=value(i + 1), copies=(), shape=(0,), dtype="float32")
 
 
 def switch(i: int) -> Instruction:
@@ -68,7 +74,7 @@ def switch(i: int) -> Instruction:
 
 
 def plan(make: Callable[[int], Instruction], count: int) -> Plan:
-    device = DevicePlan(0, [make(i) for i in range(count)], feeds=[Feed("v0", "x", ((0, 1),))])
+    device = DevicePlan(0, [make(i) for i in range(count)], feeds=[Feed(value(0), "x", ((0, 1),))])
     return Plan([device], [IDENTITY], ["nothing"], [""], 1, "mean", [])
 
 

@@ -18,9 +18,11 @@ from piperlang.capture.program import capture
 from piperlang.plan.lower import lower
 from piperlang.plan.rewrite.clip import clipped
 from piperlang.plan.rewrite.forward import forward
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.job import Job, Training
-from piperlang.runtime.numerics import gradient_errors
+from piperlang.runtime.comm import nccl
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
+from piperlang.runtime.reference.numerics import gradient_errors
 from tests.support.equivalence import SAMPLES, compiled, optimizer, relative
 from tests.support.job_schedules import JOB_SCHEDULES
 from tests.support.models import CASES
@@ -46,9 +48,7 @@ def compare(cluster: Cluster, model: str, script: str, compiles: bool) -> dict[s
     plain = case.model().cuda()
     eager = optimizer([p for p in plain.parameters() if p.requires_grad])
     worst = {"loss": 0.0, "gradients": 0.0}
-    with Job(
-        plan, captured, Training(case.model, optimizer), timeout=60, cluster=cluster, cuda=True, compiles=compiles
-    ) as job:
+    with Job(plan, captured, Training(case.model, optimizer), timeout=60, cluster=cluster, compiles=compiles) as job:
         job.prepare(only, captured)
         for step in range(2):
             evaluated = job.evaluate(batch(step, "cpu"))
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     rows = []
-    cluster = Cluster(RANKS, cuda=True)
+    cluster = Cluster(RANKS, backend=nccl.BACKEND)
     try:
         for name, (model, script) in JOB_SCHEDULES.items():
             started = time.perf_counter()

@@ -113,7 +113,8 @@ def piper(layers: int, steps: int) -> dict[str, Any]:
     from piperlang.capture.program import capture
     from piperlang.pipeline import schedule
     from piperlang.plan.lower import lower
-    from piperlang.runtime.job import Job, Training
+    from piperlang.runtime.driver.job import Job
+    from piperlang.runtime.driver.training import Training
     from piperlang.source import Source
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

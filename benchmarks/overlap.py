@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sleeping import TIMELINE, Timed, make_model, options, plain_loss, show, timed
-from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.driver.cluster import Cluster
 
 MS, EXCHANGE = 20.0, 10.0
 SCRIPT = """

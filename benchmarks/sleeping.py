@@ -35,8 +35,9 @@ from piperlang.pipeline import schedule
 from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.linearize import linearize
 from piperlang.plan.lower import lower
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.job import Job, Training
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
 from piperlang.source import Source
 
 WIDTH = 4
@@ -210,10 +211,10 @@ class Asleep(Costs):
         self.captured = captured
 
     def _seconds(self, node: Node) -> float:
-        family = node.family
-        if family.op not in COMPUTE or family.chunk is None:
+        template = node.template
+        if template.op not in COMPUTE or template.chunk is None:
             return 0.0
-        piece = getattr(self.captured.pieces(family.chunk, family.samples), family.op)
+        piece = getattr(self.captured.pass_graphs(template.chunk, template.samples), template.op)
         return (
             sum(
                 float(one.args[1])

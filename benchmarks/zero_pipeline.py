@@ -35,6 +35,7 @@ from torch.nn.functional import mse_loss
 from benchmarks import memory
 from benchmarks.torch_ranks import Ranks
 from piperlang.capture.annotate import annotate
+from piperlang.core.value_id import ValueId
 
 RANKS, PP, DP = 4, 2, 2
 CAPS = (1.25, 1.5, 2.0)
@@ -283,12 +284,13 @@ class Ours:
     base: tuple[int, ...] = ()
 
     def run(self, size: Size, gradients: bool = False) -> dict[str, Any]:
-        from piperlang.runtime.cluster import Cluster
+        from piperlang.runtime.comm import gloo, nccl
+        from piperlang.runtime.driver.cluster import Cluster
 
         if not self.cuda:
             self.close()  # the resident set has what earlier jobs have left
         if self.cluster is None:
-            Ours.cluster = Cluster(RANKS, cuda=self.cuda)
+            Ours.cluster = Cluster(RANKS, backend=nccl.BACKEND if self.cuda else gloo.BACKEND)
             if not self.cuda:
                 self._run(replace(size, width=16), False)
                 Ours.base = tuple(memory.resident(pid) for pid in Ours.cluster.pids)
@@ -304,7 +306,8 @@ class Ours:
         from piperlang.pipeline import schedule
         from piperlang.plan.estimate.memory import peaks
         from piperlang.plan.lower import lower
-        from piperlang.runtime.job import Job, Training
+        from piperlang.runtime.driver.job import Job
+        from piperlang.runtime.driver.training import Training
         from piperlang.source import Source
 
         x, target = (part.to("cuda" if self.cuda else "cpu") for part in batch(size, 0))
@@ -325,7 +328,6 @@ class Ours:
             timeout=120,
             loss_dtype=loss_dtype,
             cluster=self.cluster,
-            cuda=self.cuda,
             compiles=self.compiles,
         ) as job:
             losses = [job.step(batch(size, 0), gradients=gradients).loss]
@@ -377,7 +379,7 @@ def _most(peaks: list[dict[str, int]]) -> dict[str, int]:
     return {f"{kind}_bytes": max(one[kind] for one in peaks) for kind in ("active", "reserved") if kind in peaks[0]}
 
 
-def _parts(plan: Any, found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _parts(plan: Any, found: list[dict[ValueId, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Whole gradients from what each device has of them."""
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for device, gradients in zip(plan.devices, found, strict=False):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from pygments.lexer import RegexLexer, bygroups, default, include, words
 from pygments.token import Comment, Error, Keyword, Name, Number, Operator, Punctuation, String, Whitespace, _TokenType
 
+from piperlang.directives import OPTION_WORDS
 from piperlang.syntax.words import (
     BUILTINS,
     CONNECTIVES,
@@ -26,7 +27,6 @@ from piperlang.syntax.words import (
     IMPORTS,
     NEVER_IN_BRACKETS,
     OPERATORS,
-    OPTION_WORDS,
     SELECTOR_WORDS,
     SIZE_UNITS,
 )

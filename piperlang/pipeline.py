@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import piperlang.directives  # noqa: F401  (a script can use all directives)
+from piperlang.build.schedule import Captured, Program
+from piperlang.build.scheduler import Scheduler
 from piperlang.diagnostics import Diagnostic, PiperError
-from piperlang.elaborate import directive as d
+from piperlang.elaborate.directive import Directive
+from piperlang.elaborate.directive import Graph as Applied
 from piperlang.elaborate.interpret import Interpreter
 from piperlang.elaborate.modules import Importer, from_source
 from piperlang.elaborate.outline import Outline
 from piperlang.elaborate.values import Value
 from piperlang.ir.graph import Graph
-from piperlang.passes.schedule import Captured, Program
-from piperlang.passes.scheduler import Scheduler
 from piperlang.source import Source
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Scheduled:
     params: Mapping[str, Value] = field(default_factory=dict)
 
     @property
-    def directives(self) -> tuple[d.Directive, ...]:
+    def directives(self) -> tuple[Directive, ...]:
         """What was applied: `resolved` prints it as a script, `replay` applies it again."""
         return tuple(self.scheduler.schedule.directives)
 
@@ -99,7 +101,7 @@ def schedule(
     return Scheduled(scheduler, found.problems or (tuple(scheduler.finish()) if after is None else ()), found.params)
 
 
-def replay(program: Program, directives: Iterable[d.Directive]) -> Scheduled:
+def replay(program: Program, directives: Iterable[Directive]) -> Scheduled:
     """Directives, applied to a captured model without the script that gave them."""
     scheduler = Scheduler(program)
     try:
@@ -125,7 +127,7 @@ def planned(graph: Graph, max_norm: float | None = None) -> Plan:
 
 
 def evaluate(
-    graph: d.Graph,
+    graph: Applied,
     source: Source,
     path: Path | None,
     overrides: Mapping[str, str] | None,

@@ -10,13 +10,46 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # tests of the front end run without torch and Ray
-    from piperlang.runtime.cluster import Cluster
+    from piperlang.runtime.driver.cluster import Cluster
+    from tests.support.jobs import Lent
 
 # A shell's background jobs ignore SIGINT, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two threads of an operator wait for each other far longer than the work takes while other tests use the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TOGETHER = {
+    "test_matrix.py": "cluster",
+    **dict.fromkeys(
+        (
+            "test_graph.py",
+            "test_known_faults.py",
+            "test_plan.py",
+            "test_plan_text.py",
+            "test_resolved.py",
+            "test_training.py",
+        ),
+        "models",
+    ),
+    "test_repl_completion.py": "repl",
+    **{
+        name: name
+        for name in (
+            "test_capture.py",
+            "test_completion.py",
+            "test_dropless.py",
+            "test_fuzz.py",
+            "test_habits.py",
+            "test_mistake_examples.py",
+            "test_never_wrong.py",
+            "test_optimizers.py",
+            "test_package.py",
+        )
+    },
+}
+"""Files whose tests share what takes long to make, traced models most of all, with the group of xdist that they form:
+in every process of its own it would be made again."""
 
 _shared: list[Cluster] = []
 
@@ -30,7 +63,7 @@ def _workers(count: int) -> Cluster:
     if _shared and (_shared[0].dead(0) or len(_shared[0].workers) != count):
         _end()
     if not _shared:
-        from piperlang.runtime.cluster import Cluster
+        from piperlang.runtime.driver.cluster import Cluster
 
         _shared.append(Cluster(count))
     return _shared[0]
@@ -49,6 +82,26 @@ def worker() -> Cluster:
 
 
 @pytest.fixture
+def lent(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Lent:
+    """Commands in this process train on the eight workers that are there already."""
+    return _lend(cluster, monkeypatch)
+
+
+@pytest.fixture
+def lent_worker(worker: Cluster, monkeypatch: pytest.MonkeyPatch) -> Lent:
+    """The same with one, for jobs on one device."""
+    return _lend(worker, monkeypatch)
+
+
+def _lend(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Lent:
+    from tests.support.jobs import Lent
+
+    lent = Lent(cluster)
+    monkeypatch.setattr("piperlang.runtime.driver.job.Cluster", lent.asked)
+    return lent
+
+
+@pytest.fixture
 def alone() -> None:
     """For tests that start Ray themselves: it runs once in a process."""
     _end()
@@ -62,13 +115,36 @@ def pytest_sessionfinish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: more than there are cores, because much of what tests do is to wait for processes."""
-    return max(2, (os.cpu_count() or 1) * 3 // 2)
+    return (os.cpu_count() or 1) * 3 // 2
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before
-    it looks at the collected items. Slow tests may take their time."""
+    it looks at the collected items. So do those that start Ray themselves, one after the other: they mostly wait, while
+    other processes have other work. Slow tests may take their time."""
     if item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.timeout(0))
-    for fixture in {"cluster", "worker"} & set(getattr(item, "fixturenames", ())):
-        item.add_marker(pytest.mark.xdist_group(fixture))
+    if not item.get_closest_marker("xdist_group"):
+        fixtures = getattr(item, "fixturenames", ())
+        shared = [name for name in ("cluster", "worker", "alone") if name in fixtures]
+        group = shared[0] if shared else TOGETHER.get(item.path.name)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+FIRST = ("alone", "cluster")
+"""What takes long because it waits: other tests run beside it."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """xdist hands out groups in the order of the items (pyproject.toml asks for that): long ones first, and at the end
+    single tests, so that all processes end at about the same time."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("xdist_group")
+    if mark is None:
+        return len(FIRST) + 1
+    return FIRST.index(mark.args[0]) if mark.args[0] in FIRST else len(FIRST)

@@ -22,7 +22,7 @@ import torch
 from piperlang import __version__
 from piperlang.capture.program import Program, capture
 from piperlang.diagnostics import PiperError
-from piperlang.runtime.cluster import Cluster
+from piperlang.runtime.driver.cluster import Cluster
 from tests.support import ROOT
 from tests.support.equivalence import LIMIT, compiled
 from tests.support.jobs import Errors, trained

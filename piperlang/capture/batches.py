@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
+from inspect import unwrap
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.state import globals_of
 from piperlang.capture.user_code import Guarded, Wrong, kind, mistake
 from piperlang.diagnostics import PiperError
 
@@ -39,16 +43,34 @@ class UserBatches(Guarded):
             yield from every
 
 
-def placed(batch: Any, cuda: bool) -> Any:
+_POSITIONED = (Iterator, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def draw_from_the_same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether two functions may share an iterator or a generator of random numbers: then a batch of one of them changes
+    the batches of the other. Variables in closures may be shared."""
+    functions = unwrap(one), unwrap(other)
+    if any(getattr(function, "__closure__", None) for function in functions):
+        return True
+    mine, theirs = ({(name, id(scope)): scope.get(name) for name, scope in globals_of([f])} for f in functions)
+    return any(isinstance(value, _POSITIONED) for key, value in mine.items() if key in theirs)
+
+
+def placed(batch: Any, device: str) -> Any:
     """The batch on the device that runs the program: a trace records the device of its inputs."""
-    device = "cuda" if cuda else "cpu"
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, detached(batch))
 
 
 def detached(batch: Any) -> Any:
     """A batch without the autograd graph that it was made with. Training changes the model's parameters; the gradient
-    of a batch changes nothing, and a graph can be gone through only once."""
-    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.detach() if leaf.requires_grad else leaf, batch)
+    of a batch changes nothing, and a graph can be gone through only once. Views that conjugate or negate lazily become
+    plain tensors, which can be sent."""
+    return pytree.tree_map_only(torch.Tensor, _plain, batch)
+
+
+def _plain(leaf: torch.Tensor) -> torch.Tensor:
+    leaf = leaf.detach() if leaf.requires_grad else leaf
+    return leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
 
 
 def _no_batches(every: Any, name: str) -> Wrong | None:
@@ -83,6 +105,9 @@ def wrong_batch(batch: Any, where: str) -> Wrong | None:
             "make every part of a batch a tensor whose first dimension is the batch dimension, with torch.as_tensor or"
             " torch.stack",
         )
+    unusual = next((wrong for leaf in leaves if (wrong := _unusual(leaf, where)) is not None), None)
+    if unusual is not None:
+        return unusual
     counts = {leaf.shape[0]: leaf for leaf in leaves if leaf.dim()}
     if not counts:
         return Wrong(
@@ -96,6 +121,24 @@ def wrong_batch(batch: Any, where: str) -> Wrong | None:
         return Wrong(
             f"tensors of {where} have different numbers of samples: shapes {shapes}",
             "make the first dimension of every tensor the batch dimension, with the same number of samples",
+        )
+    return None
+
+
+def _unusual(leaf: torch.Tensor, where: str) -> Wrong | None:
+    """A tensor that cannot be divided among devices and sent as a block of numbers."""
+    if leaf.is_nested:
+        return Wrong(f"{where} contains a nested tensor", "pad it: `torch.nested.to_padded_tensor(x, 0)`")
+    if leaf.layout is not torch.strided:
+        return Wrong(f"{where} contains a tensor of layout {leaf.layout}", "make it dense: `x.to_dense()`")
+    if leaf.is_quantized:
+        return Wrong(f"{where} contains a quantized tensor", "yield its numbers: `x.dequantize()` or `x.int_repr()`")
+    if leaf.is_meta:
+        return Wrong(f"{where} contains a tensor on device `meta`, which has no values", "yield a tensor with values")
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        return Wrong(
+            f"{where} contains a {type(leaf).__name__}, a subclass of torch.Tensor",
+            "yield a plain tensor: `x.as_subclass(torch.Tensor)`",
         )
     return None
 

@@ -3,7 +3,7 @@
 In plain PyTorch a buffer changes once per step, in the forward of the whole batch. Here the forward of a chunk returns
 the new value as an additional output. A value that does not depend on the samples (a counter, the vectors of
 spectral_norm) is the same for every part of the batch, so any part may compute it. A value that does (running
-statistics) is correct only where the batch is not divided, which passes/build.py checks. All other in-place writes to
+statistics) is correct only where the batch is not divided, which build/graph.py checks. All other in-place writes to
 tensors that outlive the forward are refused: to parameters, plain tensors and views of buffers."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from piperlang.capture.random import PLACE, module_of
 from piperlang.capture.trace import Traced
 from piperlang.capture.where import line_of_operator
 from piperlang.diagnostics import error
-from piperlang.elaborate.directive import ModulePath, Tag
+from piperlang.directives.tag import ModulePath, Tag
 
 Tags = tuple[tuple[str, int | str], ...]
 

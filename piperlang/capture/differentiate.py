@@ -9,16 +9,16 @@ sixteen equal layers are differentiated, and later compiled, once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import fx
 
-from piperlang.capture.cost import Cost, bytes_of, cost
+from piperlang.capture.cost import bytes_of, cost
 from piperlang.capture.cut import Chunk
 from piperlang.capture.functions import identity
 from piperlang.capture.joint import Joint, sources
+from piperlang.capture.pass_graph import PassGraph, PassGraphs
 from piperlang.capture.random import PLACE
 from piperlang.capture.sizes import Sizes
 from piperlang.capture.trace import Traced
@@ -46,60 +46,10 @@ _VIEWS = {
 it."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One stage program (an F, B, I or W graph) that maps slots to slots."""
-
-    module: fx.GraphModule
-    takes: tuple[Slot, ...]
-    gives: tuple[Slot, ...]
-    cost: Cost
-
-    def run(self, values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        return dict(zip(self.gives, self.call([values[slot] for slot in self.takes]), strict=True))
-
-    def call(self, taken: Sequence[Any]) -> Sequence[Any]:
-        """Calls `forward` directly: a GraphModule called as a module prints its code when an operator raises, and loses
-        the location."""
-        function = self.module.forward if isinstance(self.module, fx.GraphModule) else self.module
-        return function(*taken)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """All graphs of a chunk. I is None where no input requires a gradient, W where no weight does, B where neither
-    does."""
-
-    F: Piece
-    B: Piece | None
-    I: Piece | None
-    W: Piece | None
-    saved_bytes: int
-    """Activations that F saves for the backward, without weights, their views and tensors of the batch."""
-    kept_bytes: int
-    """Residuals for the weight gradient, which I saves for W when the two run separately."""
-
-    def saved(self) -> tuple[int, tuple[Slot, ...]]:
-        """Of the activations saved for the backward: the bytes that nothing else keeps alive, and the inputs and
-        outputs of F that they keep alive because they share their memory."""
-        cost = self.F.cost
-        mine = frozenset[int]().union(
-            *(found for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] == "saved")
-        )
-        others = [
-            *zip(self.F.takes, cost.given, strict=True),
-            *((slot, found) for slot, found in zip(self.F.gives, cost.gave, strict=True) if slot[0] != "saved"),
-        ]
-        apart = mine.difference(*(found for _, found in others))
-        return sum(cost.sizes[storage] for storage in apart), tuple(
-            slot for slot, found in others if slot[0] in ("input", "output") and found & mine
-        )
-
-
-def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
+def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[PassGraphs]:
     """The graphs of every chunk. Equal chunks get the same object."""
-    known: dict[object, Pieces] = {}
-    found: list[Pieces] = []
+    known: dict[object, PassGraphs] = {}
+    found: list[PassGraphs] = []
     for chunk in chunks:
         key = signature(traced, chunk)
         if key not in known:
@@ -108,7 +58,7 @@ def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[Pieces]:
     return found
 
 
-def divide(joint: Joint, local: Localize | None = None) -> Pieces:
+def divide(joint: Joint, local: Localize | None = None) -> PassGraphs:
     """The graphs of a chunk; with `local`, for one of the devices that shard its weights."""
     return _Division(joint, local).divide()
 
@@ -171,18 +121,18 @@ def _copies(results: Sequence[tuple[Slot, fx.Node]]) -> list[bool]:
 class _Division:
     def __init__(self, joint: Joint, local: Localize | None) -> None:
         self.mode = joint.traced.mode
-        self.joint = joint.module if local is None else local(joint.module, joint.takes, joint.gives)
+        self.joint = joint.module if local is None else local(joint.module, joint.inputs, joint.outputs)
         places = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
-        self.slots: dict[fx.Node, Slot] = dict(zip(places, joint.takes, strict=True))
+        self.slots: dict[fx.Node, Slot] = dict(zip(places, joint.inputs, strict=True))
         (output,) = (node for node in self.joint.graph.nodes if node.op == "output")
-        results = [(slot, node) for slot, node in zip(joint.gives, output.args[0], strict=True) if slot is not None]
+        results = [(slot, node) for slot, node in zip(joint.outputs, output.args[0], strict=True) if slot is not None]
         self.outputs = [(slot, node) for slot, node in results if slot[0] == "output"]
         self.grads = [(slot, node) for slot, node in results if slot[0] != "output"]
         self.nodes = [node for node in self.joint.graph.nodes if node.op not in ("placeholder", "output")]
 
     # ------------------------------------------------------------------------------------------------ division
 
-    def divide(self) -> Pieces:
+    def divide(self) -> PassGraphs:
         forward = self._needed(node for _, node in self.outputs)
         f_made = {node for node in forward if not self._is_view_of_given(node)}
         back = self._needed((node for _, node in self.grads), f_made)
@@ -200,7 +150,7 @@ class _Division:
         given = {node: slot for slot, node in name_saved}
         f = self._piece(forward, [*self.outputs, *name_saved], {})
         if not self.grads:
-            return Pieces(f, None, None, None, 0, 0)
+            return PassGraphs(f, None, None, None, 0, 0)
         b = self._piece(back, self.grads, given)
         i = self._piece(half, [*input_grads, *name_kept], given) if input_grads else None
         w = (
@@ -208,7 +158,7 @@ class _Division:
             if weight_grads
             else None
         )
-        return Pieces(f, b, i, w, bytes_of(saved), bytes_of(kept) if i and w else 0)
+        return PassGraphs(f, b, i, w, bytes_of(saved), bytes_of(kept) if i and w else 0)
 
     def _needed(self, targets: Iterable[fx.Node], stop: set[fx.Node] | None = None) -> list[fx.Node]:
         """The operators that `targets` depend on, in order, not searching past `stop`."""
@@ -238,7 +188,9 @@ class _Division:
 
     # -------------------------------------------------------------------------------------------------- graphs
 
-    def _piece(self, nodes: list[fx.Node], results: list[tuple[Slot, fx.Node]], given: dict[fx.Node, Slot]) -> Piece:
+    def _piece(
+        self, nodes: list[fx.Node], results: list[tuple[Slot, fx.Node]], given: dict[fx.Node, Slot]
+    ) -> PassGraph:
         graph = fx.Graph()
         inside = set(nodes)
         wanted = {source for node in nodes for source in node.all_input_nodes} | {node for _, node in results}
@@ -259,7 +211,7 @@ class _Division:
             )
         )
         module = fx.GraphModule(self.joint, graph)
-        return Piece(
+        return PassGraph(
             module,
             tuple(slots),
             tuple(slot for slot, _ in results),

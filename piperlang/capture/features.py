@@ -13,13 +13,14 @@ from torch import fx
 
 from piperlang.capture.cut import Chunk
 from piperlang.capture.trace import Traced
+from piperlang.core.placement import REPLICATE, Placement, Shard
 from piperlang.diagnostics import PiperError, error
-from piperlang.ir.model import WHOLE, Divide, Place, Slot
+from piperlang.ir.model import Divide, Slot
 
 Features: TypeAlias = tuple[int | None, int | None]
 """The dimensions of output and of input features; None where there is none."""
 
-PerAxis: TypeAlias = tuple[Place, ...]
+PerAxis: TypeAlias = tuple[Placement, ...]
 """A placement for each axis."""
 
 aten = torch.ops.aten
@@ -139,7 +140,7 @@ def candidates(
             continue  # follows the output
         per_axis = [
             (
-                [0]
+                [Shard(0)]
                 if divide.style == "experts" and slot in rows
                 else _choices(slot, value, divide, features.get(slot, (None, None)), e)
             )
@@ -171,18 +172,18 @@ def _experts(values: Mapping[Slot, torch.Tensor]) -> int:
     return found.pop()
 
 
-def _choices(slot: Slot, value: torch.Tensor, divide: Divide, features: Features, experts: int) -> list[Place]:
+def _choices(slot: Slot, value: torch.Tensor, divide: Divide, features: Features, experts: int) -> list[Placement]:
     """The placements of a value along one axis, the best first."""
     kind, last = slot[0], value.dim() - 1
     if divide.size == 1:
-        return [WHOLE]
+        return [REPLICATE]
     if kind == "weight":
         dim = {
             "columns": features[0],
             "rows": features[1],
             "experts": 0 if value.dim() and value.shape[0] == experts else None,
         }.get(divide.style)
-        return [WHOLE if dim is None else dim]
+        return [REPLICATE if dim is None else Shard(dim)]
     wanted: list[int] = []
     if divide.style == "experts" and kind == "input":
         wanted = [dim for dim, size in enumerate(value.shape) if size == experts]
@@ -190,15 +191,15 @@ def _choices(slot: Slot, value: torch.Tensor, divide: Divide, features: Features
         wanted = [last]
     elif divide.style == "sequence" and last >= 1 and (kind == "batch" or value.is_floating_point()):
         wanted = [1]
-    return [*(dim for dim in wanted if dim >= 0 and value.shape[dim] % divide.size == 0), WHOLE]
+    return [*(Shard(dim) for dim in wanted if dim >= 0 and value.shape[dim] % divide.size == 0), REPLICATE]
 
 
 def check(places: Mapping[Slot, PerAxis], values: Mapping[Slot, torch.Tensor], divides: Sequence[Divide]) -> None:
     """Refuse impossible placements before anything is traced."""
     for slot, chosen in places.items():
         shape = list(values[slot].shape)
-        for dim in {place for place in chosen if isinstance(place, int)}:
-            times = math.prod(divide.size for place, divide in zip(chosen, divides, strict=True) if place == dim)
+        for dim in {place.dim for place in chosen if isinstance(place, Shard)}:
+            times = math.prod(divide.size for place, divide in zip(chosen, divides, strict=True) if place is Shard(dim))
             if shape[dim] % times:
                 raise Unfit(
                     f"dimension {dim} of {_KINDS[slot[0]]} of shape {shape} is not divisible by {times}",
@@ -206,17 +207,20 @@ def check(places: Mapping[Slot, PerAxis], values: Mapping[Slot, torch.Tensor], d
                     f"shard it over a number of devices that divides {shape[dim]}, or {_APART}",
                 )
     for axis, divide in enumerate(divides):
-        if divide.style == "sequence" and divide.size > 1 and all(chosen[axis] == WHOLE for chosen in places.values()):
+        if (
+            divide.style == "sequence"
+            and divide.size > 1
+            and all(chosen[axis] is REPLICATE for chosen in places.values())
+        ):
             raise Unfit(f"no input of the chunk has a second dimension that is divisible by {divide.size}")
 
 
 def part_shape(shape: Sequence[int], places: PerAxis, divides: Sequence[Divide]) -> list[int]:
     """The local shape on one device."""
-    sizes = list(shape)
+    box = [(0, size) for size in shape]
     for place, divide in zip(places, divides, strict=True):
-        if isinstance(place, int):
-            sizes[place] //= divide.size
-    return sizes
+        place.narrow(box, None, 0, divide.size)
+    return [high for _, high in box]
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

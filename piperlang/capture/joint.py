@@ -56,12 +56,12 @@ class Joint:
         gradients = (
             [("grad_output", i) for i, value in enumerate(chunk.outputs) if value.differentiable] if self.learns else []
         )
-        self.takes: list[Slot] = [*given, *gradients]
+        self.inputs: list[Slot] = [*given, *gradients]
         slots = [("output", i) for i in range(len(chunk.outputs))] + [
             (f"grad_{kind}", i) for kind, i in given if self.learns
         ]
         (output,) = (node for node in self.module.graph.nodes if node.op == "output")
-        self.gives: list[Slot | None] = [
+        self.outputs: list[Slot | None] = [
             slot if isinstance(node, fx.Node) else None for slot, node in zip(slots, output.args[0], strict=False)
         ]
         """None where there is no gradient. A chunk without values that require gradients has outputs only."""

@@ -34,7 +34,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from piperlang.capture import routed
 from piperlang.capture.features import Features, PerAxis, Unfit, candidates, check, operator_name, part_shape, refusal
 from piperlang.capture.keep import keep
-from piperlang.ir.model import SUM, WHOLE, Divide, Place, Slot
+from piperlang.core import placement as ours
+from piperlang.core.placement import PARTIAL, REPLICATE
+from piperlang.ir.model import Divide, Slot
 
 _COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor")
 _COORDINATES = 2
@@ -56,7 +58,7 @@ class Local:
     """The graph that every device runs, and the placement of each value."""
 
     joint: fx.GraphModule
-    places: dict[Slot, PerAxis]
+    placements: dict[Slot, PerAxis]
 
 
 Tried: TypeAlias = dict[tuple[tuple[Slot, PerAxis], ...], Local | None]
@@ -65,8 +67,8 @@ Tried: TypeAlias = dict[tuple[tuple[Slot, PerAxis], ...], Local | None]
 
 def localize(
     joint: fx.GraphModule,
-    takes: Sequence[Slot],
-    gives: Sequence[Slot | None],
+    inputs: Sequence[Slot],
+    outputs: Sequence[Slot | None],
     features: Mapping[Slot, Features],
     divides: Sequence[Divide],
     arriving: Mapping[Slot, PerAxis],
@@ -80,12 +82,12 @@ def localize(
     `rows`: inputs that are routed tokens; each device gets those of its own experts. Here they are treated as sharded
     in their first dimension. `before`: the placements found for another number of samples; they are tried first, which
     is fast. `tried`: results for the same graph and axes, however its inputs arrived."""
-    nodes = dict(zip(takes, (node for node in joint.graph.nodes if node.op == "placeholder"), strict=True))
+    nodes = dict(zip(inputs, (node for node in joint.graph.nodes if node.op == "placeholder"), strict=True))
     values = {slot: node.meta["val"] for slot, node in nodes.items()}
     try:
         choices, asked = candidates(values, features, divides, arriving, rows)
         with _fake_group(divides):
-            localization = _Localization(joint, values, gives, divides)
+            localization = _Localization(joint, values, outputs, divides)
             if before is not None:
                 with suppress(Unfit):
                     return localization.again(before)
@@ -138,10 +140,10 @@ class _Localization:
         self,
         joint: fx.GraphModule,
         values: Mapping[Slot, torch.Tensor],
-        gives: Sequence[Slot | None],
+        outputs: Sequence[Slot | None],
         divides: Sequence[Divide],
     ) -> None:
-        self.joint, self.values, self.gives, self.divides = joint, values, gives, divides
+        self.joint, self.values, self.outputs, self.divides = joint, values, outputs, divides
         (output,) = (node for node in joint.graph.nodes if node.op == "output")
         self.results: Sequence[fx.Node | None] = output.args[0]
         self.nodes = {node.name: node for node in joint.graph.nodes}
@@ -162,7 +164,7 @@ class _Localization:
         # The gradient of an output has the placement of the output, which is therefore determined first.
         found = self._outputs(places)
         incoming = {
-            slot: tuple(WHOLE if place == SUM else place for place in found["output", slot[1]])
+            slot: tuple(REPLICATE if place is PARTIAL else place for place in found["output", slot[1]])
             for slot in self._incoming
         }
         return self._divided({**places, **incoming})
@@ -170,7 +172,7 @@ class _Localization:
     def again(self, places: Mapping[Slot, PerAxis]) -> Local:
         """The local graph, if these placements are the ones that would be found."""
         found = self._divided({slot: places[slot] for slot in self.values})
-        if found.places != places:
+        if found.placements != places:
             raise Unfit("different placements")
         return found
 
@@ -190,40 +192,41 @@ class _Localization:
 
     def _forward(self, places: Mapping[Slot, PerAxis]) -> tuple[dict[Slot, PerAxis], list[Slot | None]]:
         """The placements and the requested values of the forward alone."""
-        whole: PerAxis = (WHOLE,) * len(self.divides)
+        whole: PerAxis = (REPLICATE,) * len(self.divides)
         return {**places, **dict.fromkeys(self._incoming, whole)}, [
-            slot if slot is not None and slot[0] == "output" else None for slot in self.gives
+            slot if slot is not None and slot[0] == "output" else None for slot in self.outputs
         ]
 
     def _divided(self, places: Mapping[Slot, PerAxis]) -> Local:
-        graph, found = self._everywhere(places, self.gives)
+        graph, found = self._everywhere(places, self.outputs)
         for (kind, i), chosen in found.items():
             source = (kind.removeprefix("grad_"), i)
             if kind != "output" and not all(map(_fits, places[source], chosen)):
                 raise Unfit(
-                    f"the placement of the {source[0]} is {places[source]}, but that of its gradient is {chosen}",
-                    self.results[list(self.gives).index((kind, i))],
+                    f"the placement of the {source[0]} is {_shown(places[source])}, but that of its gradient is"
+                    f" {_shown(chosen)}",
+                    self.results[list(self.outputs).index((kind, i))],
                 )
         return Local(graph, {**places, **found})
 
     def _everywhere(
-        self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None]
+        self, places: Mapping[Slot, PerAxis], outputs: Sequence[Slot | None]
     ) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
         """The graph of every device, if all devices run the same graph and it does not communicate."""
-        graph, found = self._trace(places, gives, self.meshes[0])
+        graph, found = self._trace(places, outputs, self.meshes[0])
         for node in graph.graph.nodes:
             if getattr(node.target, "namespace", "") in _COMMUNICATION:
                 origin = self._origin(node)
                 raise Unfit(
                     f"{operator_name(origin)} needs communication between the devices: {operator_name(node)}", origin
                 )
-        other, _ = self._trace(places, gives, self.meshes[1])
+        other, _ = self._trace(places, outputs, self.meshes[1])
         if written(graph.graph) != written(other.graph):
             # DTensor inserts operators of its own where it uses a rule for the first time; later it uses the cached
             # rule.
-            graph, found = self._trace(places, gives, self.meshes[0])
-        for ours, theirs, node in itertools.zip_longest(written(graph.graph), written(other.graph), graph.graph.nodes):
-            if ours != theirs:
+            graph, found = self._trace(places, outputs, self.meshes[0])
+        for one, theirs, node in itertools.zip_longest(written(graph.graph), written(other.graph), graph.graph.nodes):
+            if one != theirs:
                 origin = self._origin(node) if node is not None else None
                 raise Unfit(
                     f"{operator_name(origin)} needs a slice of a value that is replicated on every device", origin
@@ -237,13 +240,13 @@ class _Localization:
         return self.nodes.get(origins[-1].name) if origins else None
 
     def _trace(
-        self, places: Mapping[Slot, PerAxis], gives: Sequence[Slot | None], mesh: DeviceMesh
+        self, places: Mapping[Slot, PerAxis], outputs: Sequence[Slot | None], mesh: DeviceMesh
     ) -> tuple[fx.GraphModule, dict[Slot, PerAxis]]:
         found: dict[Slot, PerAxis] = {}
 
         def run(*parts: torch.Tensor) -> list[torch.Tensor | None]:
-            results = self._run(parts, places, gives, mesh)
-            found.update({slot: place for slot, (_, place) in zip(gives, results, strict=True) if slot is not None})
+            results = self._run(parts, places, outputs, mesh)
+            found.update({slot: place for slot, (_, place) in zip(outputs, results, strict=True) if slot is not None})
             return [part for part, _ in results]
 
         with self._tracing():
@@ -253,10 +256,10 @@ class _Localization:
 
     def _outputs(self, places: Mapping[Slot, PerAxis]) -> dict[Slot, PerAxis]:
         """The placements of the outputs, without a graph. Communication is not detected here."""
-        forward, gives = self._forward(places)
+        forward, outputs = self._forward(places)
         with self._tracing():
-            results = self._run(self._fakes(forward), forward, gives, self.meshes[0])
-        return {slot: place for slot, (_, place) in zip(gives, results, strict=True) if slot is not None}
+            results = self._run(self._fakes(forward), forward, outputs, self.meshes[0])
+        return {slot: place for slot, (_, place) in zip(outputs, results, strict=True) if slot is not None}
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -268,7 +271,7 @@ class _Localization:
         self,
         parts: Sequence[torch.Tensor],
         places: Mapping[Slot, PerAxis],
-        gives: Sequence[Slot | None],
+        outputs: Sequence[Slot | None],
         mesh: DeviceMesh,
     ) -> list[tuple[torch.Tensor | None, PerAxis]]:
         """The local parts of the requested values, and their placements."""
@@ -276,7 +279,7 @@ class _Localization:
             _divided(part, mesh, list(map(_placement, places[slot])), whole)
             for part, (slot, whole) in zip(parts, self.values.items(), strict=True)
         ]
-        wanted = [node if slot is not None else None for slot, node in zip(gives, self.results, strict=True)]
+        wanted = [node if slot is not None else None for slot, node in zip(outputs, self.results, strict=True)]
         results = _Runner(self.joint, _needed(wanted), mesh).run(*values, enable_io_processing=False)
         return [
             self._part(value, node) if node is not None else (None, ())
@@ -293,7 +296,7 @@ class _Localization:
     def _part(self, value: torch.Tensor, node: fx.Node) -> tuple[torch.Tensor, PerAxis]:
         """The local part of a result, and its placements."""
         if not isinstance(value, DTensor):
-            return value, (WHOLE,) * len(self.divides)  # made from constants alone
+            return value, (REPLICATE,) * len(self.divides)  # made from constants alone
         part, whole = value.to_local(), node.meta["val"]
         for placement, divide in zip(value.placements, self.divides, strict=True):
             if isinstance(placement, Partial) and placement.reduce_op == "avg":
@@ -340,15 +343,15 @@ class _Runner(fx.Interpreter):
 
     def _keep(self, like: DTensor, rng: DTensor, *constants: Any) -> DTensor:
         """A dropout mask is sharded as its input is. It needs to know how, to be that part of the unsharded mask."""
-        placements = [Replicate() if _place(placement) == SUM else placement for placement in like.placements]
+        placements = [Replicate() if _place(placement) is PARTIAL else placement for placement in like.placements]
         dims = [_place(placement) for placement in placements]
         if None in dims:
             raise ValueError("the input of dropout is not sharded evenly")
         divided = [
             number
-            for axis, dim in enumerate(dims)
-            if isinstance(dim, int)
-            for number in (dim, _COORDINATES + axis, self.mesh.size(axis))
+            for axis, one in enumerate(dims)
+            if isinstance(one, ours.Shard)
+            for number in (one.dim, _COORDINATES + axis, self.mesh.size(axis))
         ]
         return _divided(
             keep(like.to_local(), rng.to_local(), *constants[:3], divided), self.mesh, placements, self.whole
@@ -362,11 +365,13 @@ class _Runner(fx.Interpreter):
         experts = args[-1]
         for axis in range(self.mesh.ndim):
             dims = {name: _place(value.placements[axis]) for name, value in tensors.items()}
-            if SUM in dims.values():
+            if PARTIAL in dims.values():
                 raise ValueError("a partial sum cannot be multiplied")
-            result = routed.divided(target, {name: dim if isinstance(dim, int) else None for name, dim in dims.items()})
-            placements.append(Replicate() if result is None else Partial() if result == SUM else Shard(int(result)))
-            if isinstance(experts, int) and dims["chosen"] == 0:
+            result = routed.divided(
+                target, {name: one.dim if isinstance(one, ours.Shard) else None for name, one in dims.items()}
+            )
+            placements.append(_placement(result))
+            if isinstance(experts, int) and dims["chosen"] is ours.Shard(0):
                 experts //= self.mesh.size(axis)
         local = [value.to_local() if isinstance(value, DTensor) else experts for value in args]
         return _divided(target(*local), self.mesh, placements, self.whole)
@@ -418,23 +423,28 @@ def _divided(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _placement(place: Place) -> Placement:
-    return Shard(place) if isinstance(place, int) else Partial() if place == SUM else Replicate()
+def _placement(place: ours.Placement) -> Placement:
+    """What DTensor calls it. What it does not know, such as samples, is the same for a chunk as a replicated value."""
+    return Shard(place.dim) if isinstance(place, ours.Shard) else Partial() if place is PARTIAL else Replicate()
 
 
-def _place(placement: Placement) -> Place | None:
+def _place(placement: Placement) -> ours.Placement | None:
     """None for placements other than even slices, as flattened dimensions can have."""
     if type(placement) is Shard:  # not a subclass, whose shards are not slices
-        return placement.dim
+        return ours.Shard(placement.dim)
     if isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg"):
-        return SUM
-    return WHOLE if isinstance(placement, Replicate) else None
+        return PARTIAL
+    return REPLICATE if isinstance(placement, Replicate) else None
 
 
-def _fits(place: Place, gradient: Place) -> bool:
+def _shown(places: PerAxis) -> str:
+    return ", ".join(map(str, places))
+
+
+def _fits(place: ours.Placement, gradient: ours.Placement) -> bool:
     """Whether the placement of a gradient is valid for that of its value. The gradient of a replicated value is a
     partial sum, unless all devices compute the same."""
-    return gradient == place or (place == WHOLE and gradient == SUM) or (place == SUM and gradient == WHOLE)
+    return gradient is place or {place, gradient} == {REPLICATE, PARTIAL}
 
 
 def _needed(targets: Iterable[fx.Node | None]) -> set[fx.Node]:

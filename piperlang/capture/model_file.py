@@ -83,7 +83,7 @@ def _run(path: Path, text: str) -> tuple[Source, ModelFile]:
     module.__file__ = str(path)
     try:
         exec(compile(text, str(path), "exec"), module.__dict__)
-    except (PiperError, KeyboardInterrupt, GeneratorExit):
+    except (PiperError, KeyboardInterrupt):
         raise
     except BaseException as problem:
         raise _not_imported(source, problem) from problem

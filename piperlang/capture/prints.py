@@ -42,7 +42,9 @@ SAMPLED = 1 << 20
 step."""
 
 _ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-_OPAQUE = (BuiltinFunctionType, CodeType, FrameType, torch.optim.Optimizer)
+_OPERATOR = torch.library.CustomOpDef  # type: ignore[attr-defined]
+_OPAQUE = (BuiltinFunctionType, CodeType, FrameType, torch.optim.Optimizer, _OPERATOR)
+"""Of the user's own operators torch keeps what it has found out about them."""
 _ITERATORS = ("builtins", "itertools")
 """Modules of the types whose `__reduce__` contains the position of an iterator."""
 

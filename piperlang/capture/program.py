@@ -13,18 +13,20 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture import routed
 from piperlang.capture.cut import Chunk, cut, matches, module_path
-from piperlang.capture.differentiate import Localize, Piece, Pieces, divide, signature
+from piperlang.capture.differentiate import Localize, divide, signature
 from piperlang.capture.features import Unfit, features_of, operator_name, refusal
 from piperlang.capture.joint import Joint
 from piperlang.capture.localize import Tried, localize, written
+from piperlang.capture.pass_graph import PassGraph, PassGraphs
 from piperlang.capture.samples import Samples, samples
 from piperlang.capture.sizes import Sizes, trace_sizes
 from piperlang.capture.user_code import located
 from piperlang.capture.where import line_of_function, line_of_operator
+from piperlang.core.placement import DISPATCHED, Dispatched, Placement, Shard
 from piperlang.diagnostics import Diagnostic, PiperError, did_you_mean, error
-from piperlang.elaborate.directive import ModulePath, Tag
+from piperlang.directives.tag import ModulePath, Tag
 from piperlang.ir import model as ir
-from piperlang.ir.model import Arrangement
+from piperlang.ir.model import Sharding
 
 
 @dataclass
@@ -34,10 +36,10 @@ class Program:
     sizes: Sizes
     _known: dict[object, int] = field(default_factory=dict)
     _joints: dict[tuple[int, int], Joint] = field(default_factory=dict)
-    _pieces: dict[tuple[int, int, Arrangement], Pieces] = field(default_factory=dict)
-    _places: dict[tuple[int, int, Arrangement], ir.Places] = field(default_factory=dict)
+    _pieces: dict[tuple[int, int, Sharding], PassGraphs] = field(default_factory=dict)
+    _places: dict[tuple[int, int, Sharding], ir.Places] = field(default_factory=dict)
     _tried: dict[tuple[int, int, tuple[ir.Divide, ...]], Tried] = field(default_factory=dict)
-    _promised: dict[tuple[int, Arrangement], tuple[int, ir.Places]] = field(default_factory=dict)
+    _promised: dict[tuple[int, Sharding], tuple[int, ir.Places]] = field(default_factory=dict)
     """The placements that passes were given, with the number of samples they were found for."""
 
     def cut(self, tags: Iterable[Tag] = ()) -> Captured:
@@ -51,13 +53,13 @@ class Program:
         """An identifier that is equal for chunks that compute the same."""
         return self._known.setdefault(signature(self.sizes.small, chunk, self.sizes), len(self._known))
 
-    def pieces(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
-        known = (key, samples, arranged)
+    def pass_graphs(self, chunk: Chunk, key: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
+        known = (key, samples, sharding)
         if known not in self._pieces:
-            made = divide(self._joint(chunk, key, samples), self._local(chunk, known) if arranged[0] else None)
-            if any(ir.ROUTED in places for places in self._places.get(known, {}).values()):
+            made = divide(self._joint(chunk, key, samples), self._local(chunk, known) if sharding[0] else None)
+            if any(DISPATCHED in places for places in self._places.get(known, {}).values()):
                 self._any_rows(chunk, known, made)
-            promised = self._promised.get((key, arranged))
+            promised = self._promised.get((key, sharding))
             if promised is not None and 1 < samples < promised[0] and promised[1] != self._places[known]:
                 tags = ", ".join(f"{name}={value}" for name, value in sorted(chunk.tags)) or "untagged"
                 raise error(
@@ -73,42 +75,45 @@ class Program:
             self._joints[key, samples] = Joint(self.sizes.small, chunk, self.sizes, samples)
         return self._joints[key, samples]
 
-    def places(self, chunk: Chunk, key: int, samples: int, arranged: Arrangement) -> ir.Places:
+    def places(self, chunk: Chunk, key: int, samples: int, sharding: Sharding) -> ir.Places:
         """The placements of all values of a chunk whose weights are sharded.
 
         If the placements for a larger number of samples are known, those are returned: styles shard features, so the
         number of samples does not matter as long as it is greater than one. The graphs for a device are traced at its
         own size (`pieces`), which checks it."""
-        known = (key, samples, arranged)
-        promised = self._promised.get((key, arranged))
+        known = (key, samples, sharding)
+        promised = self._promised.get((key, sharding))
         if (
             known in self._places
             or promised is None
             or not 1 < samples < promised[0]
-            or any(divide.style == "experts" for divide in arranged[0])
+            or any(divide.style == "experts" for divide in sharding[0])
         ):
-            self.pieces(chunk, key, samples, arranged)
+            self.pass_graphs(chunk, key, samples, sharding)
             promised = samples, self._places[known]
-            self._promised.setdefault((key, arranged), promised)
+            self._promised.setdefault((key, sharding), promised)
         return promised[1]
 
-    def _local(self, chunk: Chunk, known: tuple[int, int, Arrangement]) -> Localize:
+    def _local(self, chunk: Chunk, known: tuple[int, int, Sharding]) -> Localize:
         divides = known[2][0]
-        arriving = {slot: tuple(0 if place == ir.ROUTED else place for place in places) for slot, places in known[2][1]}
+        arriving = {
+            slot: tuple(Shard(0) if place is DISPATCHED else place for place in places) for slot, places in known[2][1]
+        }
         rows = self._rows(chunk) if any(divide.style == "experts" for divide in divides) else frozenset[ir.Slot]()
 
         def local(joint: fx.GraphModule, takes: Sequence[ir.Slot], gives: Sequence[ir.Slot | None]) -> fx.GraphModule:
             problem = self._unroutable(chunk, rows)
             if problem is not None:
                 raise refusal(problem, divides, {}, joint)
-            key, samples, arranged = known
+            key, samples, sharding = known
             tried = self._tried.setdefault((key, samples, divides), {})
-            _, before = self._promised.get((key, arranged), (0, None))
+            _, before = self._promised.get((key, sharding), (0, None))
             found = localize(
                 joint, takes, gives, features_of(self.sizes.small, chunk), divides, arriving, rows, before, tried
             )
             self._places[known] = {
-                slot: _routed(places, divides) if _of(slot) in rows else places for slot, places in found.places.items()
+                slot: _routed(places, divides) if _of(slot) in rows else places
+                for slot, places in found.placements.items()
             }
             return found.joint
 
@@ -135,7 +140,7 @@ class Program:
             "compute and flatten the routing in one chunk, and the experts in the next: `with annotate(...)` around the"
             " experts alone",
         )
-        if choice(chunk) is None:
+        if dispatch(chunk) is None:
             return Unfit(
                 "tokens can be dispatched to their experts only if one tensor of expert indices routes all of them, and"
                 " it is an input of this chunk",
@@ -155,10 +160,10 @@ class Program:
             else None
         )
 
-    def _any_rows(self, chunk: Chunk, known: tuple[int, int, Arrangement], made: Pieces) -> None:
+    def _any_rows(self, chunk: Chunk, known: tuple[int, int, Sharding], made: PassGraphs) -> None:
         """Checks that the graphs are the same for any number of tokens, because that number depends on the data."""
-        key, samples, arranged = known
-        twice = (key, 2 * samples, arranged)
+        key, samples, sharding = known
+        twice = (key, 2 * samples, sharding)
         other = divide(self._joint(chunk, key, 2 * samples), self._local(chunk, twice))
         for name in "FBIW":
             one, two = getattr(made, name), getattr(other, name)
@@ -174,7 +179,7 @@ class Program:
                             node,
                             "flatten tokens before the experts, and process each token independently in the experts",
                         ),
-                        arranged[0],
+                        sharding[0],
                         {},
                         one.module,
                     )
@@ -280,11 +285,11 @@ class Captured:
             )
         return count
 
-    def pieces(self, chunk: int, samples: int, arranged: Arrangement = ((), ())) -> Pieces:
-        return self.program.pieces(self.chunks[chunk], self.keys[chunk], samples, arranged)
+    def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
+        return self.program.pass_graphs(self.chunks[chunk], self.keys[chunk], samples, sharding)
 
-    def divided(self, chunk: int, samples: int, arranged: Arrangement) -> ir.Places:
-        return self.program.places(self.chunks[chunk], self.keys[chunk], samples, arranged)
+    def divided(self, chunk: int, samples: int, sharding: Sharding) -> ir.Places:
+        return self.program.places(self.chunks[chunk], self.keys[chunk], samples, sharding)
 
     # ------------------------------------------------------------------------------------------------ description
 
@@ -328,7 +333,7 @@ class Captured:
 
     def _chunk(self, chunk: Chunk) -> ir.Chunk:
         traced = self.program.sizes.small
-        pieces = self.pieces(chunk.number, self.program.sizes.samples)
+        pieces = self.pass_graphs(chunk.number, self.program.sizes.samples)
         passes = {name: _pass(piece) for name in "FBIW" if (piece := getattr(pieces, name)) is not None}
         paths = dict.fromkeys(".".join(module_path(node)) for node in chunk.nodes)
         return ir.Chunk(
@@ -345,7 +350,7 @@ class Captured:
             pieces.kept_bytes,
             self.keys[chunk.number],
             *pieces.saved(),
-            choice(chunk),
+            dispatch(chunk),
             tuple(
                 ir.Change(weight, output, chunk.outputs[output].name in self.program.samples.free)
                 for weight, output in chunk.changes
@@ -353,19 +358,19 @@ class Captured:
         )
 
 
-def choice(chunk: Chunk) -> ir.Choice | None:
+def dispatch(chunk: Chunk) -> Dispatched | None:
     """The expert indices of a chunk's routed tokens: an input of the chunk, if there is one for all tokens."""
-    choices = {ir.Choice(*routed.choice_of(node)) for node in routed.operators(chunk.nodes)}
+    choices = {Dispatched(*routed.choice_of(node)) for node in routed.operators(chunk.nodes)}
     return (
         next(iter(choices))
-        if len(choices) == 1 and {found.name for found in choices} <= {v.name for v in chunk.inputs}
+        if len(choices) == 1 and {found.indices for found in choices} <= {v.name for v in chunk.inputs}
         else None
     )
 
 
-def _routed(places: tuple[ir.Place, ...], divides: Sequence[ir.Divide]) -> tuple[ir.Place, ...]:
+def _routed(places: tuple[Placement, ...], divides: Sequence[ir.Divide]) -> tuple[Placement, ...]:
     return tuple(
-        ir.ROUTED if place == 0 and divide.style == "experts" else place
+        DISPATCHED if place is Shard(0) and divide.style == "experts" else place
         for place, divide in zip(places, divides, strict=True)
     )
 
@@ -410,10 +415,10 @@ def _weights_differ(nodes: Sequence[str]) -> Diagnostic:
     )
 
 
-def _pass(piece: Piece) -> ir.Pass:
+def _pass(piece: PassGraph) -> ir.Pass:
     return ir.Pass(
-        piece.takes,
-        piece.gives,
+        piece.inputs,
+        piece.outputs,
         piece.cost.flops,
         piece.cost.read_bytes + piece.cost.written_bytes,
         piece.cost.scratch_bytes,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from piperlang.core.placement import PARTIAL, REPLICATE, Placement, Shard
+
 _ALIGNED = 16
 """Alignment in bytes of the rows that a grouped product reads."""
 
@@ -203,18 +205,18 @@ def choice_of(node: Any) -> tuple[str, int]:
     return arguments["chosen"].name, table.meta["val"].shape[0]
 
 
-def divided(target: Any, dims: dict[str, int | str | None]) -> int | str | None:
-    """The placement of the result along one axis for given placements of the arguments: a dim, "sum", or None for
-    replicated. Tokens and experts are sharded together, each token on the device of its expert."""
+def divided(target: Any, dims: dict[str, int | None]) -> Placement:
+    """The placement of the result along one axis, for given shard dims of the arguments (None: replicated). Tokens
+    and experts are sharded together, each token on the device of its expert."""
     name = _name(target)
     given = {key: dim for key, dim in dims.items() if dim is not None}
     rows = dict.fromkeys(_ROWS[name], 0)
     tables = [key for key in dims if key in ("weight", "table")]
     if not given:
-        return None
+        return REPLICATE
     if given == rows | dict.fromkeys(tables, 0):
-        return 0
+        return Shard(0)
     for way in _FEATURES[name]:
         if given == {key: dim for key, dim in way.items() if key != "result"}:
-            return "sum" if way["result"] is None else way["result"]
+            return PARTIAL if way["result"] is None else Shard(way["result"])
     raise ValueError("its tokens and its experts are sharded differently")

@@ -19,9 +19,16 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """The generators are seeded inside; their states are restored afterwards."""
+    with restored():
+        seed_all(seed)
+        yield
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """The states of the generators are restored afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        seed_all(seed)
         try:
             yield
         finally:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from dis import get_instructions
 from functools import cached_property, partial
 from inspect import unwrap
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from operator import is_
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -110,10 +111,12 @@ class Frozen:
         names: Mapping[str, dict[str, Any]] | None = None,
         tensors: Sequence[torch.Tensor] = (),
         environment: Iterable[str] = (),
+        library: Library | None = None,
         help: str = "pass what changes from step to step in with the batch, as a tensor that `data` yields",
     ) -> None:
         """`reader`: the code that reads them, for messages. `names`: additional globals that it reads, with their
-        scopes. `tensors` and `environment`: tensors, and keys of `os.environ`, that it has read."""
+        scopes. `tensors` and `environment`: tensors, and keys of `os.environ`, that it has read. `library`: code of
+        others that it has run."""
         self.reader, self.line, self.help = reader, line, help
         self.tensors, self.environment = tensors, tuple(environment)
         self.classes = list(dict.fromkeys(base for kind in classes for base in kind.__mro__ if is_users_own(base)))
@@ -123,6 +126,7 @@ class Frozen:
         self.names = dict(names or {}) | dict(globals_of(every))
         self.attributes = attributes_of(every)
         self.attributes += [one for function in functions for one in _attributes_read_by(function)]
+        self.library = library
         self.renew()
 
     def renew(self) -> None:
@@ -149,6 +153,9 @@ class Frozen:
 
     def changed(self) -> str | None:
         """The first that has changed."""
+        replaced = self.library.changed() if self.library is not None else None
+        if replaced is not None:
+            return replaced
         now = self._prints()
         return next((name for name in {**self.prints, **now} if now.get(name) != self.prints.get(name)), None)
 
@@ -198,12 +205,12 @@ def _name(function: Any) -> str:
 
 
 def globals_of(functions: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The global names that user functions, and the functions they call, read, with their scopes. Values that are not
-    functions are skipped."""
+    """The global names that user functions, and the functions they call, read, with their scopes; also those that do
+    not exist yet. Values that are not functions are skipped."""
     for function in _called(functions):
-        for name in _names(function.__code__):
-            if name in function.__globals__:
-                yield name, function.__globals__
+        scope, code = function.__globals__, function.__code__
+        for name in dict.fromkeys((*(one for one in _names(code) if one in scope), *_globals_named(code))):
+            yield name, scope
 
 
 def _called(functions: Iterable[Any]) -> Iterator[FunctionType]:
@@ -235,32 +242,85 @@ def _function_in(value: Any) -> Any:
 
 
 class Attribute(NamedTuple):
-    """An attribute of an object, or of a module that is not the user's: `torch.count`."""
+    """An attribute of an object, or of a module or class that is not the user's: `torch.count`."""
 
     label: str
-    scope: dict[str, Any]
+    scope: Mapping[str, Any]
     name: str
 
     def print(self, prints: Prints) -> object:
-        return prints.of(self.scope.get(self.name))
+        value = self.scope.get(self.name)
+        # A library's function has no state that could change, but another one may take its place.
+        own = isinstance(value, FunctionType) and is_users(value)
+        return value if isinstance(value, _FUNCTIONS) and not own else prints.of(value)
 
 
 _VALUES = (bool, int, float, complex, str, torch.Tensor, np.ndarray)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 
 
 def attributes_of(functions: Iterable[Any]) -> list[Attribute]:
-    """Attributes of other modules that functions name: values, and those that are not there yet."""
+    """Attributes of other modules that functions name: values, functions, and those that are not there yet."""
     found: dict[tuple[int, str], Attribute] = {}
     for function in _called(functions):
         names, later = set(_names(function.__code__)), set(_set_later(function.__code__))
-        modules = [function.__globals__.get(name) for name in names]
-        for module in (one for one in modules if isinstance(one, ModuleType) and not is_users_own(one)):
+        for module in _modules_named(function, names):
             scope = vars(module)
             for name in names | later:
-                if isinstance(scope.get(name), _VALUES) or (name in later and name not in scope):
+                if isinstance(scope.get(name), _VALUES + _FUNCTIONS) or (name in later and name not in scope):
                     label = f"attribute `{name}` of module `{module.__name__}`"
                     found[id(module), name] = Attribute(label, scope, name)
+        methods = vars(torch.Tensor)
+        for name in names & methods.keys():
+            if isinstance(methods[name], _FUNCTIONS):
+                found[id(torch.Tensor), name] = Attribute(f"method `torch.Tensor.{name}`", methods, name)
     return list(found.values())
+
+
+def _modules_named(function: FunctionType, names: set[str]) -> list[ModuleType]:
+    """Modules of others that a function names: `F`, and of `torch.nn.functional` all three."""
+    todo: list[Any] = [function.__globals__.get(name) for name in names]
+    found: dict[int, ModuleType] = {}
+    while todo:
+        module = todo.pop()
+        if isinstance(module, ModuleType) and not is_users_own(module) and id(module) not in found:
+            found[id(module)] = module
+            todo += [vars(module).get(name) for name in names]
+    return list(found.values())
+
+
+class Library:
+    """torch as a model has used it: methods of the classes of its modules, torch.nn.functional, and global settings.
+    There are hundreds of functions, so they are compared by identity, without a loop in Python."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+        scopes = [(kind.__qualname__, vars(kind)) for kind in kinds if not is_users_own(kind)]
+        self.scopes: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+            (label, scope, {name: value for name, value in scope.items() if isinstance(value, _FUNCTIONS)})
+            for label, scope in [*scopes, ("torch.nn.functional", vars(nn.functional))]
+        ]
+
+        self.settings = _settings()
+
+    def changed(self) -> str | None:
+        """The first function that another one has replaced, or setting that has changed."""
+        for label, scope, functions in self.scopes:
+            if not all(map(is_, map(scope.get, functions), functions.values())):
+                return next(f"`{label}.{name}`" for name, was in functions.items() if scope.get(name) is not was)
+        now = _settings()
+        return next((name for name, was in self.settings.items() if now[name] != was), None)
+
+
+def _settings() -> dict[str, object]:
+    """Settings of torch that code may ask for."""
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "`torch.use_deterministic_algorithms`": torch.are_deterministic_algorithms_enabled(),
+        "`torch.set_float32_matmul_precision`": torch.get_float32_matmul_precision(),
+        "autocast on the CPU": torch.is_autocast_enabled("cpu"),
+        "autocast on CUDA": torch.is_autocast_enabled("cuda"),
+    }
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -268,6 +328,17 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _globals_named(code: CodeType) -> Iterator[str]:
+    """Globals that code reads by name, or may look up in `globals()`, whether they exist or not."""
+    yield from (one.argval for one in get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    looks_up = "globals" in code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_named(constant)
+        elif looks_up and isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 def _set_later(code: CodeType) -> Iterator[str]:

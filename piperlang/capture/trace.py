@@ -33,7 +33,7 @@ from piperlang.capture.learning import learning
 from piperlang.capture.observed import Observed, refuse_replaced, refuse_shared_storage
 from piperlang.capture.random import make_counted, module_of, number_dropouts
 from piperlang.capture.seeding import seeded
-from piperlang.capture.state import Frozen, refuse_state
+from piperlang.capture.state import Frozen, Library, refuse_state
 from piperlang.capture.tensors import named_tensors
 from piperlang.capture.untraceable import quiet, refuse_mistraced, untraceable
 from piperlang.capture.where import line_of_function, line_of_operator
@@ -285,6 +285,7 @@ def _traced(
         line_of_function(training.loss),
         tensors=list(constants.values()),
         environment=sorted(set(training.seen.environment)),
+        library=Library(training.model),
     )
     return Traced(
         graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, frozen

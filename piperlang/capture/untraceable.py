@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from piperlang.capture.random import module_of
 from piperlang.capture.user_code import Wrong, device_help, kind, module_of_frames, said, without_values, wrong_loss
-from piperlang.capture.where import line_in, line_of, line_of_function, line_of_operator
+from piperlang.capture.where import line_in, line_of, line_of_function, line_of_operator, text_of
 from piperlang.diagnostics import PiperError, error
 
 _VALUES = "compute with the tensor itself, without `.item()` and `.tolist()`, and do not print or format its values"
@@ -37,7 +37,7 @@ def user_code() -> Iterator[None]:
     """Marks exceptions raised inside as the user's."""
     try:
         yield
-    except (PiperError, KeyboardInterrupt, GeneratorExit):
+    except (PiperError, KeyboardInterrupt):
         raise
     except BaseException as problem:
         raise UserRaised(problem) from problem
@@ -97,7 +97,7 @@ def _raised(name: str, call: str, function: Any, problem: BaseException, notes: 
 
 def _why(problem: BaseException) -> Wrong | None:
     """The limitation of torch.export that caused the exception, if it is a known one."""
-    text, name = _text(problem), type(problem).__name__
+    text, name = text_of(problem), type(problem).__name__
     if "data-dependent" in text or name in ("DynamicOutputShapeException", "DataDependentOutputException"):
         if "Size-like symbols: none" in text or name == "DataDependentOutputException":
             return Wrong(
@@ -136,13 +136,13 @@ def differentiating(node: fx.Node | None = None) -> Iterator[None]:
     try:
         with warnings.catch_warnings(record=True) as told:
             yield
-    except (PiperError, KeyboardInterrupt, GeneratorExit):
+    except (PiperError, KeyboardInterrupt):
         raise
     except BaseException as problem:
         # Autograd's warning contains the line of the forward.
         trace = "\n".join(str(warning.message) for warning in told)
         line = line_of(problem)
-        if line is None and not any(words in _text(problem) for words in _NO_BACKWARD):
+        if line is None and not any(words in text_of(problem) for words in _NO_BACKWARD):
             raise
         wrong = _why(problem) or Wrong(f"the backward of the model raised {said(problem)}", _BACKWARD)
         notes = ["while the backward was traced", *([module_of(node)] if node is not None else [])]
@@ -235,13 +235,6 @@ def refuse_unknown_shapes(graph: fx.Graph) -> None:
                     notes=[module_of(node)],
                     help=wrong.help,
                 )
-
-
-def _text(problem: BaseException) -> str:
-    try:
-        return str(problem)
-    except Exception:  # raised by the user's own __str__
-        return ""
 
 
 def _arguments(problem: BaseException, loss: Callable[..., Any]) -> list[str]:

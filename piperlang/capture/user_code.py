@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn, optim
 
-from piperlang.capture.where import here, line_of, line_of_function
+from piperlang.capture.where import here, line_of, line_of_function, text_of
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.source import Span
 
@@ -43,10 +43,7 @@ class Wrong(NamedTuple):
 def said(problem: BaseException) -> str:
     """An exception on one line: `ValueError: no such size`."""
     name = type(problem).__name__
-    try:
-        text = str(problem).strip()
-    except Exception:  # raised by the user's own __str__
-        return name
+    text = text_of(problem).strip()
     if "Original Traceback" in text:  # of a data loader process: the last line is its exception
         return _shortened(text.splitlines()[-1])
     text = " ".join(text.split())
@@ -103,7 +100,7 @@ def eagerly(model: nn.Module, loss: Callable[..., Any], what: str = "the model")
     """Turns an exception of plain training, without any schedule, into a P0801."""
     try:
         yield
-    except (PiperError, KeyboardInterrupt, GeneratorExit):
+    except (PiperError, KeyboardInterrupt):
         raise
     except BaseException as problem:
         path, module = module_of_frames(problem, model)
@@ -149,9 +146,11 @@ class Guarded:
         """Turns an exception raised inside into a diagnostic at the line that raised it."""
         try:
             yield
-        except (PiperError, KeyboardInterrupt, GeneratorExit):
+        except (PiperError, KeyboardInterrupt):
             raise
         except BaseException as problem:
+            if isinstance(problem, GeneratorExit) and line_of(problem) is None:
+                raise  # nobody wants further batches
             raise PiperError(self._raised(problem)) from problem
 
     def _raised(self, problem: BaseException) -> Diagnostic:
@@ -331,7 +330,8 @@ _RESULTS: Mapping[str, Callable[[object], Wrong | None]] = {
 
 
 def wrong_max_norm(value: object) -> Wrong | None:
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")):
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if number is None or (isinstance(number, int | float) and not isinstance(number, bool) and number > 0):
         return None
     return Wrong(
         f"`max_norm` is {_shortened(repr(value))}, not a positive number",

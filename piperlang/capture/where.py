@@ -35,16 +35,19 @@ def bind(function: object, span: Span) -> None:
 def line_of(problem: BaseException) -> Span | None:
     """The innermost line of the user's code in the traceback of an exception; if there is none, that of its cause."""
     frames = [(frame.filename, frame.lineno or 1) for frame in extract_tb(problem.__traceback__)]
-    if "Original Traceback" in (text := _text(problem)):  # raised in another process; the text contains its traceback
+    if "Original Traceback" in (text := text_of(problem)):  # raised in another process; the text contains its traceback
         frames += [(name, int(line)) for name, line in _FRAME.findall(text)]
     cause = problem.__cause__
     return _last(frames) or (line_of(cause) if cause is not None else None)
 
 
-def _text(problem: BaseException) -> str:
+def text_of(problem: BaseException) -> str:
+    """What an exception says; nothing if its own `__str__` fails."""
     try:
         return str(problem)
-    except Exception:  # raised by the user's own __str__
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return ""
 
 

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> tuple[Diagnostic, ...]:
     file = load_both(model, options.script)
     if options.numerics:
-        from piperlang.runtime.numerics import capture_doubled
+        from piperlang.runtime.reference.numerics import capture_doubled
 
         with doing(f"tracing {model}"):
             program = capture_doubled(file, options.seed)
@@ -66,7 +66,7 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
     }
     if options.numerics:
         from piperlang.capture.program import Captured
-        from piperlang.runtime.numerics import compare
+        from piperlang.runtime.reference.numerics import compare
 
         cut = found.captured
         assert isinstance(cut, Captured)
@@ -85,7 +85,7 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
 
 
 def _devices(graph: Graph) -> set[int]:
-    return {device for family in graph.families for device in devices_of(family.where)}
+    return {device for template in graph.templates for device in devices_of(template.where)}
 
 
 def _tell(model: str, options: argparse.Namespace, result: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from piperlang.cli.model import doing, load
 from piperlang.cli.parsing import COUNT, SEED, Number
 from piperlang.diagnostics import error
-from piperlang.elaborate.declare import MAX_DEVICES
+from piperlang.directives.mesh import MAX_DEVICES
 
 if TYPE_CHECKING:
     from piperlang.fuzz.attempt import Bench, Outcome

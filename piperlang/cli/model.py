@@ -20,6 +20,7 @@ from piperlang.progress.lines import counted
 if TYPE_CHECKING:
     from piperlang.capture.model_file import ModelFile
     from piperlang.capture.program import Program
+    from piperlang.runtime.comm.backend import Backend
 
 
 doing = phase
@@ -66,20 +67,21 @@ class Batches:
             self.epoch = iter(self.file.data())
 
 
-def captured(file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None, cuda: bool | None = None) -> Program:
-    """`cuda`: whether it will run on CUDA; by default, if a GPU is available."""
+def captured(
+    file: ModelFile, seed: int = 0, batch: tuple[Any, Any] | None = None, backend: Backend | None = None
+) -> Program:
+    """`backend`: by default, that of worker processes."""
     with doing(f"tracing {file.path.name}", "traced") as tracing:
-        import torch
-
         from piperlang.capture.batches import placed
         from piperlang.capture.program import capture
         from piperlang.capture.seeding import seeded
+        from piperlang.runtime.comm.registry import for_workers
 
         if batch is None:
             with seeded(seed):
                 batch = next(iter(file.data()))
-        there = placed(batch, torch.cuda.is_available() if cuda is None else cuda)
-        program = capture(file.model, file.loss, there, seed)
+        device = (backend or for_workers()).device.name
+        program = capture(file.model, file.loss, placed(batch, device), seed)
         tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
         return program
 

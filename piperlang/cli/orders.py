@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from piperlang.cli.report import add_parameters, open_script, paint, parameters, say
 from piperlang.diagnostics import PiperError, error
-from piperlang.elaborate.directive import Order
+from piperlang.directives.order import Order
 from piperlang.elaborate.lanes import Lane
 from piperlang.pipeline import outline
 from piperlang.simulate.unit import simulate

@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from piperlang.cli.backend import chosen_backend
 from piperlang.cli.model import Batches, captured, doing, load, scheduled
 from piperlang.cli.report import report
-from piperlang.cli.train import add_training, check_loaded, check_usage, execute, runs_on_cuda
+from piperlang.cli.train import add_training, check_loaded, check_usage, execute
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
 
@@ -51,9 +52,10 @@ def run(options: argparse.Namespace) -> int:
     options.parameters = [f"{name}={value}" for name, value in made.get("parameters", {}).items()]
     file = load(made["model"])
     check_loaded(options, file)
+    backend = chosen_backend(options)
     batches = Batches(file, options.seed)
-    found = scheduled(captured(file, options.seed, batches.first, runs_on_cuda(options)), options)
+    found = scheduled(captured(file, options.seed, batches.first, backend), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
-    return execute(options, file, found, plan, batches)
+    return execute(options, file, found, plan, batches, backend)

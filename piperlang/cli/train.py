@@ -16,6 +16,7 @@ from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from piperlang.cli.backend import add_backend, add_executor, chosen_backend
 from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
 from piperlang.cli.model import Batches, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SECONDS, SEED
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from piperlang.capture.watched import WatchedModel
     from piperlang.pipeline import Scheduled
     from piperlang.plan.plan import Plan
+    from piperlang.runtime.comm.backend import Backend
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +56,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=COUNT, default=10, help="number of training steps (default: 10)")
     parser.add_argument("--seed", type=SEED, default=0, help="random seed of weights, data and dropout (default: 0)")
     parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/SCRIPT-N)")
-    parser.add_argument(
-        "--executor",
-        choices=("ray", "inline"),
-        default="ray",
-        help="Ray workers, or threads of this process (default: ray)",
-    )
+    add_executor(parser)
     parser.add_argument("--address", help="address of a Ray cluster; by default, a local Ray is started for the job")
     parser.add_argument("--devices", type=COUNT, metavar="N", help="reject a script that needs more devices")
     parser.add_argument(
@@ -69,11 +66,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="timeout of communication between devices (default: 300)",
     )
-    parser.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        help="gloo runs on CPU, nccl on CUDA (default: nccl if torch finds a GPU)",
-    )
+    add_backend(parser)
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="compile chunks with Inductor (default: on CUDA)"
     )
@@ -112,15 +105,16 @@ def run(options: argparse.Namespace) -> int:
     check_usage(options)
     file = load_both(options.model, options.script)
     check_loaded(options, file)
+    backend = chosen_backend(options)
     batches = Batches(file, options.seed)
-    found = scheduled(captured(file, options.seed, batches.first, runs_on_cuda(options)), options)
+    found = scheduled(captured(file, options.seed, batches.first, backend), options)
     if found.problems:
         report(found.problems, options.format)
         return 1
     with doing("building the graph"):
         graph = found.graph()
     plan = recorded_plan(graph, options, file.max_norm)
-    return execute(options, file, found, plan, batches)
+    return execute(options, file, found, plan, batches, backend)
 
 
 def check_usage(options: argparse.Namespace) -> None:
@@ -128,8 +122,8 @@ def check_usage(options: argparse.Namespace) -> None:
     check_installed(options.log)
     if options.out is not None:
         check_folder(Path(options.out))
-    if options.backend == "nccl" and options.executor == "inline":
-        raise _no_nccl("`--executor inline` runs on the CPU")
+    if options.backend is not None:
+        chosen_backend(options)
 
 
 def check_loaded(options: argparse.Namespace, file: ModelFile) -> None:
@@ -140,15 +134,11 @@ def check_loaded(options: argparse.Namespace, file: ModelFile) -> None:
             f"cannot use `--validate-every {options.validate_every}`: {Path(options.model).name} has no `validation`",
             help="define `def validation()` that yields (input, target) batches",
         )
-    if options.backend == "nccl" and not runs_on_cuda(options):
-        raise _no_nccl("torch finds no GPU")
 
 
-def _no_nccl(why: str) -> PiperError:
-    return error("P0902", f"cannot use `--backend nccl`: {why}", help="omit --backend, or use gloo")
-
-
-def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches) -> int:
+def execute(
+    options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches, backend: Backend
+) -> int:
     """Train with a checked plan."""
     if options.devices is not None and len(plan.devices) > options.devices:
         raise error(
@@ -159,26 +149,26 @@ def execute(options: argparse.Namespace, file: ModelFile, found: Scheduled, plan
     folder = open_folder(options)
     write_about(folder, options, plan, found.directives)
     model = found.captured.model
-    _train(options, file, found.captured, plan, model.tensors[model.loss].dtype, folder, batches)
+    _train(options, file, found.captured, plan, model.tensors[model.loss].dtype, folder, batches, backend)
     return 0
 
 
-def runs_on_cuda(options: argparse.Namespace) -> bool:
-    """The inline executor and gloo run on the CPU."""
-    import torch
-
-    return options.executor != "inline" and options.backend != "gloo" and torch.cuda.is_available()
-
-
 def _train(
-    options: argparse.Namespace, file: ModelFile, cut: Any, plan: Any, loss_dtype: str, folder: Path, given: Batches
+    options: argparse.Namespace,
+    file: ModelFile,
+    cut: Any,
+    plan: Any,
+    loss_dtype: str,
+    folder: Path,
+    given: Batches,
+    backend: Backend,
 ) -> None:
-    with doing("importing the runtime"):  # includes Ray
+    with doing("importing the runtime"):
         from piperlang.capture.held import refuse_use
         from piperlang.capture.model_file import shipped
         from piperlang.capture.watched import WatchedModel
-        from piperlang.runtime.job import Training
-        from piperlang.runtime.optimize import default_optimizer
+        from piperlang.runtime.driver.training import Training
+        from piperlang.runtime.optimizer.optimize import default_optimizer
 
     make = shipped(file, "model")
     assert make is not None
@@ -195,13 +185,13 @@ def _train(
     at = folder.absolute()  # the user's code may change the working directory
     with ExitStack() as stack:
         loggers = stack.enter_context(_loggers(options, plan, folder))
-        validation = _evaluation(options, file, plan, given.first)
+        validation = _evaluation(options, file, plan, given.first, backend)
         _verify(options, cut, plan, first, training, folder)
         rows = at / "metrics.jsonl"
         with writing(rows, "all rows of metrics"):
             metrics = stack.enter_context(rows.open("w", encoding="utf-8"))
         stack.callback(drop, metrics)
-        job = stack.enter_context(_started(options, plan, cut, training, loss_dtype, validation))
+        job = stack.enter_context(_started(options, backend, plan, cut, training, loss_dtype, validation))
 
         def note(row: Row) -> None:
             with uninterrupted():  # what is said of an interrupted job is what metrics.jsonl has
@@ -285,30 +275,30 @@ def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], 
 
 @contextmanager
 def _started(
-    options: argparse.Namespace, plan: Any, cut: Any, training: Any, loss_dtype: str, validation: tuple[Any, Any] | None
+    options: argparse.Namespace,
+    backend: Backend,
+    plan: Any,
+    cut: Any,
+    training: Any,
+    loss_dtype: str,
+    validation: tuple[Any, Any] | None,
 ) -> Iterator[Any]:
     """Workers, or threads, that end with the block."""
-    from piperlang.plan.files import digest
-    from piperlang.runtime.job import Job
-    from piperlang.runtime.threads import ThreadJob
+    from piperlang.runtime.driver.start import start
 
-    count, cuda = len(plan.devices), runs_on_cuda(options)
+    count = len(plan.devices)
     what = "workers" if options.executor == "ray" else "threads"
     with doing(f"starting {count} {what}", f"{what} {count}/{count}"):
-        if options.executor == "ray":
-            job: Any = Job(
-                plan,
-                cut,
-                training,
-                digest(plan),
-                address=options.address,
-                timeout=options.timeout,
-                loss_dtype=loss_dtype,
-                cuda=cuda,
-                compiles=options.compile,
-            )
-        else:
-            job = ThreadJob(plan, cut, training, options.timeout, loss_dtype)
+        job = start(
+            backend,
+            plan,
+            cut,
+            training,
+            loss_dtype,
+            timeout=options.timeout,
+            address=options.address,
+            compiles=options.compile,
+        )
         if validation is not None:
             job.prepare(*validation)
     try:
@@ -358,7 +348,7 @@ def _verify(
     options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, Any], training: Any, folder: Path
 ) -> None:
     """Compare the captured program with the eager model before workers start."""
-    from piperlang.runtime.guard import Verified, verify
+    from piperlang.runtime.guard.program import Verified, verify
 
     with doing("verifying against eager PyTorch"):
         verified = verify(cut, plan, batch, training) if options.verify else Verified(skipped="--no-verify")
@@ -367,24 +357,26 @@ def _verify(
 
 
 def _evaluation(
-    options: argparse.Namespace, file: ModelFile, plan: Any, batch: tuple[Any, Any]
+    options: argparse.Namespace, file: ModelFile, plan: Any, batch: tuple[Any, Any], backend: Backend
 ) -> tuple[Any, Any] | None:
     """The plan for validation, if the model file has any, and its stage programs, for the model in evaluation mode."""
     if file.validation is None:
         return None
 
+    from piperlang.capture.batches import draw_from_the_same
+    from piperlang.capture.seeding import restored
     from piperlang.capture.user_code import located
     from piperlang.capture.where import line_of_function
     from piperlang.runtime.api import Evaluated, evaluation_plan
 
-    found = scheduled(
-        captured(replace(file, model=Evaluated(file.model)), options.seed, batch, runs_on_cuda(options)), options
-    )
+    found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed, batch, backend), options)
     if found.problems:
         raise PiperError(*found.problems)
     cut: Any = found.captured
-    with located(line_of_function(file.validation)):  # before training, not after it
-        cut.flatten(next(file.validation()))
+    if not draw_from_the_same(file.data, file.validation):
+        # A batch that cannot be used is reported before training, not after it.
+        with restored(), located(line_of_function(file.validation)):
+            cut.flatten(next(file.validation()))
     return evaluation_plan(found.graph(), plan), cut
 
 
@@ -395,5 +387,22 @@ def _validated(job: Any, file: ModelFile) -> float:
 
     assert file.validation is not None
     with doing("validating"), located(line_of_function(file.validation)):
-        losses = [job.evaluate(batch) for batch in file.validation()]
+        losses: list[float] = []
+        late = time.monotonic() + ENDLESS
+        for batch in file.validation():
+            losses.append(job.evaluate(batch))
+            if time.monotonic() > late:
+                late = float("inf")
+                emit(Message(_endless(len(losses)), warning=True))
     return float(sum(losses) / len(losses))
+
+
+ENDLESS = 30.0
+"""Seconds after which a validation might be one that never ends."""
+
+
+def _endless(count: int) -> str:
+    return (
+        f"`validation` has yielded {count:,} batches so far; if it never ends, bound it:"
+        " `return itertools.islice(data(), 10)`"
+    )

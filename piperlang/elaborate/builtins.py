@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from piperlang.core.mesh import Axis, Mesh, Submesh
+from piperlang.core.selector import Selector
 from piperlang.diagnostics import error
 from piperlang.elaborate.arithmetic import binary, bounded, check_length, compare, number
-from piperlang.elaborate.selector import Selector
-from piperlang.elaborate.values import Axis, Mesh, Slice, Value, kind
+from piperlang.elaborate.values import Value, kind
 from piperlang.source import Span
 from piperlang.syntax.tree import CallOf, Size
 
@@ -62,7 +63,7 @@ def _len(self: Evaluator, arguments: Arguments, call: CallOf) -> Value:
     value = arguments[0]
     if isinstance(value, Mesh | Axis):
         return value.size
-    if isinstance(value, Slice):
+    if isinstance(value, Submesh):
         return value.size()
     if isinstance(value, tuple | range | str):
         return len(value)

@@ -1,15 +1,23 @@
-"""Directives: one request of a script to the graph each, with its location and call stack."""
+"""What all directives have in common. Each has a file in piperlang/directives/ with its class."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from piperlang.core.selector import Selector, TagValue
 from piperlang.diagnostics import Call
-from piperlang.elaborate.selector import Selector, TagValue
-from piperlang.elaborate.values import Axis, Mesh, Slice, Value
+from piperlang.elaborate.options import Kind, Option
 from piperlang.source import Span
+from piperlang.syntax import tree
+
+if TYPE_CHECKING:
+    from piperlang.build.schedule import Schedule
+    from piperlang.elaborate.interpret import Interpreter
+    from piperlang.elaborate.outline import Outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,87 +28,62 @@ class Written:
     trail: tuple[Call, ...] = ()
 
 
-@dataclass(frozen=True)
-class UseMesh(Written):
-    mesh: Mesh
+@dataclass(frozen=True, kw_only=True)
+class Directive(Written, ABC):
+    """One evaluated directive. `str` prints it as a statement; two effects apply it, without and with a model.
+
+    The docstring of a subclass is its help: the syntax in the first line, then what it does. A subclass registers
+    itself for its syntax nodes; whatever else is known about a directive is derived from its class and the grammar."""
+
+    options: tuple[Option, ...] = ()
+
+    nodes: ClassVar[tuple[type[tree.Directive], ...]]
+    legal: ClassVar[Mapping[str, Kind]] = {}
+    """The options after `with`."""
+    uses_chunks: ClassVar[bool] = True
+    """Whether it relies on how the model is cut into chunks."""
+    others_rely_on_it: ClassVar[bool] = False
+    """If it fails, later directives that use chunks are not applied: they would only fail with it."""
+
+    def __init_subclass__(cls) -> None:
+        for node in cls.nodes:
+            BY_NODE[node] = cls
+
+    @classmethod
+    def help(cls) -> str:
+        return cleandoc(cls.__doc__ or "")
+
+    @classmethod
+    def word(cls) -> str:
+        """The keyword that starts the statement."""
+        return cls.help().split(maxsplit=1)[0]
+
+    @classmethod
+    @abstractmethod
+    def read(cls, script: Interpreter, node: Any) -> Directive:
+        """Evaluate and check the operands of a statement."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    def apply_to_outline(self, outline: Outline) -> None:
+        """The effect on a script without a model; by default there is none."""
+
+    @abstractmethod
+    def apply_to_schedule(self, schedule: Schedule) -> None:
+        """The effect on a model."""
+
+    def selectors(self) -> Iterable[Selector]:
+        """What it selects."""
+        return [value for value in vars(self).values() if isinstance(value, Selector)]
+
+    @property
+    def with_options(self) -> str:
+        return f" with {', '.join(map(str, self.options))}" if self.options else ""
 
 
-@dataclass(frozen=True)
-class ModulePath:
-    """`layers[0:6].attn`: names, and per index a number, a half-open range, or None for all."""
-
-    parts: tuple[str | int | tuple[int | None, int | None] | None, ...]
-    span: Span
-
-    def __str__(self) -> str:
-        text = ""
-        for part in self.parts:
-            if isinstance(part, str):
-                text += f".{part}" if text else part
-            elif isinstance(part, tuple):
-                text += f"[{'' if part[0] is None else part[0]}:{'' if part[1] is None else part[1]}]"
-            else:
-                text += "[*]" if part is None else f"[{part}]"
-        return text
-
-
-@dataclass(frozen=True)
-class Tag(Written):
-    tags: tuple[tuple[str, TagValue], ...]
-    paths: tuple[ModulePath, ...]
-
-
-@dataclass(frozen=True)
-class Place(Written):
-    selector: Selector
-    where: Slice
-
-
-@dataclass(frozen=True)
-class Option:
-    name: str
-    value: Value
-    span: Span
-
-
-@dataclass(frozen=True)
-class Replicate(Written):
-    selector: Selector
-    axes: tuple[Axis, ...]
-    options: tuple[Option, ...]
-
-
-@dataclass(frozen=True)
-class Shard(Written):
-    selector: Selector
-    axes: tuple[Axis, ...]
-    options: tuple[Option, ...]
-
-
-@dataclass(frozen=True)
-class Split(Written):
-    selector: Selector | None
-    """None is the batch."""
-    count: int
-    name: str
-
-
-@dataclass(frozen=True)
-class Stream(Written):
-    selector: Selector
-    stream: str
-
-
-@dataclass(frozen=True)
-class Recompute(Written):
-    selector: Selector
-    options: tuple[Option, ...]
-
-
-@dataclass(frozen=True)
-class Offload(Written):
-    selector: Selector
-    options: tuple[Option, ...]
+BY_NODE: dict[type[tree.Directive], type[Directive]] = {}
+"""The class of each statement. `import piperlang.directives` fills it."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +92,8 @@ class Step(Written):
 
     items: tuple[Selector, ...]
 
-
-@dataclass(frozen=True)
-class Order(Written):
-    where: Slice | None
-    """None for `order A -> B`, which relates nodes wherever they are."""
-    steps: tuple[Step, ...]
-
-
-Directive: TypeAlias = UseMesh | Tag | Place | Replicate | Shard | Split | Stream | Recompute | Offload | Order
+    def __str__(self) -> str:
+        return " & ".join(f"({item})" if len(item.alternatives) > 1 else str(item) for item in self.items)
 
 
 class Graph(Protocol):

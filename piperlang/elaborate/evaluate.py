@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from piperlang.core.mesh import Axis, Mesh, Submesh
+from piperlang.core.selector import Condition, Selector
 from piperlang.diagnostics import PiperError, did_you_mean, error, listed
 from piperlang.elaborate import arithmetic, picking
 from piperlang.elaborate.directive import Graph
 from piperlang.elaborate.modules import Module
-from piperlang.elaborate.selector import Condition, Selector
-from piperlang.elaborate.values import Axis, Builtin, Mesh, Slice, StepsValue, Value, kind
+from piperlang.elaborate.values import Builtin, StepsValue, Value, kind
 from piperlang.source import Span
 from piperlang.syntax import tree
 from piperlang.syntax.words import BUILTINS
@@ -165,7 +166,7 @@ class Evaluator:
 
     def index(self, node: tree.IndexOf) -> Value:
         base = self.evaluate(node.base)
-        if isinstance(base, Mesh | Slice):
+        if isinstance(base, Mesh | Submesh):
             raise error(
                 "P0305",
                 "a mesh is indexed by axis",
@@ -300,7 +301,7 @@ class Evaluator:
         raise NotImplementedError
 
 
-def _mesh(value: Mesh | Slice) -> Mesh:
+def _mesh(value: Mesh | Submesh) -> Mesh:
     return value if isinstance(value, Mesh) else value.mesh
 
 

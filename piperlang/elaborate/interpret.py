@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from piperlang.core.mesh import Axis, Mesh, Submesh
+from piperlang.core.selector import Selector
 from piperlang.diagnostics import LIMIT, Call, Diagnostic, PiperError, did_you_mean, error, listed
-from piperlang.elaborate import directive as d
 from piperlang.elaborate.builtins import BUILTINS
 from piperlang.elaborate.calling import bind_arguments
-from piperlang.elaborate.declare import declare_mesh, module_path, options, parameter
+from piperlang.elaborate.directive import BY_NODE, Directive, Graph, Step
 from piperlang.elaborate.evaluate import Evaluator
 from piperlang.elaborate.modules import Importer, Module
 from piperlang.elaborate.names import bound_by
-from piperlang.elaborate.selector import Selector
-from piperlang.elaborate.values import Axis, Builtin, Function, Mesh, Slice, StepsValue, Value, kind, show
+from piperlang.elaborate.options import given_options
+from piperlang.elaborate.parameter import parameter
+from piperlang.elaborate.values import Builtin, Function, StepsValue, Value, kind, show
 from piperlang.source import Span
 from piperlang.syntax import tree
-from piperlang.syntax.words import RESERVED_KEYS
 
 MAX_CALLS = 40
-MAX_SPLIT = 65_536
 PRINTING, DIRECTIVE, CALLING = 50, 30, 8
 """The cost, in steps of the budget, of a line of output, a directive, and a call or a step of an order."""
 
@@ -35,7 +35,7 @@ class _Returned(Exception):
 class Interpreter(Evaluator):
     def __init__(
         self,
-        graph: d.Graph,
+        graph: Graph,
         module: Module,
         overrides: Mapping[str, str] | None = None,
         say: Callable[[str], None] = print,
@@ -48,7 +48,7 @@ class Interpreter(Evaluator):
         self.importer = importer or Importer()
         self.trail: tuple[Call, ...] = ()
         self.active: list[tree.Define] = []
-        self.collecting: list[d.Step] | None = None
+        self.collecting: list[Step] | None = None
         """The steps of the current order; None outside of an order."""
 
     # --------------------------------------------------------------------------------------------- whole scripts
@@ -85,18 +85,25 @@ class Interpreter(Evaluator):
         self.spent += 1
         if self.spent > self.budget:
             self.charge(0, node.span)
-        _EXECUTE[type(node)](self, node)
+        if isinstance(node, tree.Directive):
+            self.emit(BY_NODE[type(node)].read(self, node))
+        else:
+            _EXECUTE[type(node)](self, node)
 
     def block(self, block: tree.Block) -> None:
         for statement in block.statements:
             self.execute(statement)
 
-    def emit(self, directive: d.Directive) -> None:
+    def emit(self, directive: Directive) -> None:
         self.charge(DIRECTIVE, directive.span)
         self.graph.apply(directive)
 
-    def written(self, span: Span) -> dict[str, Any]:
-        return {"span": span, "trail": self.trail}
+    def written(self, node: tree.Node) -> dict[str, Any]:
+        """Where a directive or a step is written, and its options."""
+        at: dict[str, Any] = {"span": node.span, "trail": self.trail}
+        if isinstance(node, tree.Directive):
+            at["options"] = given_options(self, BY_NODE[type(node)], getattr(node, "options", ()))
+        return at
 
     # ---------------------------------------------------------------------------------------------------- imports
 
@@ -159,73 +166,10 @@ class Interpreter(Evaluator):
             raise error("P0204", "this call has no value", node.span, "the function does not return a value")
         return value
 
-    def mesh(self, node: tree.MeshOf) -> None:
-        mesh = declare_mesh(self, node)
-        self.bind((node.name,), mesh, node.span)
-        self.emit(d.UseMesh(mesh, **self.written(node.span)))
-
     def define(self, node: tree.Define) -> None:
         self.bind((node.name,), Function(node, self.module), node.span)
 
-    # ------------------------------------------------------------------------------------------------- directives
-
-    def tag(self, node: tree.TagAt) -> None:
-        tags: list[tuple[str, int | str]] = []
-        for setting in node.tags:
-            value = self.evaluate(setting.value)
-            if setting.name.text in RESERVED_KEYS:
-                raise error(
-                    "P0301",
-                    f"`{setting.name.text}` is a built-in key and cannot be a tag",
-                    setting.name.span,
-                    help="choose another name for the tag",
-                )
-            if not isinstance(value, int | str) or isinstance(value, bool):
-                raise error(
-                    "P0204", f"a tag must be an integer or a string, not {kind(value)}", setting.value.span, kind(value)
-                )
-            tags.append((setting.name.text, value))
-        paths = tuple(module_path(self, path) for path in node.paths)
-        self.emit(d.Tag(tuple(tags), paths, **self.written(node.span)))
-
-    def place(self, node: tree.PlaceOn) -> None:
-        self.emit(d.Place(self.settled(node.selector), self.where(node.where), **self.written(node.span)))
-
-    def across(self, node: tree.Across) -> None:
-        make = d.Replicate if node.kind == "replicate" else d.Shard
-        axes = tuple(self.axis(axis) for axis in node.axes)
-        self.emit(
-            make(self.settled(node.selector), axes, options(self, node.kind, node.options), **self.written(node.span))
-        )
-
-    def split(self, node: tree.SplitInto) -> None:
-        selector = self.settled(node.selector) if node.selector is not None else None
-        count = self.integer(node.count)
-        if not 1 <= count <= MAX_SPLIT:
-            raise error(
-                "P0204",
-                f"cannot split into {count:,} microbatches",
-                node.count.span,
-                f"the count must be 1 to {MAX_SPLIT:,}",
-            )
-        if node.name.text in RESERVED_KEYS:
-            raise error(
-                "P0301",
-                f"`{node.name.text}` is a built-in key and cannot name a split",
-                node.name.span,
-                help="name the split `mb`",
-            )
-        self.emit(d.Split(selector, count, node.name.text, **self.written(node.span)))
-
-    def stream(self, node: tree.StreamOn) -> None:
-        name = self.text(node.stream, "the name of a stream")
-        if not name:
-            raise error("P0204", "a stream needs a name", node.stream.span, "empty")
-        self.emit(d.Stream(self.settled(node.selector), name, **self.written(node.span)))
-
-    def trade(self, node: tree.Trade) -> None:
-        make = d.Recompute if node.kind == "recompute" else d.Offload
-        self.emit(make(self.settled(node.selector), options(self, node.kind, node.options), **self.written(node.span)))
+    # ------------------------------------------------------------------------------------- operands of directives
 
     def settled(self, node: tree.Expr) -> Selector:
         """A selector outside an order, where `next` is not allowed."""
@@ -240,11 +184,11 @@ class Interpreter(Evaluator):
             )
         return selector
 
-    def where(self, node: tree.Expr) -> Slice:
+    def where(self, node: tree.Expr) -> Submesh:
         value = self.evaluate(node)
         if isinstance(value, Mesh):
-            value = Slice(value)
-        if isinstance(value, Slice):
+            value = Submesh(value)
+        if isinstance(value, Submesh):
             self.charge(value.size(), node.span)  # every device is visited
             return value
         raise error(
@@ -268,30 +212,16 @@ class Interpreter(Evaluator):
 
     # ------------------------------------------------------------------------------------------------------ orders
 
-    def order(self, node: tree.OrderBlock) -> None:
-        where = self.where(node.where)
+    def collect(self, node: tree.OrderBlock) -> tuple[Step, ...]:
+        """The steps that the body of an order adds."""
         if self.collecting is not None:
             raise error("P0111", "nested orders are not allowed", node.span, help="call the function outside the order")
         self.collecting = []
         try:
             self.block(node.body)
-            steps = tuple(self.collecting)
+            return tuple(self.collecting)
         finally:
             self.collecting = None
-        self.emit(d.Order(where, steps, **self.written(node.span)))
-
-    def order_chain(self, node: tree.OrderChain) -> None:
-        steps = [step for part in node.steps for step in self.step(part)]
-        for step in steps:
-            if any(item.next_keys() for item in step.items):
-                raise error(
-                    "P0304",
-                    "`next` needs an order with devices",
-                    step.span,
-                    "this order names no devices",
-                    help="use `order on MESH:`, or name the microbatch",
-                )
-        self.emit(d.Order(None, tuple(steps), **self.written(node.span)))
 
     def steps(self, node: tree.Steps) -> None:
         if self.collecting is None:
@@ -315,13 +245,13 @@ class Interpreter(Evaluator):
         for part in node.steps:
             self.collecting.extend(self.step(part))
 
-    def step(self, node: tree.Step) -> list[d.Step]:
+    def step(self, node: tree.Step) -> list[Step]:
         self.charge(CALLING, node.span)
         if isinstance(node, tree.Overlap):
             group = tuple(item for part in node.items for item in self.overlapping(part))
-            return [d.Step(group, **self.written(node.span))]
+            return [Step(group, **self.written(node))]
         value = self.invoke(node, steps=True) if isinstance(node, tree.CallOf) else self.evaluate(node)
-        return [d.Step(group, **self.written(node.span)) for group in self.groups(value, node)]
+        return [Step(group, **self.written(node)) for group in self.groups(value, node)]
 
     def overlapping(self, node: tree.Expr) -> tuple[Selector, ...]:
         groups = self.groups(self.evaluate(node), node)
@@ -481,16 +411,7 @@ _EXECUTE: dict[type, Callable[[Any, Any], None]] = {
     tree.ImportModule: Interpreter.import_module,
     tree.Param: Interpreter.param,
     tree.Let: Interpreter.let,
-    tree.MeshOf: Interpreter.mesh,
     tree.Define: Interpreter.define,
-    tree.TagAt: Interpreter.tag,
-    tree.PlaceOn: Interpreter.place,
-    tree.Across: Interpreter.across,
-    tree.SplitInto: Interpreter.split,
-    tree.StreamOn: Interpreter.stream,
-    tree.Trade: Interpreter.trade,
-    tree.OrderBlock: Interpreter.order,
-    tree.OrderChain: Interpreter.order_chain,
     tree.Steps: Interpreter.steps,
     tree.For: Interpreter.loop,
     tree.Repeat: Interpreter.repeat,

@@ -10,14 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from piperlang.core.mesh import Submesh
+from piperlang.core.selector import Conjunction, Selector, TagValue
 from piperlang.diagnostics import Call, Diagnostic, Label, PiperError, error
-from piperlang.elaborate import directive as d
+from piperlang.elaborate.directive import Step
 from piperlang.elaborate.placement import Chunk, Placements, shown
 from piperlang.elaborate.resolve import Meant, Resolver
-from piperlang.elaborate.selector import Conjunction, Selector, TagValue
-from piperlang.elaborate.values import Slice
+
+if TYPE_CHECKING:
+    from piperlang.directives.order import Order
+    from piperlang.directives.split import Split
 
 Item: TypeAlias = dict[str, TagValue]
 """One pass of a chunk for one microbatch: its tags, `pass` (or `comm`), and its microbatch."""
@@ -36,14 +40,14 @@ class Work:
     """One step of a device's order: items that may overlap, and where they were written."""
 
     items: tuple[Item, ...]
-    step: d.Step
+    step: Step
 
 
 @dataclass
 class Lane:
     devices: frozenset[int]
     steps: list[Work] = field(default_factory=list)
-    taken: dict[tuple[Chunk, str], dict[Point, d.Step]] = field(default_factory=dict)
+    taken: dict[tuple[Chunk, str], dict[Point, Step]] = field(default_factory=dict)
     """For each chunk and pass (F, I, W): the ordered microbatches, and the step that ordered each."""
     lowest: dict[object, int] = field(default_factory=dict)
     """For each query for `next`: every microbatch before this one is already ordered, or does not run here."""
@@ -56,7 +60,7 @@ class Lane:
 @dataclass
 class Lanes:
     placements: Placements
-    splits: Mapping[str, d.Split]
+    splits: Mapping[str, Split]
     lanes: list[Lane] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -90,13 +94,13 @@ class Lanes:
                     )
                     return
 
-    def unplaced(self) -> Iterator[tuple[Chunk, d.Step]]:
+    def unplaced(self) -> Iterator[tuple[Chunk, Step]]:
         for lane in self.lanes:
             for (chunk, _), steps in lane.taken.items():
                 if chunk not in self.placements.by_chunk and steps:
                     yield chunk, next(iter(steps.values()))
 
-    def order(self, order: d.Order) -> None:
+    def order(self, order: Order) -> None:
         assert order.where is not None
         for lane in self._covering(frozenset(order.where.devices())):
             for step in order.steps:
@@ -140,7 +144,7 @@ class Lanes:
 
     # ------------------------------------------------------------------------------------------------ one selector
 
-    def _items(self, lane: Lane, selector: Selector, step: d.Step, where: Slice) -> Iterator[Item]:
+    def _items(self, lane: Lane, selector: Selector, step: Step, where: Submesh) -> Iterator[Item]:
         for conjunction in selector.alternatives:
             if any(c.key in ("comm", "update") for c in conjunction):
                 yield _as_written(conjunction)
@@ -155,7 +159,7 @@ class Lanes:
                         self._take(lane, meant.chunk, phase, point, step, selector)
                         yield {**meant.tags, "pass": phase, **dict(zip(meant.dimensions, point, strict=True))}
 
-    def _check_placed(self, lane: Lane, chunk: Chunk, selector: Selector, where: Slice) -> None:
+    def _check_placed(self, lane: Lane, chunk: Chunk, selector: Selector, where: Submesh) -> None:
         known = self.placements.by_chunk.get(chunk)
         if not known or any(lane.devices <= p.devices for p in known):
             return
@@ -203,7 +207,7 @@ class Lanes:
                     raise self._exhausted(meant, phase, len(taken), selector)
             lane.lowest[key] = at
 
-    def _take(self, lane: Lane, chunk: Chunk, phase: str, point: Point, step: d.Step, selector: Selector) -> None:
+    def _take(self, lane: Lane, chunk: Chunk, phase: str, point: Point, step: Step, selector: Selector) -> None:
         for half in TAKES[phase]:
             taken = lane.taken.setdefault((chunk, half), {})
             if point in taken:
@@ -241,7 +245,7 @@ class Lanes:
         )
 
 
-def _trail(step: d.Step, problem: Diagnostic) -> tuple[Call, ...]:
+def _trail(step: Step, problem: Diagnostic) -> tuple[Call, ...]:
     """The call stack of a step; a step like `F(0)` is itself the call that gives the function's selector."""
     at, here = problem.span, step.span
     function, call, _ = here.text.partition("(")

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from piperlang.diagnostics import LIMIT, Diagnostic, Label, did_you_mean, listed
+from piperlang.elaborate.directive import BY_NODE
 from piperlang.elaborate.library import exporting
+from piperlang.elaborate.options import Words
 from piperlang.source import Span
 from piperlang.syntax import tree
-from piperlang.syntax.words import BUILTINS, OPTION_WORDS, OPTIONS, PYTHON_HABITS, SELECTOR_WORDS
+from piperlang.syntax.words import BUILTINS, PYTHON_HABITS, SELECTOR_WORDS
 
 
 @dataclass
@@ -130,7 +132,6 @@ class Names:
     # ----------------------------------------------------------------------------------------------- statements
 
     def statement(self, node: tree.Statement) -> None:
-        handler: Callable[[Names, Any], None] | None = _STATEMENTS.get(type(node))
         if self.in_order and isinstance(node, _NOT_IN_ORDER):
             self.complain(
                 "P0111", f"`{_word(node)}` is not allowed inside an order", node.span, help="move it before the order"
@@ -139,8 +140,12 @@ class Names:
             self.complain(
                 "P0111", f"`{_word(node)}` is only allowed at the top level", node.span, help="move it out of the block"
             )
-        if handler is not None:
-            handler(self, node)
+        if type(node) in _STATEMENTS:
+            _STATEMENTS[type(node)](self, node)
+        elif isinstance(node, tree.Directive):
+            self.directive(node)
+        else:
+            self.expression(node)
 
     def block(self, block: tree.Block) -> None:
         self.depth += 1
@@ -213,10 +218,6 @@ class Names:
             self.block(node.body)
         self.in_order = was
 
-    def chain(self, node: tree.OrderChain) -> None:
-        for step in node.steps:
-            self.expression(step)
-
     def steps(self, node: tree.Steps) -> None:
         before = len(self.problems)
         for step in node.steps:
@@ -238,21 +239,20 @@ class Names:
         if not self.inside_function:
             self.complain("P0111", "`return` outside a function", node.span, help="delete it, or put it in a `def`")
 
-    def directive(self, node: Any) -> None:
-        for name in ("selector", "where", "count", "stream", "test", "message"):
-            part = getattr(node, name, None)
-            if part is not None:
+    def directive(self, node: tree.Directive) -> None:
+        options: tuple[tree.Setting, ...] = getattr(node, "options", ())
+        for part in node.children():
+            if part not in options:
                 self.expression(part)
-        for part in (*getattr(node, "axes", ()), *getattr(node, "values", ())):
-            self.expression(part)
-        for setting in getattr(node, "options", ()):
+        for setting in options:
             name = setting.name.text
-            if name in OPTION_WORDS:
-                self.word("P0405", f"{name}=", OPTION_WORDS[name], setting.value)
-            elif name in OPTIONS[node.kind]:
+            kind = BY_NODE[type(node)].legal.get(name)
+            if isinstance(kind, Words):
+                self.word("P0405", f"{name}=", kind.words, setting.value)
+            elif kind is not None:
                 self.expression(setting.value)
 
-    def word(self, code: str, key: str, words: tuple[str, ...], value: Any) -> None:
+    def word(self, code: str, key: str, words: tuple[str, ...], value: tree.Node) -> None:
         """A value that is one of `words`, or a variable that holds one."""
         for name in _name_leaves(value):
             if name.text in words:
@@ -265,36 +265,27 @@ class Names:
                     code, f"unknown value `{key}{name.text}`", name.span, f"expected {listed(words)}", help=help
                 )
 
-    def tag(self, node: tree.TagAt) -> None:
-        for setting in node.tags:
-            self.expression(setting.value)
-        for path in node.paths:
-            for part in path.parts:
-                if not isinstance(part, str):
-                    self.expression(part)
-
     # ---------------------------------------------------------------------------------------------- expressions
 
-    def expression(self, node: Any) -> None:
+    def expression(self, node: tree.Node) -> None:
         if isinstance(node, tree.Name):
             self.use(node.text, node.span)
         elif isinstance(node, tree.Comprehension):
             self.comprehension(node)
-        elif isinstance(node, tree.SelectorOf | tree.Pick):
-            if isinstance(node, tree.Pick):
-                self.expression(node.base)
-            for condition in node.conditions:
-                self.condition(condition)
+        elif isinstance(node, tree.Condition):
+            self.condition(node)
         else:
-            for part in _PARTS.get(type(node), lambda n: ())(node):
+            for part in node.children():
                 self.expression(part)
 
     def condition(self, node: tree.Condition) -> None:
         words = SELECTOR_WORDS.get(node.key.text)
+        if node.value is None:
+            return
         if words is None:
             self.expression(node.value)
-            return
-        self.word("P0301", f"{node.key.text}=", words, node.value)
+        else:
+            self.word("P0301", f"{node.key.text}=", words, node.value)
 
     def comprehension(self, node: tree.Comprehension) -> None:
         with self.scope("inner"):
@@ -308,23 +299,6 @@ class Names:
             self.expression(node.element)
 
 
-_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    tree.ListOf: lambda n: n.items,
-    tree.Choices: lambda n: n.items,
-    tree.Overlap: lambda n: n.items,
-    tree.CallOf: lambda n: (n.function, *(a.value for a in n.arguments)),
-    tree.Attribute: lambda n: (n.base,),
-    tree.IndexOf: lambda n: (n.base, n.index),
-    tree.Range: lambda n: (n.low, n.high),
-    tree.Unary: lambda n: (n.operand,),
-    tree.Power: lambda n: (n.base, n.exponent),
-    tree.Chain: lambda n: (n.first, *(x for _, x in n.rest)),
-    tree.Compare: lambda n: (n.first, *(x for _, x in n.rest)),
-    tree.Logic: lambda n: n.operands,
-    tree.Join: lambda n: n.operands,
-    tree.Choice: lambda n: (n.then, n.test, n.other),
-}
-
 _STATEMENTS: dict[type, Callable[[Names, Any], None]] = {
     tree.FromImport: Names.imports,
     tree.ImportModule: Names.import_module,
@@ -332,53 +306,29 @@ _STATEMENTS: dict[type, Callable[[Names, Any], None]] = {
     tree.Let: Names.let,
     tree.MeshOf: Names.mesh,
     tree.Define: Names.define,
-    tree.TagAt: Names.tag,
-    tree.PlaceOn: Names.directive,
-    tree.Across: Names.directive,
-    tree.SplitInto: Names.directive,
-    tree.StreamOn: Names.directive,
-    tree.Trade: Names.directive,
-    tree.Require: Names.directive,
-    tree.Print: Names.directive,
     tree.OrderBlock: Names.order,
-    tree.OrderChain: Names.chain,
     tree.Steps: Names.steps,
     tree.For: Names.loop,
     tree.Repeat: Names.repeat,
     tree.If: Names.branch,
     tree.Return: Names.give,
 }
+"""Statements that bind names, open a scope or are not allowed everywhere; of the others only the parts are checked."""
 
 _TOP_ONLY = (tree.FromImport, tree.ImportModule, tree.Param, tree.Define)
-_NOT_IN_ORDER = (
-    *_TOP_ONLY,
-    tree.MeshOf,
-    tree.TagAt,
-    tree.PlaceOn,
-    tree.Across,
-    tree.SplitInto,
-    tree.StreamOn,
-    tree.Trade,
-    tree.OrderBlock,
-    tree.OrderChain,
-)
+_NOT_IN_ORDER = (*_TOP_ONLY, tree.Directive)
 
 
 def _word(node: tree.Node) -> str:
     return node.span.text.split(maxsplit=1)[0]
 
 
-def _name_leaves(node: Any) -> Iterator[tree.Name]:
+def _name_leaves(node: tree.Node) -> Iterator[tree.Name]:
+    """The names that a value may be: not those inside a selector or a comprehension."""
     if isinstance(node, tree.Name):
         yield node
-    elif isinstance(node, tree.Choices):
-        for item in node.items:
-            yield from _name_leaves(item)
-    elif isinstance(node, tree.Join):
-        for item in node.operands:
-            yield from _name_leaves(item)
-    else:
-        for part in _PARTS.get(type(node), lambda n: ())(node):
+    elif not isinstance(node, tree.SelectorOf | tree.Pick | tree.Comprehension):
+        for part in node.children():
             yield from _name_leaves(part)
 
 

@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
-from piperlang.diagnostics import Diagnostic, Label, PiperError, error
-from piperlang.elaborate import directive as d
+from piperlang.core.mesh import Mesh
+from piperlang.core.selector import Selector, TagValue
+from piperlang.diagnostics import Diagnostic, PiperError, error
+from piperlang.elaborate.directive import Directive
 from piperlang.elaborate.lanes import Lane, Lanes
-from piperlang.elaborate.placement import MAX_CHUNKS, Chunk, Placement, Placements, shown, spread
-from piperlang.elaborate.selector import Selector, TagValue
-from piperlang.elaborate.values import Axis, Mesh
+from piperlang.elaborate.placement import Chunk, Placements, shown
+
+if TYPE_CHECKING:
+    from piperlang.directives.mesh import UseMesh
+    from piperlang.directives.order import Order
+    from piperlang.directives.split import Split
 
 PASSES = ("F", "B")
 MAX_COUNTED = 200_000
@@ -25,43 +31,24 @@ MAX_COUNTED = 200_000
 class Outline:
     def __init__(self, model: tuple[Chunk, ...] | None = None) -> None:
         """`model`: the tags of every chunk, where there is a model."""
-        self.meshes: dict[Mesh, d.UseMesh] = {}
+        self.meshes: dict[Mesh, UseMesh] = {}
         self.used: set[tuple[Mesh, str]] = set()
-        self.splits: dict[str, d.Split] = {}
-        self.tagged: dict[frozenset[tuple[str, TagValue]], d.Directive] = {}
+        self.splits: dict[str, Split] = {}
+        self.tagged: dict[frozenset[tuple[str, TagValue]], Directive] = {}
         """Every chunk the script has named, by its tags."""
         self.placements = Placements(model=model)
         self.lanes = Lanes(self.placements, self.splits)
-        self.chains: list[d.Order] = []
+        self.chains: list[Order] = []
         self._values: dict[str, set[TagValue]] = {}
         self._counted = 0
 
     # ------------------------------------------------------------------------------------------------------- queries
 
-    def apply(self, directive: d.Directive) -> None:
+    def apply(self, directive: Directive) -> None:
         try:
-            self._apply(directive)
+            directive.apply_to_outline(self)
         except PiperError as problem:
             raise PiperError(*(x.within(directive.trail) for x in problem.diagnostics)) from None
-
-    def _apply(self, directive: d.Directive) -> None:
-        match directive:
-            case d.UseMesh(mesh):
-                self.meshes.setdefault(mesh, directive)
-            case d.Tag(tags):
-                self.tagged.setdefault(frozenset(tags), directive)
-            case d.Place():
-                self._place(directive)
-            case d.Replicate(_, axes) | d.Shard(_, axes):
-                self._across(directive, axes)
-            case d.Split():
-                self._split(directive)
-            case d.Order(None):
-                self.chains.append(directive)
-            case d.Order():
-                self.lanes.order(directive)
-            case d.Stream() | d.Recompute() | d.Offload():
-                pass  # they do not affect the outline
 
     def count(self, selector: Selector) -> int:
         size = len(self.tagged) * len(PASSES) * prod(split.count for split in self.splits.values())
@@ -88,89 +75,6 @@ class Outline:
         for tags, phase in product(self.tagged, PASSES):
             for at in product(*sizes):
                 yield {**dict(tags), "pass": phase, **dict(at)}
-
-    # ------------------------------------------------------------------------------------------------- directives
-
-    def _place(self, directive: d.Place) -> None:
-        for mesh_axis, _ in directive.where.picks:
-            self.used.add((directive.where.mesh, mesh_axis))
-        devices = frozenset(directive.where.devices())
-        for conjunction in directive.selector.alternatives:
-            named = spread(conjunction, self.splits, self.placements)
-            if named is None:
-                self.placements.open.append(directive)
-            elif not named and self.placements.model is not None:
-                raise self.lanes.resolver.nothing(self.lanes.resolver.tags(conjunction), directive.selector)
-            elif not named:
-                raise error(
-                    "P0302",
-                    "selector matches no nodes",
-                    directive.selector.span,
-                    "it contains an empty range; ranges are half-open",
-                )
-            for chunk, box in named or ():
-                if any(not these for _, these in box):
-                    raise error(
-                        "P0302",
-                        "selector matches no nodes",
-                        directive.selector.span,
-                        f"it selects no microbatch of {self._sizes()}",
-                    )
-                if len(self.tagged) > MAX_CHUNKS:
-                    raise error(
-                        "P0208", f"more than {MAX_CHUNKS:,} chunks are placed", directive.span, help="check the ranges"
-                    )
-                self.placements.add(Placement(chunk, box, directive.where, devices, directive))
-                self.tagged.setdefault(chunk, directive)
-        self.lanes.forget()
-
-    def _sizes(self) -> str:
-        return ", ".join(f"{name}=0:{split.count}" for name, split in self.splits.items())
-
-    def _across(self, directive: d.Replicate | d.Shard, axes: tuple[Axis, ...]) -> None:
-        for axis in axes:
-            self.used.add((axis.mesh, axis.name))
-        names = [str(axis) for axis in axes]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise error("P0409", f"axis `{twice}` is used twice in one directive", directive.span, help="name it once")
-
-    def _split(self, directive: d.Split) -> None:
-        known = self.splits.get(directive.name)
-        if known is not None:
-            raise error(
-                "P0406",
-                f"split `{directive.name}` already exists",
-                directive.span,
-                also=[Label(known.span, "first split here")],
-                help="choose another name",
-            )
-        self._check_in_time(directive)
-        self.splits[directive.name] = directive
-        self.lanes.forget()
-
-    def _check_in_time(self, directive: d.Split) -> None:
-        """Statements that name the microbatches of a split must come after it."""
-        early = next((by for tags, by in self.tagged.items() if any(key == directive.name for key, _ in tags)), None)
-        late = next((lane.steps[0].step for lane in self.lanes.lanes if lane.steps), None)
-        if early is not None:
-            raise error(
-                "P0410",
-                f"`{directive.name}` is used before its split",
-                directive.span,
-                "split here",
-                also=[Label(early.span, f"`{directive.name}` is read as a tag here")],
-                help="move the split before this line",
-            )
-        if late is not None:
-            raise error(
-                "P0410",
-                "the batch is split after passes were ordered",
-                directive.span,
-                "split here",
-                also=[Label(late.span, "ordered without the split here")],
-                help="move the split before this line",
-            )
 
     # ----------------------------------------------------------------------------------------------------- results
 
@@ -203,12 +107,7 @@ class Outline:
         names = {name for name, _ in placed}
         for chunk, by in self.tagged.items():
             # A chunk with other tags than the placed ones may be inside them: only a model can tell.
-            if (
-                isinstance(by, d.Tag)
-                and not chunk & placed
-                and chunk not in ordered
-                and names.intersection(name for name, _ in chunk)
-            ):
+            if not chunk & placed and chunk not in ordered and names.intersection(name for name, _ in chunk):
                 what = shown(chunk)
                 yield Diagnostic(
                     "P0402",

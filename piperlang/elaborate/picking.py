@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from piperlang.core.mesh import Mesh, Submesh
+from piperlang.core.selector import Condition, TagValue
 from piperlang.diagnostics import did_you_mean, error, listed
-from piperlang.elaborate.selector import Condition, TagValue
-from piperlang.elaborate.values import Mesh, Slice, kind
+from piperlang.elaborate.values import kind
 from piperlang.syntax import tree
 from piperlang.syntax.words import RESERVED_KEYS, SELECTOR_WORDS
 
@@ -109,9 +110,9 @@ def _words(self: Evaluator, key: str, words: tuple[str, ...], value: Any) -> lis
     return list(P2P) if word == "p2p" else [word]
 
 
-def part_of_mesh(self: Evaluator, node: tree.Pick) -> Slice:
+def part_of_mesh(self: Evaluator, node: tree.Pick) -> Submesh:
     base = self.evaluate(node.base)
-    if not isinstance(base, Mesh | Slice):
+    if not isinstance(base, Mesh | Submesh):
         raise error("P0204", f"only a mesh is indexed by axis, not {kind(base)}", node.base.span, kind(base))
     mesh = base if isinstance(base, Mesh) else base.mesh
     picks = {} if isinstance(base, Mesh) else dict(base.picks)
@@ -130,7 +131,7 @@ def part_of_mesh(self: Evaluator, node: tree.Pick) -> Slice:
         picks[axis] = _coordinates(self, mesh, item)
     # Selecting a whole axis changes nothing: gpu[dp=*] is gpu.
     partial = {axis: at for axis, at in picks.items() if len(at) < mesh.shape[axis]}
-    return Slice(mesh, tuple((axis, partial[axis]) for axis in mesh.shape if axis in partial))
+    return Submesh(mesh, tuple((axis, partial[axis]) for axis in mesh.shape if axis in partial))
 
 
 def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int, ...]:

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from piperlang.core.mesh import Submesh
+from piperlang.core.selector import Conjunction, TagValue
 from piperlang.diagnostics import Label, error
-from piperlang.elaborate import directive as d
-from piperlang.elaborate.selector import Conjunction, TagValue
-from piperlang.elaborate.values import Slice
 from piperlang.syntax.words import RESERVED_KEYS
+
+if TYPE_CHECKING:
+    from piperlang.directives.place import Place
+    from piperlang.directives.split import Split
 
 Chunk: TypeAlias = frozenset[tuple[str, TagValue]]
 Box: TypeAlias = tuple[tuple[str, frozenset[int]], ...]
@@ -27,9 +30,9 @@ MAX_PARTS = 1_000
 class Placement:
     chunk: Chunk
     box: Box
-    where: Slice
+    where: Submesh
     devices: frozenset[int]
-    directive: d.Place
+    directive: Place
 
 
 def shown(chunk: Chunk) -> str:
@@ -41,7 +44,7 @@ class Placements:
     by_chunk: dict[Chunk, list[Placement]] = field(default_factory=dict)
     by_tag: dict[tuple[str, TagValue], list[Chunk]] = field(default_factory=dict)
     """The chunks by tag, so that a lookup visits only the matching ones."""
-    open: list[d.Place] = field(default_factory=list)
+    open: list[Place] = field(default_factory=list)
     """Placements of chunks that only a model can list."""
     model: tuple[Chunk, ...] | None = None
     """All chunks of the model, if there is one; then selectors must match existing chunks."""
@@ -99,9 +102,7 @@ def _meet(a: Box, b: Box) -> bool:
     return all(not mine.get(name, these).isdisjoint(these) for name, these in b)
 
 
-def spread(
-    conjunction: Conjunction, splits: Mapping[str, d.Split], known: Placements
-) -> list[tuple[Chunk, Box]] | None:
+def spread(conjunction: Conjunction, splits: Mapping[str, Split], known: Placements) -> list[tuple[Chunk, Box]] | None:
     """The chunks that a conjunction names, each with its microbatches.
 
     Without a model, the chunks named by value; None where only a model can tell: tags given by presence or absence, and

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
+from piperlang.core.selector import Condition, Conjunction, Selector, TagValue
 from piperlang.diagnostics import did_you_mean, error
-from piperlang.elaborate import directive as d
 from piperlang.elaborate.placement import MAX_CHUNKS, Chunk, Placements
-from piperlang.elaborate.selector import Condition, Conjunction, Selector, TagValue
 from piperlang.syntax.words import RESERVED_KEYS
+
+if TYPE_CHECKING:
+    from piperlang.directives.split import Split
 
 NEXT = ("next", "next?")
 
@@ -36,7 +39,7 @@ class Meant:
 @dataclass
 class Resolver:
     placements: Placements
-    splits: Mapping[str, d.Split]
+    splits: Mapping[str, Split]
     _known: dict[Conjunction, tuple[Meant, ...]] = field(default_factory=dict)
 
     def forget(self) -> None:

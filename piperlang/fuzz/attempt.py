@@ -16,7 +16,7 @@ from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import topological
 from piperlang.pipeline import planned, schedule
 from piperlang.plan.plan import Plan
-from piperlang.runtime.numerics import InDouble, Planned, Trainer, capture_doubled, compare
+from piperlang.runtime.reference.numerics import InDouble, Planned, Trainer, capture_doubled, compare
 from piperlang.source import Source
 
 EXECUTORS = ("graph", "inline", "ray")
@@ -79,10 +79,8 @@ class Bench:
             return _complained("failed", problem.diagnostics)
         except Exception as problem:
             return Outcome("raised", f"{type(problem).__name__}: {problem}", type(problem).__name__)
-        size = (
-            f"{len({d for family in graph.families for d in devices_of(family.where)})} devices, {len(graph.nodes)}"
-            " nodes"
-        )
+        devices = {device for template in graph.templates for device in devices_of(template.where)}
+        size = f"{len(devices)} devices, {len(graph.nodes)} nodes"
         worst = max(compared.max_grad_rel_err, compared.max_weight_rel_err)
         if compared.ok:
             return Outcome("same", f"{size}, largest difference {worst:.0e}")
@@ -97,9 +95,10 @@ class Bench:
         if self.executor == "graph":
             yield None
             return
-        from piperlang.runtime.job import Job, Training
-        from piperlang.runtime.optimize import default_optimizer
-        from piperlang.runtime.threads import ThreadJob
+        from piperlang.runtime.comm import gloo, threads
+        from piperlang.runtime.driver.start import start
+        from piperlang.runtime.driver.training import Training
+        from piperlang.runtime.optimizer.optimize import default_optimizer
 
         make = shipped(self.file, "model")
         assert make is not None
@@ -110,12 +109,10 @@ class Bench:
             self.seed,
         )
         loss_dtype = graph.model.tensors[graph.model.loss].dtype
-        if self.executor == "inline":
-            with ThreadJob(plan, cut, training, TIMEOUT, loss_dtype) as job:
-                yield Planned(graph, job)
-            return
+        # The program is traced on the CPU.
+        backend, cluster = (threads.BACKEND, None) if self.executor == "inline" else (gloo.BACKEND, self._workers())
         try:
-            with Job(plan, cut, training, timeout=TIMEOUT, loss_dtype=loss_dtype, cluster=self._workers()) as job:
+            with start(backend, plan, cut, training, loss_dtype, timeout=TIMEOUT, cluster=cluster) as job:
                 yield Planned(graph, job)
         except Exception:
             self.close()  # a failed job ends its workers: the next one starts new ones
@@ -123,7 +120,7 @@ class Bench:
 
     def _workers(self) -> Any:
         if self.cluster is None:
-            from piperlang.runtime.cluster import Cluster
+            from piperlang.runtime.driver.cluster import Cluster
 
             self.cluster = Cluster(self.workers)
         return self.cluster

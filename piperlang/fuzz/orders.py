@@ -19,7 +19,7 @@ def random_orders(graph: Graph, draw: random.Random) -> list[str]:
     changes."""
     lines: list[str] = []
     current, joined = None, False
-    left_out = {where for where in sorted({str(family.where) for family in graph.families}) if draw.random() < 0.2}
+    left_out = {where for where in sorted({str(template.where) for template in graph.templates}) if draw.random() < 0.2}
     units = _units(graph)
     first: dict[Hashable, Node] = {}
     for number, unit in units.items():
@@ -27,7 +27,7 @@ def random_orders(graph: Graph, draw: random.Random) -> list[str]:
     mixed = _mixed(graph)
     for unit in _linear(graph, units, draw):
         node = first[unit]
-        where = str(node.family.where)
+        where = str(node.template.where)
         if node.op not in ORDERED or where in left_out or _work(node) in mixed:
             continue
         if where != current:
@@ -44,7 +44,7 @@ def random_orders(graph: Graph, draw: random.Random) -> list[str]:
 
 def _work(node: Node) -> Hashable:
     """The nodes that one step selects: all chunks of a stage, for one microbatch."""
-    return node.family.tags.get("stage", node.family.chunk), str(node.family.where), node.point
+    return node.template.tags.get("stage", node.template.chunk), str(node.template.where), node.point
 
 
 def _units(graph: Graph) -> Mapping[int, Hashable]:
@@ -57,14 +57,14 @@ def _mixed(graph: Graph) -> set[Hashable]:
     ops: dict[Hashable, set[str]] = {}
     for node in graph.nodes:
         if node.op in ORDERED:
-            ops.setdefault(_work(node), set()).update({node.op} if "stage" in node.family.tags else {"B", "W"})
+            ops.setdefault(_work(node), set()).update({node.op} if "stage" in node.template.tags else {"B", "W"})
     return {work for work, found in ops.items() if "B" in found and found & {"I", "W"}}
 
 
 def _step(node: Node) -> str:
-    stage = node.family.tags["stage"]
+    stage = node.template.tags["stage"]
     conditions = [f'stage="{stage}"' if isinstance(stage, str) else f"stage={stage}"]
-    conditions += [f"{name}={at}" for name, at in zip(node.family.dims, node.point, strict=True)]
+    conditions += [f"{name}={at}" for name, at in zip(node.template.dims, node.point, strict=True)]
     return f"[{', '.join(conditions)}, pass={node.op}]"
 
 

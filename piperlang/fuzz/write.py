@@ -274,7 +274,11 @@ def _extras(draft: Draft) -> list[str]:
 
 def _streamed(draft: Draft, lines: list[str], graph: Graph) -> list[str]:
     """Communication on streams of its own, if there is any."""
-    there = {"p2p" if family.op in ("send", "recv") else family.op for family in graph.families if family.communicates}
+    there = {
+        "p2p" if template.op in ("send", "recv") else template.op
+        for template in graph.templates
+        if template.communicates
+    }
     streams = [f'stream [comm={op}] on "{op}"' for op in sorted(there) if draft.draw.random() < 0.2]
     order = lines[-1:] if lines[-1].endswith(")") else []  # that of the library comes last
     return [*lines[: len(lines) - len(order)], *streams, *order]

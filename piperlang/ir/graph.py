@@ -1,45 +1,43 @@
 """The global training DAG: compute, communication and updates of one step, as nodes over parts of a mesh.
 
-A node is SPMD over its part, so the graph does not grow with the number of replicas. Nodes that differ only in their
-microbatch share a Family, which holds all that is the same; selecting looks at families first, so it costs what it
+A node is SPMD over its submesh, so the graph does not grow with the number of replicas. Nodes that differ only in their
+microbatch share a template, which holds all that is the same; selecting looks at templates first, so it costs what it
 finds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from itertools import chain
+from typing import NamedTuple
 
+from piperlang.core.mesh import Submesh
+from piperlang.core.placement import Placement
+from piperlang.core.selector import Condition, Conjunction, Selector, TagValue
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.elaborate.directive import Directive, Step
-from piperlang.elaborate.selector import Condition, Conjunction, Selector, TagValue
-from piperlang.elaborate.values import Slice
 from piperlang.ir.layout import Layout
-from piperlang.ir.model import Arrangement, Model, Place, Slot, Tensor
-
-Key: TypeAlias = str
-"""Names a value: what it is, and of which microbatch."""
+from piperlang.ir.model import Model, Sharding, Slot, Tensor
 
 COMPUTE = ("F", "B", "I", "W", "R")
 """Passes of a chunk; R is a forward again, for the activations of a backward."""
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-WAY = "!way"
-"""Ends the key of the way that rows go to their experts: which go where, and how many come from where."""
 LOCAL = ("slice", "concat", "share", "offload", "fetch")
 """What moves data without another device."""
 
 
-class Held(NamedTuple):
-    """How a weight, or its gradient, lies on a part: divided in dims along some axes, and flat along others (ZeRO)."""
+class WeightLayout(NamedTuple):
+    """How a weight, or its gradient, is sharded on a submesh: in dims along some axes, and flat along others (ZeRO)."""
 
     weight: str
-    where: Slice
-    places: tuple[Place, ...]
+    where: Submesh
+    placements: tuple[Placement, ...]
     flat: tuple[str, ...]
     """Axes along which what each device would have is divided again, as a flat buffer; outermost first."""
 
 
 class Value(NamedTuple):
-    """A tensor of the graph: its global shape, where it lies and how, and which samples it is of."""
+    """A tensor of the graph: its global shape, its layout, and which samples it is of."""
 
     tensor: Tensor
     layout: Layout
@@ -50,12 +48,12 @@ class Value(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
+class NodeTemplate:
     """What nodes of all microbatches share."""
 
     op: str
     tags: Mapping[str, TagValue]
-    where: Slice
+    where: Submesh
     dims: tuple[str, ...] = ()
     """The splits that number its nodes."""
     chunk: int | None = None
@@ -63,19 +61,19 @@ class Family:
     """The pass it is, or serves."""
     slots: tuple[Slot, ...] = ()
     """For compute: what stands behind each of a node's reads."""
-    gives: tuple[Slot, ...] = ()
+    outputs: tuple[Slot, ...] = ()
     samples: int = 0
-    """For compute: how many each device has of a piece."""
-    arranged: Arrangement = ((), ())
-    """For compute: the axes that divide its weights, and how its inputs arrive along them."""
+    """For compute: how many each device has of a microbatch."""
+    sharding: Sharding = ((), ())
+    """For compute: the axes that shard its weights, and the placements of its inputs along them."""
     layout: Layout | None = None
-    """For compute: how samples lie on its devices."""
+    """For compute: the layout of samples on its devices."""
     axes: tuple[str, ...] = ()
-    """For communication within a part: the axes along which devices talk."""
+    """For communication within a submesh: the axes along which devices communicate."""
     by: Directive | None = None
     """The directive that asked for it."""
-    beyond: tuple[Slice, ...] = ()
-    """Further parts that take part, where a weight is kept in several."""
+    beyond: tuple[Submesh, ...] = ()
+    """Further submeshes that take part, where a weight has replicas on several."""
     points: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Its nodes."""
 
@@ -96,37 +94,33 @@ class Family:
 
 class Node(NamedTuple):
     id: int
-    family: Family
+    template: NodeTemplate
     point: tuple[int, ...]
-    reads: tuple[tuple[Key, ...], ...]
+    reads: tuple[tuple[ValueId, ...], ...]
     """Where one entry has several keys they are parts: of a sum for gradients, of a whole for data."""
-    writes: tuple[Key, ...]
+    writes: tuple[ValueId, ...]
     stream: str
 
     @property
     def op(self) -> str:
-        return self.family.op
+        return self.template.op
 
     @property
-    def routes(self) -> str | None:
-        """What an exchange of rows with their experts is: `choose` for the choice itself, which finds the way; `route`
-        for what follows it there and back."""
-        if any(key.endswith(WAY) for key in self.writes):
-            return "choose"
-        return "route" if len(self.reads) == 2 and self.reads[1] and self.reads[1][0].endswith(WAY) else None
+    def splits(self) -> ValueId | None:
+        """For an exchange of routed tokens: the counts that it follows, or, for the expert indices, makes."""
+        return next((one for one in (*self.writes, *chain(*self.reads[1:2])) if one.kind is Kind.SPLITS), None)
 
     @property
     def name(self) -> str:
         """`send.F[stage=0, mb=1]`: what it is, of what."""
-        family = self.family
-        words = [f"{key}={value}" for key, value in sorted(family.tags.items())]
-        words += [f"{name}={at}" for name, at in zip(family.dims, self.point, strict=False)]
-        return (
-            f"{family.op}{'.' + family.phase if family.phase and family.phase != family.op else ''}[{', '.join(words)}]"
-        )
+        template = self.template
+        words = [f"{key}={value}" for key, value in sorted(template.tags.items())]
+        words += [f"{name}={at}" for name, at in zip(template.dims, self.point, strict=False)]
+        phase = f".{template.phase}" if template.phase and template.phase != template.op else ""
+        return f"{template.op}{phase}[{', '.join(words)}]"
 
     def __str__(self) -> str:
-        return f"{self.name} on {self.family.where}"
+        return f"{self.name} on {self.template.where}"
 
 
 @dataclass(frozen=True)
@@ -164,29 +158,29 @@ class Steps:
 class Graph:
     model: Model
     nodes: Sequence[Node]
-    families: Sequence[Family]
-    values: Mapping[Key, Value]
-    held: Mapping[Key, Held]
-    made: Mapping[Key, int]
+    templates: Sequence[NodeTemplate]
+    values: Mapping[ValueId, Value]
+    held: Mapping[ValueId, WeightLayout]
+    made: Mapping[ValueId, int]
     after: Mapping[int, Sequence[int]]
     """Temporal edges that passes ask for: node -> nodes before it."""
     orders: Sequence[Steps]
     directives: Sequence[Directive] = ()
-    losses: Sequence[Key] = ()
-    next: Mapping[Key, Key] = field(default_factory=dict)
+    losses: Sequence[ValueId] = ()
+    next: Mapping[ValueId, ValueId] = field(default_factory=dict)
     """What each weight's key is called once it has been updated."""
     chains: Sequence[Steps] = ()
     """`order A -> B`, whose edges are in `after`; here for whoever has to say which line asked for them."""
 
     def select(self, selector: Selector) -> Iterator[Node]:
-        """The nodes that match, in the order of the graph's families; costs the number of families and of nodes
+        """The nodes that match, in the order of the graph's templates; costs the number of templates and of nodes
         found."""
         seen: set[int] = set()
         for conjunction in selector.alternatives:
-            for family in self.families:
-                if not fits(family, conjunction):
+            for template in self.templates:
+                if not fits(template, conjunction):
                     continue
-                for number in among(family, conjunction):
+                for number in among(template, conjunction):
                     if number not in seen:
                         seen.add(number)
                         yield self.nodes[number]
@@ -200,17 +194,17 @@ class Graph:
                     yield maker
 
 
-def fits(family: Family, conjunction: Conjunction) -> bool:
-    """Whether nodes of a family can match, as far as its microbatches do not matter.
+def fits(template: NodeTemplate, conjunction: Conjunction) -> bool:
+    """Whether nodes of a template can match, as far as its microbatches do not matter.
 
     Communication and updates are meant only where they are named: `[pass=F]` is compute."""
     named = {c.key for c in conjunction}
-    if ("comm" in named) != family.communicates or ("update" in named) != (family.op == "update"):
+    if ("comm" in named) != template.communicates or ("update" in named) != (template.op == "update"):
         return False
-    if family.op in LOCAL or family.op == "R":
+    if template.op in LOCAL or template.op == "R":
         return False
-    attributes = family.attributes()
-    return all(_holds(c, attributes) for c in conjunction if c.key not in family.dims)
+    attributes = template.attributes()
+    return all(_holds(c, attributes) for c in conjunction if c.key not in template.dims)
 
 
 def _holds(condition: Condition, attributes: Mapping[str, TagValue]) -> bool:
@@ -220,17 +214,19 @@ def _holds(condition: Condition, attributes: Mapping[str, TagValue]) -> bool:
     return condition.holds(attributes)
 
 
-def among(family: Family, conjunction: Conjunction) -> Iterable[int]:
-    """The nodes of a family whose microbatches match."""
+def among(template: NodeTemplate, conjunction: Conjunction) -> Iterable[int]:
+    """The nodes of a template whose microbatches match."""
     conditions = [
-        (family.dims.index(c.key), c)
+        (template.dims.index(c.key), c)
         for c in conjunction
-        if c.key in family.dims and c.test not in ("next", "next?", "present")
+        if c.key in template.dims and c.test not in ("next", "next?", "present")
     ]
     if not conditions:
-        return family.points.values()
-    if len(conditions) == len(family.dims) and all(c.test == "in" and len(c.values) == 1 for _, c in conditions):
+        return template.points.values()
+    if len(conditions) == len(template.dims) and all(c.test == "in" and len(c.values) == 1 for _, c in conditions):
         at = {i: c.values[0] for i, c in conditions}
-        exact = family.points.get(tuple(int(at.get(i, -1)) for i in range(len(family.dims))))
+        exact = template.points.get(tuple(int(at.get(i, -1)) for i in range(len(template.dims))))
         return () if exact is None else (exact,)
-    return [number for point, number in family.points.items() if all(c.holds({c.key: point[i]}) for i, c in conditions)]
+    return [
+        number for point, number in template.points.items() if all(c.holds({c.key: point[i]}) for i, c in conditions)
+    ]

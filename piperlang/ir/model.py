@@ -7,46 +7,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
+from piperlang.core.placement import Dispatched, Placement
+from piperlang.core.selector import TagValue
 from piperlang.diagnostics import Diagnostic
-from piperlang.elaborate.selector import TagValue
 
 Slot: TypeAlias = tuple[str, int]
-"""What a pass of a chunk takes or gives: (weight | batch | rng | input | output | saved | kept | grad_..., index)."""
-
-Place: TypeAlias = int | str
-"""How a tensor lies along one device axis: a dim divided evenly, or one of the words below."""
-
-WHOLE = "whole"
-"""Every device has all of it."""
-SUM = "sum"
-"""Every device has a part of a sum."""
-MEAN = "mean"
-"""Every device has a part of a mean (only losses)."""
-BATCH = "batch"
-"""The samples are divided along the axis."""
-ROUTED = "routed"
-"""Every row is where the expert is that it has chosen: how many a device has, the data decide."""
-
-
-class Choice(NamedTuple):
-    """Which tensor decides where rows are, and among how many experts."""
-
-    name: str
-    experts: int
-
-    @property
-    def place(self) -> Place:
-        """Rows that follow different choices lie differently."""
-        return f"{ROUTED} by {self.name} among {self.experts}"
-
-
-def choice_of(places: Sequence[Place]) -> Choice | None:
-    """What decides where rows are, if anything does."""
-    for place in places:
-        if isinstance(place, str) and place.startswith(f"{ROUTED} by "):
-            name, _, experts = place.removeprefix(f"{ROUTED} by ").rpartition(" among ")
-            return Choice(name, int(experts))
-    return None
+"""An input or output of a pass: (weight | batch | rng | input | output | saved | kept | grad_..., index)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +55,8 @@ class Weight:
 class Pass:
     """F, B, I or W of a chunk: what it takes and gives, and what it costs at the size it was captured."""
 
-    takes: tuple[Slot, ...]
-    gives: tuple[Slot, ...]
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
     flops: int = 0
     moved_bytes: int = 0
     scratch_bytes: int = 0
@@ -126,11 +92,11 @@ class Chunk:
     key: object = field(default=None, compare=False)
     """Equal for chunks that compute the same."""
     saved_apart: int = 0
-    """Of the saved bytes, those that lie in no input or output."""
+    """Of the saved bytes, those that share no memory with an input or output."""
     saved_in: tuple[Slot, ...] = ()
-    """Inputs and outputs in which activations lie: as long as those are there, so are these."""
-    choice: Choice | None = None
-    """Its input that says which expert each row has chosen, if it has experts that rows choose."""
+    """Inputs and outputs that activations share memory with, and so keep alive."""
+    dispatch: Dispatched | None = None
+    """By which of its inputs routed tokens are dispatched to its experts, if it has such experts."""
     changes: tuple[Change, ...] = ()
 
     @property
@@ -150,18 +116,18 @@ class Divide:
     style: str
 
 
-Places: TypeAlias = Mapping[Slot, tuple[Place, ...]]
-"""For every slot of a chunk, how it lies along each axis that divides the chunk."""
+Places: TypeAlias = Mapping[Slot, tuple[Placement, ...]]
+"""For every slot of a chunk, its placement along each axis that shards the chunk."""
 
 
-Arrangement: TypeAlias = tuple[tuple[Divide, ...], tuple[tuple[Slot, tuple[Place, ...]], ...]]
-"""How a chunk is divided: along which axes, and how its inputs lie along them as they arrive."""
+Sharding: TypeAlias = tuple[tuple[Divide, ...], tuple[tuple[Slot, tuple[Placement, ...]], ...]]
+"""How a chunk is sharded: along which axes, and the placements of its inputs along them as they arrive."""
 
 
 class Divider(Protocol):
-    """Who can tell how a chunk's tensors lie when its weights are divided: the captured model, which can trace it."""
+    """Finds the placements of a chunk's tensors when its weights are sharded: the captured model, which traces it."""
 
-    def divided(self, chunk: int, samples: int, arranged: Arrangement) -> Places: ...
+    def divided(self, chunk: int, samples: int, sharding: Sharding) -> Places: ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""An order in which the whole graph can run, or the circle that prevents it."""
+"""An order in which the whole graph can run, or the cycle that prevents it."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def topological(graph: Graph) -> list[int]:
             if not waits[user]:
                 ready.append(user)
     if len(done) < len(users):
-        raise PiperError(_circle(graph, users, {i for i, left in enumerate(waits) if left}, count))
+        raise PiperError(_cycle(graph, users, {i for i, left in enumerate(waits) if left}, count))
     return [i for i in done if i < count]
 
 
-def _circle(graph: Graph, users: Sequence[Sequence[int]], stuck: set[int], count: int) -> Diagnostic:
-    """Walk backwards among what is stuck until a node comes twice, and name the circle node by node."""
+def _cycle(graph: Graph, users: Sequence[Sequence[int]], stuck: set[int], count: int) -> Diagnostic:
+    """Walk backwards among what is stuck until a node comes twice, and name the cycle node by node."""
     before: dict[int, int] = {}
     for node in stuck:
         for user in users[node]:
@@ -72,9 +72,9 @@ def _circle(graph: Graph, users: Sequence[Sequence[int]], stuck: set[int], count
         seen.add(now)
         path.append(now)
         now = before[now]
-    circle = [i for i in reversed(path[path.index(now) :]) if i < count]
-    names = [str(graph.nodes[i]) for i in circle]
-    labels: list[tuple[Step | None, str]] = list(_labels(graph, set(circle)))
+    cycle = [i for i in reversed(path[path.index(now) :]) if i < count]
+    names = [str(graph.nodes[i]) for i in cycle]
+    labels: list[tuple[Step | None, str]] = list(_labels(graph, set(cycle)))
     lines = [f"{name} before {names[(i + 1) % len(names)]}" for i, name in enumerate(names)]
     shown = lines if len(lines) <= 12 else [*lines[:11], f"... and {len(lines) - 11} more"]
     (step, text), *others = labels or [(None, "")]
@@ -90,12 +90,12 @@ def _circle(graph: Graph, users: Sequence[Sequence[int]], stuck: set[int], count
     )
 
 
-def _labels(graph: Graph, circle: set[int]) -> Iterator[tuple[Step, str]]:
-    """The steps of orders that name nodes of the circle; those of chains first, which a user writes by hand."""
+def _labels(graph: Graph, cycle: set[int]) -> Iterator[tuple[Step, str]]:
+    """The steps of orders that name nodes of the cycle; those of chains first, which a user writes by hand."""
     seen: set[Span] = set()
     for order in (*graph.chains, *graph.orders):
         for group, step in zip(order.groups, order.written, strict=True):
             for node in group:
-                if node in circle and step.span not in seen:
+                if node in cycle and step.span not in seen:
                     seen.add(step.span)
                     yield step, f"orders {graph.nodes[node]}"

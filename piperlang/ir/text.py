@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from piperlang.ir.graph import COMPUTE, Graph, Key, Node
+from piperlang.core.value_id import Kind, ValueId
+from piperlang.ir.graph import COMPUTE, Graph, Node
 from piperlang.ir.layout import axes_of, devices_of
 from piperlang.ir.sort import topological
 
@@ -30,26 +31,26 @@ def brief_line(graph: Graph, node: Node) -> str:
     Weights and their gradients are counted, other values have their global shape. Of what a pass reads only the weights
     are named: the rest is what the nodes before it have written. Communication and updates give what they take. A
     stream of the script's own is named."""
-    family = node.family
-    where = " and ".join(map(str, (family.where, *family.beyond))) + (
-        f" over {', '.join(family.axes)}" if family.axes else ""
+    template = node.template
+    where = " and ".join(map(str, (template.where, *template.beyond))) + (
+        f" over {', '.join(template.axes)}" if template.axes else ""
     )
-    reads = _amounts(graph, (key for keys in node.reads for key in keys[:1] if key.startswith("w:")))
+    reads = _amounts(graph, (key for keys in node.reads for key in keys[:1] if key.kind is Kind.WEIGHT))
     writes = _amounts(graph, node.writes)
-    what = f"{reads} -> {writes}".strip() if family.op in COMPUTE else writes
+    what = f"{reads} -> {writes}".strip() if template.op in COMPUTE else writes
     stream = f"stream {node.stream}" if node.stream not in ("compute", "comm") else ""
     return "  ".join(part for part in (node.name, where, what, stream) if part)
 
 
-def _amounts(graph: Graph, keys: Iterable[Key]) -> str:
+def _amounts(graph: Graph, keys: Iterable[ValueId]) -> str:
     """Shapes, and how many weights and gradients: `[4, 32], 2 gradients`."""
     shapes: list[str] = []
     counts: Counter[str] = Counter()
     for key in keys:
         value = graph.values.get(key)
-        if key.startswith("w:"):
+        if key.kind is Kind.WEIGHT:
             counts["weight"] += 1
-        elif key.startswith(("dw:", "g:")):
+        elif key.kind in (Kind.WEIGHT_GRADIENT, Kind.REDUCED):
             counts["gradient"] += 1
         elif value is not None:
             shapes.append(str(list(value.tensor.shape(value.samples))))
@@ -64,27 +65,27 @@ def _amounts(graph: Graph, keys: Iterable[Key]) -> str:
 
 
 def line(graph: Graph, node: Node) -> str:
-    family = node.family
-    over = f" over {', '.join(family.axes)}" if family.axes else ""
-    beyond = "".join(f" and {where}" for where in family.beyond)
-    reads = ", ".join(" + ".join(keys) or "0" for keys in node.reads)
+    template = node.template
+    over = f" over {', '.join(template.axes)}" if template.axes else ""
+    beyond = "".join(f" and {where}" for where in template.beyond)
+    reads = ", ".join(" + ".join(map(str, keys)) or "0" for keys in node.reads)
     writes = ", ".join(described(graph, key) for key in node.writes)
     after = ", ".join(str(graph.nodes[i]) for i in sorted(graph.after.get(node.id, ())))
     return f"{node}{beyond}{over} stream {node.stream}: {reads} -> {writes}" + (f" after {after}" if after else "")
 
 
-def described(graph: Graph, key: Key) -> str:
-    """A value with its global shape and how it lies: `x#0: float32[4, 16]{dp: batch}`."""
+def described(graph: Graph, key: ValueId) -> str:
+    """A value with its global shape and placements: `x#0: float32[4, 16]{dp: batch}`."""
     value, held = graph.values.get(key), graph.held.get(key)
     if value is not None:
         shape, dtype = value.tensor.shape(value.samples), value.tensor.dtype
-        places = zip(axes_of(value.layout.where), value.layout.places, strict=True)
+        places = zip(axes_of(value.layout.where), value.layout.placements, strict=True)
     elif held is not None:
         weight = graph.model.weights[held.weight]
         shape, dtype = weight.shape, weight.dtype
-        places = zip(axes_of(held.where), held.places, strict=True)
+        places = zip(axes_of(held.where), held.placements, strict=True)
     else:
-        return key  # activations: as many tensors as the backward needs
+        return str(key)  # activations: as many tensors as the backward needs
     lies = [f"{axis}: {place}" for (axis, _), place in places] + [
         f"{axis}: flat" for axis in (held.flat if held else ())
     ]
@@ -109,34 +110,34 @@ def as_json(graph: Graph) -> dict[str, Any]:
 
 
 def _node(graph: Graph, node: Node) -> dict[str, Any]:
-    family = node.family
+    template = node.template
     found: dict[str, Any] = {
         "id": node.id,
-        "op": family.op,
-        "tags": dict(family.tags),
-        "split": dict(zip(family.dims, node.point, strict=False)),
-        "on": str(family.where),
-        "devices": sorted({device for where in (family.where, *family.beyond) for device in devices_of(where)}),
+        "op": template.op,
+        "tags": dict(template.tags),
+        "split": dict(zip(template.dims, node.point, strict=False)),
+        "on": str(template.where),
+        "devices": sorted({device for where in (template.where, *template.beyond) for device in devices_of(where)}),
         "stream": node.stream,
-        "reads": [list(keys) for keys in node.reads],
-        "writes": list(node.writes),
+        "reads": [list(map(str, keys)) for keys in node.reads],
+        "writes": list(map(str, node.writes)),
         "after": sorted(graph.after.get(node.id, ())),
     }
-    if family.phase is not None:
-        found["pass"] = family.phase
-    if family.chunk is not None:
-        found["chunk"] = family.chunk
-    if family.axes:
-        found["over"] = list(family.axes)
+    if template.phase is not None:
+        found["pass"] = template.phase
+    if template.chunk is not None:
+        found["chunk"] = template.chunk
+    if template.axes:
+        found["over"] = list(template.axes)
     return found
 
 
-def _values(graph: Graph) -> Iterator[tuple[Key, dict[str, Any]]]:
+def _values(graph: Graph) -> Iterator[tuple[str, dict[str, Any]]]:
     for key, value in graph.values.items():
         layout = value.layout
-        places = {axis: place for (axis, _), place in zip(axes_of(layout.where), layout.places, strict=True)}
+        places = {axis: str(place) for (axis, _), place in zip(axes_of(layout.where), layout.placements, strict=True)}
         yield (
-            key,
+            str(key),
             {
                 "dtype": value.tensor.dtype,
                 "shape": list(value.tensor.shape(value.samples)),
@@ -148,9 +149,9 @@ def _values(graph: Graph) -> Iterator[tuple[Key, dict[str, Any]]]:
         )
     for key, held in graph.held.items():
         weight = graph.model.weights[held.weight]
-        places = {axis: place for (axis, _), place in zip(axes_of(held.where), held.places, strict=True)}
+        places = {axis: str(place) for (axis, _), place in zip(axes_of(held.where), held.placements, strict=True)}
         yield (
-            key,
+            str(key),
             {
                 "dtype": weight.dtype,
                 "shape": list(weight.shape),

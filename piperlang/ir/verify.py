@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
-from piperlang.ir.graph import COLLECTIVES, Graph, Key
-from piperlang.ir.layout import moves
+from piperlang.core.value_id import Kind, ValueId
+from piperlang.ir.graph import COLLECTIVES, Graph
+from piperlang.ir.redistribute import moves
 
-GIVEN = ("seed", "rng")
+GRADIENTS = (Kind.GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 class Broken(Exception):
@@ -44,25 +45,25 @@ def _flow(graph: Graph) -> Iterator[str]:
                 yield f"{key} is not known to be made by {node}"
 
 
-def _given(graph: Graph, key: Key) -> bool:
-    if key in GIVEN or key.startswith("w:"):
+def _given(graph: Graph, key: ValueId) -> bool:
+    if key.kind in (Kind.SUPPLIED, Kind.WEIGHT):
         return True
     value = graph.values.get(key)
     return value is not None and value.tensor.name in {name for chunk in graph.model.chunks for name in chunk.batch}
 
 
 def _places(graph: Graph) -> Iterator[str]:
-    """A node reads and writes what lies on its own devices."""
+    """A node reads and writes values of its own devices."""
     for node in graph.nodes:
-        family = node.family
-        local = [key for keys in node.reads for key in keys] if family.op != "recv" else []
-        for key in [*local, *(node.writes if family.op != "send" else ())]:
+        template = node.template
+        local = [key for keys in node.reads for key in keys] if template.op != "recv" else []
+        for key in [*local, *(node.writes if template.op != "send" else ())]:
             value, held = graph.values.get(key), graph.held.get(key)
-            where = value.layout.where if value else held.where if held else family.where
-            if where != family.where and where not in family.beyond:
+            where = value.layout.where if value else held.where if held else template.where
+            if where != template.where and where not in template.beyond:
                 yield f"{node} touches {key}, which lies on {where}"
-        if family.chunk is not None and family.slots and len(family.slots) != len(node.reads):
-            yield f"{node} has {len(node.reads)} reads for {len(family.slots)} slots"
+        if template.chunk is not None and template.slots and len(template.slots) != len(node.reads):
+            yield f"{node} has {len(node.reads)} reads for {len(template.slots)} slots"
 
 
 def _moves(graph: Graph) -> Iterator[str]:
@@ -86,8 +87,8 @@ def _moves(graph: Graph) -> Iterator[str]:
 
 def _gradients(graph: Graph) -> Iterator[str]:
     """No part of a gradient is lost, and none counts twice."""
-    read: dict[Key, float] = {}
-    halves: set[tuple[Key, int | None, object]] = set()
+    read: dict[ValueId, float] = {}
+    halves: set[tuple[ValueId, int | None, object]] = set()
     for node in graph.nodes:
         part = 1.0
         if node.op == "slice" and not graph.values[node.reads[0][0]].inner:
@@ -96,24 +97,26 @@ def _gradients(graph: Graph) -> Iterator[str]:
         for keys in node.reads:
             for key in keys:
                 if node.op in ("I", "W"):  # two halves of one backward read a gradient once
-                    if (key, node.family.chunk, node.point) in halves:
+                    if (key, node.template.chunk, node.point) in halves:
                         continue
-                    halves.add((key, node.family.chunk, node.point))
-                if key.startswith(("d:", "dw:")):
+                    halves.add((key, node.template.chunk, node.point))
+                if key.kind in GRADIENTS:
                     read[key] = read.get(key, 0.0) + part
     for node in graph.nodes:
         for key in node.writes:
-            if key.startswith(("d:", "dw:")) and abs(read.get(key, 0.0) - 1) > 1e-6:
+            if key.kind in GRADIENTS and abs(read.get(key, 0.0) - 1) > 1e-6:
                 yield f"{key} of {node} is read {read.get(key, 0.0):g} times, not once"
 
 
 def _updates(graph: Graph) -> Iterator[str]:
     """Every weight that learns is updated once wherever it is kept, and kept afterwards as it was before."""
-    learning = {graph.held[key].weight for node in graph.nodes for key in node.writes if key.startswith("dw:")}
+    learning = {
+        graph.held[key].weight for node in graph.nodes for key in node.writes if key.kind is Kind.WEIGHT_GRADIENT
+    }
     updates = Counter(
         node.reads[i][0] for node in graph.nodes if node.op == "update" for i in range(0, len(node.reads), 2)
     )
-    kept = {key for key in graph.held if key.startswith("w:") and key not in graph.made}
+    kept = {key for key in graph.held if key.kind is Kind.WEIGHT and key not in graph.made}
     for key in sorted(kept):
         if graph.held[key].weight in learning and updates[key] != 1:
             yield f"{key} is updated {updates[key]} times, not once"
@@ -125,9 +128,9 @@ def _updates(graph: Graph) -> Iterator[str]:
 def _samples(graph: Graph) -> Iterator[str]:
     """Every chunk sees every sample of the batch once."""
     seen: Counter[int] = Counter()
-    for family in graph.families:
-        if family.op == "F" and family.chunk is not None and family.layout is not None:
-            seen[family.chunk] += len(family.points) * family.samples * len(family.layout.separate())
+    for template in graph.templates:
+        if template.op == "F" and template.chunk is not None and template.layout is not None:
+            seen[template.chunk] += len(template.points) * template.samples * len(template.layout.separate())
     for chunk, samples in seen.items():
         if samples != graph.model.samples:
             yield f"chunk {chunk} sees {samples} samples of {graph.model.samples}"

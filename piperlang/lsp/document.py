@@ -11,10 +11,11 @@ from itertools import accumulate
 from pathlib import Path
 
 from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.directives import BY_WORD
 from piperlang.elaborate.values import Function, Value
 from piperlang.pipeline import outline
 from piperlang.repl.answer import signature
-from piperlang.repl.commands import DIRECTIVE_HELP, library_function
+from piperlang.repl.commands import library_function
 from piperlang.repl.completion import Candidate, complete
 from piperlang.repl.reading import Grouped
 from piperlang.repl.session import Session
@@ -85,8 +86,8 @@ class Script:
     def about(self, offset: int) -> str:
         """The syntax of a directive, or the signature and documentation of a function."""
         word = self.word(offset)
-        if word in DIRECTIVE_HELP:
-            return DIRECTIVE_HELP[word]
+        if word in BY_WORD:
+            return BY_WORD[word].help()
         function = self._value(word) or library_function(word) if word else None
         if not isinstance(function, Function):
             return ""

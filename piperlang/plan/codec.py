@@ -11,6 +11,10 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from piperlang.core import placement, value_id
+from piperlang.core.placement import Placement
+from piperlang.core.value_id import ValueId
+
 Read = Callable[[Any], Any]
 
 
@@ -23,9 +27,20 @@ class Broken(Exception):
 
 def encode(value: Any) -> Any:
     """For `json.dumps(default=...)`: a dataclass by its init fields; named tuples become lists by themselves."""
+    if isinstance(value, ValueId | Placement):
+        return _printed(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: getattr(value, one.name) for one in fields(value) if one.init}
+        found = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
+        return {name: _keyed(one) if isinstance(one, dict) else one for name, one in found.items()}
     raise TypeError(f"a plan holds a {type(value).__name__}")
+
+
+_printed, _parsed = cache(str), cache(value_id.parse)
+"""A plan names every value many times."""
+
+
+def _keyed(table: dict[Any, Any]) -> dict[str, Any]:
+    return {_printed(key): value for key, value in table.items()}
 
 
 @cache
@@ -83,7 +98,29 @@ def _truth(data: Any) -> bool:
     return data
 
 
-_PLAIN: dict[Any, Read] = {int: _integer, float: _number, str: _text, bool: _truth, Any: lambda data: data}
+def _value_id(data: Any) -> ValueId:
+    found = _parsed(data) if type(data) is str else None
+    if found is None:
+        raise _fail("the id of a value", data)
+    return found
+
+
+def _placement(data: Any) -> Placement:
+    found = placement.parse(data) if type(data) is str else None
+    if found is None:
+        raise _fail("a placement", data)
+    return found
+
+
+_PLAIN: dict[Any, Read] = {
+    int: _integer,
+    float: _number,
+    str: _text,
+    bool: _truth,
+    Any: lambda data: data,
+    ValueId: _value_id,
+    Placement: _placement,
+}
 
 
 def _either(kinds: tuple[Any, ...]) -> Read:

@@ -20,7 +20,7 @@ from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform, get_type_hints
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import ValueId
 from piperlang.ir.layout import Box
 
 Shape: TypeAlias = tuple[int, ...]
@@ -30,7 +30,7 @@ Interval: TypeAlias = tuple[int, int]
 SYNC = "order"
 """The stream of messages that carry no data: the receiver may go on."""
 NORM = "norm"
-"""The stream on which the norm of all gradients is computed, and the value id of the factor they are scaled by."""
+"""The stream on which the norm of all gradients is computed."""
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "complex64": 8,
@@ -76,45 +76,45 @@ class Block(NamedTuple):
 
 
 class LocalCopy(NamedTuple):
-    source: Key
+    source: ValueId
     taken: Box
     put: Box
 
-    def reads(self) -> tuple[Key, ...]:
+    def reads(self) -> tuple[ValueId, ...]:
         return (self.source,)
 
 
 class Shards(NamedTuple):
     """One parameter or gradient of a collective: how its flat elements are divided among the members of the group."""
 
-    sources: tuple[Key, ...]
-    target: Key
+    sources: tuple[ValueId, ...]
+    target: ValueId
     cuts: tuple[Interval, ...]
     """By member; empty where every member has all of it."""
     shape: Shape
 
-    def reads(self) -> tuple[Key, ...]:
+    def reads(self) -> tuple[ValueId, ...]:
         return self.sources
 
-    def writes(self) -> tuple[Key, ...]:
+    def writes(self) -> tuple[ValueId, ...]:
         return (self.target,)
 
 
 class ParameterUpdate(NamedTuple):
     weight: str
-    old: Key
-    gradients: tuple[Key, ...]
-    new: Key
+    old: ValueId
+    gradients: tuple[ValueId, ...]
+    new: ValueId
     part: Interval | None
     """Of the flat elements of `old`, those that this device updates; None for all of them."""
     gradient_part: Interval | None
     sharded: bool
     """No device has the whole weight."""
 
-    def reads(self) -> tuple[Key, ...]:
+    def reads(self) -> tuple[ValueId, ...]:
         return (self.old, *self.gradients)
 
-    def writes(self) -> tuple[Key, ...]:
+    def writes(self) -> tuple[ValueId, ...]:
         return (self.new,)
 
 
@@ -122,12 +122,12 @@ class NormTerm(NamedTuple):
     """A gradient in the global norm."""
 
     weight: str
-    gradients: tuple[Key, ...]
+    gradients: tuple[ValueId, ...]
     gradient_part: Interval | None
     counts: bool
     """Of all devices that have this part, one counts."""
 
-    def reads(self) -> tuple[Key, ...]:
+    def reads(self) -> tuple[ValueId, ...]:
         return self.gradients
 
 
@@ -141,7 +141,7 @@ class ZeroGradient(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------- declaration
 
-Ids = Callable[[Any], Iterable[Key]]
+Ids = Callable[[Any], Iterable[ValueId]]
 INSTRUCTIONS: dict[str, type[Instruction]] = {}
 """Every instruction by its mnemonic."""
 
@@ -160,8 +160,8 @@ class Instruction:
     """The graph node it belongs to: an index into the plan's names."""
     waits: tuple[int, ...]
     """Instructions on other streams of this device that must have ended."""
-    reads: tuple[Key, ...] = field(init=False, compare=False, repr=False)
-    writes: tuple[Key, ...] = field(init=False, compare=False, repr=False)
+    reads: tuple[ValueId, ...] = field(init=False, compare=False, repr=False)
+    writes: tuple[ValueId, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         reads, writes = self.ids
@@ -214,13 +214,13 @@ def _ids(name: str, hint: Any, role: str) -> Ids:
     if hasattr(inner, role):
         of_record = getattr(inner, role)
         return lambda x: chain.from_iterable([of_record(one) for one in get(x)])
-    if hint is Key:
+    if hint is ValueId:
         return lambda x: (get(x),)
-    if hint == (Key | None):
+    if hint == (ValueId | None):
         return lambda x: () if get(x) is None else (get(x),)
-    if hint == tuple[Key, ...]:
+    if hint == tuple[ValueId, ...]:
         return get
-    if hint == tuple[tuple[Key, ...], ...]:
+    if hint == tuple[tuple[ValueId, ...], ...]:
         return lambda x: chain.from_iterable(get(x))
     raise TypeError(f"{name}: {hint} holds no value ids")
 
@@ -237,9 +237,9 @@ class Compute(Instruction):
     """One pass of a stage program."""
 
     program: int
-    inputs: tuple[tuple[Key, ...], ...] = read()
+    inputs: tuple[tuple[ValueId, ...], ...] = read()
     """By input slot of the program; several values are summed, none where the runtime supplies the input."""
-    outputs: tuple[Key, ...] = write()
+    outputs: tuple[ValueId, ...] = write()
     first_sample: int = per_rank()
     coordinates: tuple[int, ...] = per_rank()
     """Along the axes that shard the program."""
@@ -280,7 +280,7 @@ class Recompute(Compute):
 class Send(Instruction):
     """`value` is None for a message without data."""
 
-    value: Key | None = read()
+    value: ValueId | None = read()
     messages: tuple[Message, ...] = per_rank()
     dtype: str
 
@@ -290,7 +290,7 @@ class Send(Instruction):
 
 @instruction("recv")
 class Receive(Instruction):
-    target: Key = write()
+    target: ValueId = write()
     messages: tuple[Message, ...] = per_rank()
     local: tuple[LocalCopy, ...] = per_rank(values=True)
     """What this device has already."""
@@ -310,8 +310,8 @@ class Collective(Instruction):
 
 @instruction("all_reduce")
 class AllReduce(Collective):
-    source: Key = read()
-    target: Key = write()
+    source: ValueId = read()
+    target: ValueId = write()
     shape: Shape = per_rank()
     dtype: str
     keep: Box | None = per_rank()
@@ -325,8 +325,8 @@ class AllReduce(Collective):
 class AllToAll(Collective):
     """Activations from one placement to another: an all-gather is one whose blocks are all the same."""
 
-    source: Key = read()
-    target: Key = write()
+    source: ValueId = read()
+    target: ValueId = write()
     give: tuple[Block, ...] = per_rank()
     take: tuple[Block, ...] = per_rank()
     shape: Shape = per_rank()
@@ -337,8 +337,8 @@ class AllToAll(Collective):
 class Routing(Collective):
     """Tokens to and from their experts. Shapes are those of balanced experts; counts are known only at run time."""
 
-    source: Key = read()
-    target: Key = write()
+    source: ValueId = read()
+    target: ValueId = write()
     experts: int
     shape: Shape = per_rank()
     dtype: str
@@ -351,21 +351,21 @@ class Routing(Collective):
 class ExchangeSplits(Routing):
     """Ranks exchange token counts, then the expert indices themselves. Dispatch and combine use the same splits."""
 
-    splits: Key = write()
+    splits: ValueId = write()
 
 
 @instruction("dispatch")
 class Dispatch(Routing):
     """Tokens to the ranks of their experts."""
 
-    splits: Key = read()
+    splits: ValueId = read()
 
 
 @instruction("combine")
 class Combine(Routing):
     """Tokens back to the ranks they came from."""
 
-    splits: Key = read()
+    splits: ValueId = read()
 
 
 @instruction()
@@ -410,7 +410,7 @@ class ReduceGradients(ShardCollective):
 class GradientNorm(Collective):
     """The factor that brings the norm of all gradients down to `limit`."""
 
-    target: Key = write()
+    target: ValueId = write()
     limit: float
     terms: tuple[NormTerm, ...] = per_rank(values=True)
 
@@ -426,7 +426,7 @@ class Update(Instruction):
     """One optimizer step, in place."""
 
     parameters: tuple[ParameterUpdate, ...] = per_rank(values=True)
-    scale: Key | None = read(default=None)
+    scale: ValueId | None = read(default=None)
     """The factor of a gradient norm."""
 
 
@@ -434,8 +434,8 @@ class Update(Instruction):
 class Copy(Instruction):
     """A slice, a concatenation, or zeros."""
 
-    sources: tuple[Key, ...] = read()
-    target: Key = write()
+    sources: tuple[ValueId, ...] = read()
+    target: ValueId = write()
     copies: tuple[LocalCopy, ...] = per_rank()
     shape: Shape = per_rank()
     dtype: str
@@ -445,16 +445,16 @@ class Copy(Instruction):
 class Offload(Instruction):
     """Activations to host memory."""
 
-    source: Key = read()
-    target: Key = write()
+    source: ValueId = read()
+    target: ValueId = write()
 
 
 @instruction("fetch")
 class Fetch(Instruction):
     """Activations back to the device."""
 
-    source: Key = read()
-    target: Key = write()
+    source: ValueId = read()
+    target: ValueId = write()
 
 
 COLLECTIVES = tuple(op for op, cls in INSTRUCTIONS.items() if issubclass(cls, Collective))

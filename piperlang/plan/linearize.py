@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from piperlang.elaborate.values import Slice
+from piperlang.core.mesh import Submesh
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import edges, topological
@@ -27,7 +27,7 @@ class Sequence:
 
 
 def linearize(graph: Graph, costs: Costs) -> Sequence:
-    """Every node as early as it can, the one with the longest way to the end first. A circle is reported by
+    """Every node as early as it can, the one with the longest way to the end first. A cycle is reported by
     `topological`."""
     tops = topological(graph)
     users, waits = edges(graph)
@@ -58,7 +58,7 @@ def linearize(graph: Graph, costs: Costs) -> Sequence:
     while heap:
         at, urgent, i = heapq.heappop(heap)
         node = graph.nodes[i]
-        busy = [(lane, node.stream) for where in (node.family.where, *node.family.beyond) for lane in lanes[where]]
+        busy = [(lane, node.stream) for where in (node.template.where, *node.template.beyond) for lane in lanes[where]]
         can = max([at, *(free.get(place, 0.0) for place in busy)])
         if can > at:
             heapq.heappush(heap, (can, urgent, i))
@@ -83,15 +83,15 @@ def _urgency(graph: Graph, users: list[list[int]], tops: list[int], costs: Costs
     return longest
 
 
-def _lanes(graph: Graph) -> dict[Slice, list[int]]:
+def _lanes(graph: Graph) -> dict[Submesh, list[int]]:
     """Devices that are in the same parts do the same: one lane stands for all of them."""
-    wheres = list(dict.fromkeys(where for family in graph.families for where in (family.where, *family.beyond)))
+    wheres = list(dict.fromkeys(where for template in graph.templates for where in (template.where, *template.beyond)))
     member: dict[int, list[int]] = {}
     for number, where in enumerate(wheres):
         for device in devices_of(where):
             member.setdefault(device, []).append(number)
     kinds: dict[tuple[int, ...], int] = {}
-    found: dict[Slice, list[int]] = {where: [] for where in wheres}
+    found: dict[Submesh, list[int]] = {where: [] for where in wheres}
     for numbers in dict.fromkeys(map(tuple, member.values())):
         lane = kinds.setdefault(numbers, len(kinds))
         for number in numbers:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import ValueId
 from piperlang.ir.layout import Box
-from piperlang.ir.model import Arrangement, Slot
+from piperlang.ir.model import Sharding, Slot
 from piperlang.plan.instructions import Instruction, Interval
 
-VERSION = 3
+VERSION = 4
 
 
 class StageProgram(NamedTuple):
@@ -19,7 +19,7 @@ class StageProgram(NamedTuple):
     op: str
     chunk: int
     samples: int
-    sharding: Arrangement
+    sharding: Sharding
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     loss: int | None
@@ -49,7 +49,7 @@ class ParameterShard(NamedTuple):
 class Feed(NamedTuple):
     """A slice of the batch."""
 
-    key: Key
+    key: ValueId
     name: str
     box: Box
     """In the whole batch."""
@@ -67,10 +67,10 @@ class DevicePlan:
     device: int
     instructions: list[Instruction] = field(default_factory=list)
     feeds: list[Feed] = field(default_factory=list)
-    weights: dict[Key, ParameterShard] = field(default_factory=dict)
-    next: dict[Key, Key] = field(default_factory=dict)
+    weights: dict[ValueId, ParameterShard] = field(default_factory=dict)
+    next: dict[ValueId, ValueId] = field(default_factory=dict)
     """Which value becomes the weight of the next step."""
-    losses: dict[Key, float] = field(default_factory=dict)
+    losses: dict[ValueId, float] = field(default_factory=dict)
     """Losses made here, and what each counts for; the same loss is counted on one device only."""
 
 

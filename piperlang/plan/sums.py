@@ -3,26 +3,26 @@ of them takes memory, not all."""
 
 from __future__ import annotations
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import GradientNorm, Instruction, ShardCollective, Shards, Update
 from piperlang.plan.plan import DevicePlan
 
-ADDED = ("dw:", "g:")
+ADDED = (Kind.WEIGHT_GRADIENT, Kind.REDUCED)
 """Gradients as passes make them, and the parts of them that reductions give."""
 
 
-def sums(device: DevicePlan) -> dict[Key, Key]:
+def sums(device: DevicePlan) -> dict[ValueId, ValueId]:
     """Which gradients are added up into which sum."""
     stream = {key: x.stream for x in device.instructions for key in x.writes}
-    found: dict[Key, Key] = {}
+    found: dict[ValueId, ValueId] = {}
     for x in device.instructions:
         for keys in _added(x):
-            if len(keys) > 1 and all(key.startswith(ADDED) for key in keys) and len({stream[key] for key in keys}) == 1:
-                found.update(dict.fromkeys(keys, f"sum:{keys[0]}"))
+            if len(keys) > 1 and all(key.kind in ADDED for key in keys) and len({stream[key] for key in keys}) == 1:
+                found.update(dict.fromkeys(keys, keys[0].total))
     return found
 
 
-def _added(x: Instruction) -> list[tuple[Key, ...]]:
+def _added(x: Instruction) -> list[tuple[ValueId, ...]]:
     """Which of the values that an instruction reads it adds up."""
     match x:
         case ShardCollective(shards=shards):
@@ -44,6 +44,6 @@ def travels_alone(one: Shards) -> bool:
     return len({high - low for low, high in one.cuts}) == 1 and one.cuts[-1][1] >= ALONE
 
 
-def reads(instruction: Instruction, totals: dict[Key, Key]) -> tuple[Key, ...]:
+def reads(instruction: Instruction, totals: dict[ValueId, ValueId]) -> tuple[ValueId, ...]:
     """What an instruction reads, each once: sums in place of what was added up."""
     return tuple(dict.fromkeys(totals.get(key, key) for key in instruction.reads))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import PER_RANK, Instruction
 from piperlang.plan.plan import DevicePlan, Plan
 
@@ -37,8 +38,8 @@ def _device(device: DevicePlan) -> Iterator[str]:
 
 
 def line(x: Instruction) -> str:
-    """One instruction: `F on compute: x#0, saved:0#0 = w:a@0, flat_0@0#0; program=0`. What differs between ranks comes
-    last, in braces."""
+    """One instruction: `F on compute: x#0, saved:0#0 = w:a@0, batch:flat_0@0#0; program=0`. What differs between
+    ranks comes last, in braces."""
     values = {*x.reads, *x.writes}
     told: dict[bool, list[str]] = {False: [], True: []}
     for one in fields(x):
@@ -47,19 +48,19 @@ def line(x: Instruction) -> str:
         if plain or value in (None, ()) or _names_only(value, values):
             continue
         told[bool(one.metadata.get(PER_RANK))].append(f"{one.name}={_short(value)}")
-    written = f"{', '.join(x.writes)} = " if x.writes else ""
-    head = f"{x.op} on {x.stream}: {written}{', '.join(x.reads) or 'nothing'}"
+    written = f"{', '.join(map(str, x.writes))} = " if x.writes else ""
+    head = f"{x.op} on {x.stream}: {written}{', '.join(map(str, x.reads)) or 'nothing'}"
     more = f"; {', '.join(told[False])}" if told[False] else ""
     ranked = f" {{{', '.join(told[True])}}}" if told[True] else ""
     waits = f" after {', '.join(map(str, x.waits))}" if x.waits else ""
     return f"{head}{more}{ranked}{waits}"
 
 
-def _names_only(value: object, known: set[str]) -> bool:
+def _names_only(value: object, known: set[ValueId]) -> bool:
     """Whether a field says nothing but which values are read or written."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return all(_names_only(one, known) for one in value)
-    return isinstance(value, str) and value in known
+    return isinstance(value, ValueId) and value in known
 
 
 def _short(value: object) -> str:

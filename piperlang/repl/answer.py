@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from piperlang.core.mesh import Mesh
 from piperlang.diagnostics import Diagnostic
 from piperlang.diagnostics.render import Paint
-from piperlang.elaborate import directive as d
+from piperlang.directives.mesh import UseMesh
+from piperlang.directives.order import Order
+from piperlang.directives.split import Split
+from piperlang.directives.tag import Tag
+from piperlang.elaborate.directive import Directive
 from piperlang.elaborate.resolved import resolved
-from piperlang.elaborate.selector import Selector
-from piperlang.elaborate.values import Function, Mesh, Value, brief
+from piperlang.elaborate.values import Function, Value, brief
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.plan.estimate.cost import Costs
@@ -36,7 +40,7 @@ def answer(before: State, after: State, known: Estimate | None, width: int, pain
         return Shown(tuple(rows.found))
     if after.scheduler is None:
         shown = (
-            x for x in new if not isinstance(x, d.UseMesh | d.Order) or x in after.chains
+            x for x in new if not isinstance(x, UseMesh | Order) or x in after.chains
         )  # the grid does not show `order A -> B`
         rows.all("applied", resolved(shown).splitlines(), MOST)
     else:
@@ -45,7 +49,7 @@ def answer(before: State, after: State, known: Estimate | None, width: int, pain
         _communication(rows, before, after)
         _estimates(rows, known, after.estimate)
     _missing(rows, after)
-    ordered = any(isinstance(x, d.Order) for x in new)
+    ordered = any(isinstance(x, Order) for x in new)
     return Shown(tuple(rows.found), orders(after, width, paint, before) if ordered else "")
 
 
@@ -103,9 +107,9 @@ def signature(function: Function, name: str | None = None) -> str:
 # ------------------------------------------------------------------------------------------------------------- nodes
 
 
-def _matched(rows: Rows, after: State, new: Sequence[d.Directive]) -> None:
-    selectors = [s for x in new for s in _selectors(x)]
-    tags = [x for x in new if isinstance(x, d.Tag)]
+def _matched(rows: Rows, after: State, new: Sequence[Directive]) -> None:
+    selectors = [s for x in new for s in x.selectors()]
+    tags = [x for x in new if isinstance(x, Tag)]
     if tags:
         paths = ", ".join(str(path) for tag in tags for path in tag.paths)
         rows.add(
@@ -118,30 +122,20 @@ def _matched(rows: Rows, after: State, new: Sequence[d.Directive]) -> None:
             ops = ", ".join(f"{n} {op}" for op, n in Counter(nodes.values()).most_common())
             many = f" by {len(new)} directives" if len(new) > 1 else ""
             rows.add("matched", f"{len(nodes):,} node{'s' if len(nodes) != 1 else ''}{many}: {ops}")
-    for chain in (x for x in new if isinstance(x, d.Order) and x.where is None):
+    for chain in (x for x in new if isinstance(x, Order) and x.where is None):
         rows.add("order", chain_text(chain))
     for split in new:
-        if isinstance(split, d.Split):
+        if isinstance(split, Split):
             rows.add("split", f"{_samples(after, split)} into {split.count} as {split.name}")
 
 
-def _samples(after: State, split: d.Split) -> str:
+def _samples(after: State, split: Split) -> str:
     what = "the batch" if split.selector is None else str(split.selector)
     return (
         f"{after.scheduler.schedule.model.samples} samples of {what}"
         if after.scheduler is not None and after.settled
         else what
     )
-
-
-def _selectors(directive: d.Directive) -> Iterable[Selector]:
-    match directive:
-        case d.Order(steps=steps):
-            return [item for step in steps for item in step.items]
-        case d.UseMesh() | d.Tag():
-            return []
-        case _:
-            return [directive.selector] if directive.selector is not None else []
 
 
 # ----------------------------------------------------------------------------------------------------- communication
@@ -159,11 +153,11 @@ def traffic(graph: Graph) -> dict[Traffic, tuple[int, float]]:
     costs = Costs(graph)
     found: dict[Traffic, tuple[int, float]] = {}
     for node in graph.nodes:
-        if not node.family.communicates or node.op == "recv":
+        if not node.template.communicates or node.op == "recv":
             continue
-        kind = Traffic("send/recv" if node.op == "send" else node.op, ", ".join(node.family.axes), node.stream)
+        kind = Traffic("send/recv" if node.op == "send" else node.op, ", ".join(node.template.axes), node.stream)
         count, carried = found.get(kind, (0, 0.0))
-        devices = sum(len(devices_of(where)) for where in (node.family.where, *node.family.beyond))
+        devices = sum(len(devices_of(where)) for where in (node.template.where, *node.template.beyond))
         found[kind] = count + 1, carried + costs.moved(node) * devices
     return found
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
 
+from piperlang.core.selector import TagValue
 from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.explain import page
 from piperlang.diagnostics.printable import printable
+from piperlang.directives import BY_WORD
 from piperlang.elaborate.library import exporting, modules
 from piperlang.elaborate.modules import load
-from piperlang.elaborate.selector import TagValue
 from piperlang.elaborate.values import Function
 from piperlang.interrupts import uninterrupted
 from piperlang.ir.graph import Graph, Node
@@ -396,8 +397,8 @@ def help_about(session: SessionCore, argument: str) -> Shown:
     command = COMMANDS.get(argument) or COMMANDS.get(f":{argument}")
     if command is not None:
         return Shown(block=f"{command.usage}\n{command.details}")
-    if argument in DIRECTIVE_HELP:
-        return Shown(block=DIRECTIVE_HELP[argument])
+    if argument in BY_WORD:
+        return Shown(block=BY_WORD[argument].help())
     function = session.state.names.get(argument) or library_function(argument)
     if isinstance(function, Function):
         where = f"from {function.module.name} import {argument}\n" if argument not in session.state.names else ""
@@ -435,33 +436,6 @@ COMMANDS: dict[str, Command] = {
 }
 LOOKING = (":list", ":show", ":count", ":why", ":graph", ":orders", ":plan", ":memory")
 """Commands that only show a state."""
-
-DIRECTIVE_HELP = {
-    "tag": (
-        "tag NAME=VALUE at PATH, ...\nTag parts of the model by module path: `tag stage=0 at embed, blocks[0:2]`."
-        " Must come before directives that use the chunks."
-    ),
-    "place": (
-        "place SELECTOR on MESH[AXIS=AT]\n"
-        "Place chunks on devices. Sends and receives are inserted where producer and consumer differ."
-    ),
-    "replicate": (
-        "replicate SELECTOR over MESH.AXIS [with states=sharded, grads=sharded, params=sharded, bucket=25MB]\n"
-        "Divide the batch along the axis, with a replica of the weights on each device;\n"
-        "sharded states, grads and params are ZeRO-1, 2 and 3."
-    ),
-    "shard": "shard SELECTOR over MESH.AXIS [with style=experts|columns|rows|sequence]\nShard weights along the axis.",
-    "split": "split batch into N as NAME\nSplit the batch into microbatches; their gradients are accumulated.",
-    "stream": 'stream SELECTOR on "NAME"\nAssign compute or communication to a logical stream.',
-    "recompute": "recompute SELECTOR\nRecompute the forward before the backward instead of storing activations.",
-    "offload": "offload SELECTOR [with prefetch=N]\nMove activations to host memory until they are needed.",
-    "order": (
-        "order on MESH[AXIS=AT]: STEPS, or order A -> B\n"
-        "The order of passes on some devices: `,` and a new line separate steps, `&` joins steps that may overlap.\n"
-        "`order A -> B` orders nodes on any devices."
-    ),
-    "mesh": "mesh NAME = AXIS: SIZE, ...\nDeclare a named grid of devices: `mesh gpu = pp: 2, dp: 4`.",
-}
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments
@@ -521,7 +495,7 @@ def _there(graph: Graph) -> str:
 
 
 def _about(state: State, node: Node) -> str:
-    by = f"  {state.line_of(node.family.by)}" if node.family.by is not None else ""
+    by = f"  {state.line_of(node.template.by)}" if node.template.by is not None else ""
     return f"stream {node.stream}{by}"
 
 

@@ -17,41 +17,34 @@ from pathlib import Path
 from lark import Token
 from lark.exceptions import UnexpectedToken
 
+from piperlang.core.mesh import Mesh
+from piperlang.core.selector import Selector, TagValue
 from piperlang.diagnostics import PiperError
 from piperlang.diagnostics.codes import CODES
-from piperlang.elaborate import directive as d
+from piperlang.directives import BY_WORD, OPTION_WORDS
+from piperlang.directives.split import Split
+from piperlang.directives.stream import Stream
+from piperlang.directives.tag import Tag
 from piperlang.elaborate.library import modules
 from piperlang.elaborate.modules import Module, load
-from piperlang.elaborate.selector import Selector, TagValue
-from piperlang.elaborate.values import Function, Mesh, Value, brief, kind
+from piperlang.elaborate.values import Function, Value, brief, kind
 from piperlang.repl.answer import signature
-from piperlang.repl.commands import COMMANDS, DIRECTIVE_HELP
+from piperlang.repl.commands import COMMANDS
 from piperlang.repl.reading import is_command, last_line
 from piperlang.repl.session import Session
 from piperlang.source import Source
 from piperlang.syntax import grammar
 from piperlang.syntax.tokens import retyped
 from piperlang.syntax.tree import Define
-from piperlang.syntax.words import (
-    BUILTINS,
-    CONSTANTS,
-    DECLARATIONS,
-    DIRECTIVES,
-    KEYWORDS,
-    OPERATORS,
-    OPTION_WORDS,
-    OPTIONS,
-    RESERVED_KEYS,
-    SELECTOR_WORDS,
-)
+from piperlang.syntax.words import BUILTINS, CONSTANTS, DECLARATIONS, KEYWORDS, OPERATORS, RESERVED_KEYS, SELECTOR_WORDS
 
 WORD = re.compile(r"[A-Za-z_]\w*$")
 PATH = re.compile(r"[\w.\[\]*:]+$")
 MODULE = re.compile(r"[\w.]+$")
 BINDING = ("LET", "PARAM", "DEF", "MESH", "AS", "FOR")
 """A new name follows these words."""
-SELECTS = ("place", "replicate", "shard", "stream", "recompute", "offload", "split", "order")
-"""A selector follows these words."""
+SELECTS = frozenset(BY_WORD) - {"mesh", "tag"}
+"""These words select nodes."""
 SCRATCH = Source("completion", "")
 """The parser builds a tree as a side effect, which is discarded here."""
 SELECTING = (":show", ":count", ":why")
@@ -96,7 +89,7 @@ def _command(session: Session, text: str) -> Iterator[Candidate]:
         )
     elif name == ":help":
         words = {one: command.summary for one, command in COMMANDS.items()}
-        words |= {word: about.partition("\n")[0] for word, about in DIRECTIVE_HELP.items()} | _library()
+        words |= {word: about(word) for word in BY_WORD} | _library()
         yield from (
             Candidate(word, len(argument), word, about) for word, about in words.items() if word.startswith(argument)
         )
@@ -248,20 +241,25 @@ def _offers(session: Session, here: Here, text: str) -> Iterator[Candidate]:
         yield from _keywords(here, text)
 
 
+def about(word: str) -> str:
+    """The syntax of a directive."""
+    return BY_WORD[word].help().partition("\n")[0] if word in BY_WORD else ""
+
+
 def _keywords(here: Here, text: str) -> Iterator[Candidate]:
     """The keywords that the grammar accepts here and that are allowed in the enclosing block."""
     types = grammar.keyword_types()
     words = {types[terminal] for terminal in here.accepted if terminal in types}
     in_block = "\n" in text
     if in_block and text.lstrip().startswith("order"):
-        words -= {*DIRECTIVES, *DECLARATIONS} - {"let"}
+        words -= {*BY_WORD, *DECLARATIONS} - {"let"}
     if here.bracket() is not None or here.first in SELECTS:
         words -= {"update", "next", "True", "False", "not"}  # the first two are offered with their keys
     if not here.word:  # too many candidates for an empty word
         words -= {*OPERATORS, *CONSTANTS, *(("if",) if here.tokens else ())}
     for word in (*KEYWORDS, *(("else:",) if in_block and not here.tokens else ())):
         if word in words or word == "else:" or (word == "elif" and in_block and not here.tokens):
-            yield Candidate(word, len(here.word), word, DIRECTIVE_HELP.get(word, "").partition("\n")[0])
+            yield Candidate(word, len(here.word), word, about(word))
 
 
 # ------------------------------------------------------------------------------------------------------------ selectors
@@ -355,13 +353,13 @@ def tags_of(session: Session) -> dict[str, list[TagValue]]:
             for key, value in chunk:
                 found.setdefault(key, set()).add(value)
     for directive in state.directives:
-        for key, value in directive.tags if isinstance(directive, d.Tag) else ():
+        for key, value in directive.tags if isinstance(directive, Tag) else ():
             found.setdefault(key, set()).add(value)
     return {key: sorted(values, key=lambda v: (isinstance(v, str), v)) for key, values in sorted(found.items())}
 
 
 def splits_of(session: Session) -> dict[str, int]:
-    return {x.name: x.count for x in session.state.directives if isinstance(x, d.Split)}
+    return {x.name: x.count for x in session.state.directives if isinstance(x, Split)}
 
 
 # ---------------------------------------------------------------------------------------------------------------- names
@@ -370,7 +368,7 @@ def splits_of(session: Session) -> dict[str, int]:
 def _after(session: Session, here: Here) -> Iterator[Candidate]:
     """Candidates that depend on the preceding word: devices after `on`, axes after `over`."""
     last, size = here.last, len(here.word)
-    if last is not None and len(here.tokens) == 1 and str(last) in SELECTS:
+    if last is not None and len(here.tokens) == 1 and str(last) in SELECTS and "LSQB" in here.accepted:
         if "BATCH" in here.accepted:
             yield Candidate("batch", size, "batch")
         if "ON" in here.accepted:
@@ -389,7 +387,7 @@ def _after(session: Session, here: Here) -> Iterator[Candidate]:
                 Candidate(f"{name}.{axis}", size, f"{name}.{axis}", f"{length} devices") for axis, length in mesh.axes
             )
     elif last is not None and last.type == "ON" and here.first == "stream":
-        streams = dict.fromkeys(x.stream for x in session.state.directives if isinstance(x, d.Stream))
+        streams = dict.fromkeys(x.stream for x in session.state.directives if isinstance(x, Stream))
         yield from (Candidate(f'"{stream}"', size, f'"{stream}"', "a stream") for stream in streams)
     elif last is not None and last.type == "ON":
         for name, mesh in meshes.items():
@@ -420,7 +418,7 @@ def _options(here: Here) -> Iterator[Candidate]:
         yield from (Candidate(word, len(here.word), word) for word in OPTION_WORDS.get(name, ()))
     elif last is not None and last.type in ("WITH", "COMMA"):
         given = {str(token) for token in here.tokens}
-        for name in OPTIONS.get(here.first, ()):
+        for name in BY_WORD[here.first].legal if here.first in BY_WORD else ():
             if name not in given:
                 yield Candidate(f"{name}=", len(here.word), f"{name}=", ", ".join(OPTION_WORDS.get(name, ())))
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from piperlang.core.selector import Selector
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.printable import printable
 from piperlang.diagnostics.render import Paint
 from piperlang.elaborate.resolved import resolved
-from piperlang.elaborate.selector import Selector
 from piperlang.elaborate.values import Value, brief
 from piperlang.ir.graph import Graph
 from piperlang.progress.lines import counted
@@ -30,7 +30,7 @@ from piperlang.syntax.parse import is_file, parse, read
 if TYPE_CHECKING:
     from piperlang.repl.model import OpenModel
     from piperlang.repl.training import Training
-    from piperlang.runtime.cluster import Cluster
+    from piperlang.runtime.driver.cluster import Cluster
 
 KEPT = 40
 """Number of cached states: each has a graph of its own, which is large for a large model."""

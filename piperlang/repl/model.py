@@ -34,7 +34,7 @@ class OpenModel:
     @cached_property
     def doubled(self) -> Cuts:
         """The same model in float64, for numeric comparison."""
-        from piperlang.runtime.numerics import capture_doubled
+        from piperlang.runtime.reference.numerics import capture_doubled
 
         return Cuts(capture_doubled(self.file, self.seed))
 
@@ -64,12 +64,13 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
     with phase(f"loading {path.name}", f"loaded {path.name}"):
         try:
             with uninterrupted():
-                import torch
-
                 from piperlang.capture.batches import placed
                 from piperlang.capture.model_file import load_model
                 from piperlang.capture.program import capture
                 from piperlang.capture.seeding import seeded
+                from piperlang.runtime.comm.registry import for_workers
+
+                device = for_workers().device.name
         except ModuleNotFoundError as problem:
             if problem.name not in NEEDED:
                 raise
@@ -83,7 +84,7 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
     with phase(f"tracing {path.name}", "traced") as tracing:
         with seeded(seed):
             batch = next(iter(file.data()))
-        program = capture(file.model, file.loss, placed(batch, torch.cuda.is_available()), seed)
+        program = capture(file.model, file.loss, placed(batch, device), seed)
         tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
     # torch and the trace are never freed: exclude them from garbage collection, which would delay directives.
     gc.collect()

@@ -12,18 +12,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
+from piperlang.build.schedule import Captured, Program
+from piperlang.build.scheduler import Scheduler
+from piperlang.core.selector import Selector, TagValue
 from piperlang.diagnostics import Diagnostic, PiperError
-from piperlang.elaborate import directive as d
+from piperlang.directives.order import Order
+from piperlang.directives.split import Split
+from piperlang.directives.tag import Tag
+from piperlang.elaborate.directive import Directive, Step
 from piperlang.elaborate.interpret import Interpreter
 from piperlang.elaborate.lanes import Lane
 from piperlang.elaborate.names import Names
 from piperlang.elaborate.outline import Outline
-from piperlang.elaborate.selector import Selector, TagValue
 from piperlang.elaborate.values import Value
 from piperlang.ir.graph import COMPUTE, Graph
 from piperlang.ir.sort import topological
-from piperlang.passes.schedule import Captured, Program
-from piperlang.passes.scheduler import Scheduler
 from piperlang.pipeline import evaluate
 from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.estimate.memory import Peak, peaks
@@ -58,7 +61,7 @@ class Cuts:
         self._known: dict[Tagged, Captured] = {}
         self._one = threading.Lock()
 
-    def cut(self, tags: Iterable[d.Tag]) -> Captured:
+    def cut(self, tags: Iterable[Tag]) -> Captured:
         every = list(tags)
         known = tuple((tag.tags, tuple(map(str, tag.paths))) for tag in every)
         with self._one:
@@ -66,7 +69,7 @@ class Cuts:
                 self._known[known] = self.program.cut(every)
             return self._known[known]
 
-    def check_tag(self, directive: d.Tag) -> None:
+    def check_tag(self, directive: Tag) -> None:
         self.program.check_tag(directive)
 
 
@@ -101,9 +104,9 @@ class _Outline(Outline):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directives: list[d.Directive] = []
+        self.directives: list[Directive] = []
 
-    def apply(self, directive: d.Directive) -> None:
+    def apply(self, directive: Directive) -> None:
         super().apply(directive)
         self.directives.append(directive)
 
@@ -152,13 +155,13 @@ class State:
     # -------------------------------------------------------------------------------------------------- directives
 
     @property
-    def directives(self) -> Sequence[d.Directive]:
+    def directives(self) -> Sequence[Directive]:
         return self.scheduler.schedule.directives if self.scheduler else self._outline.directives
 
     @property
-    def chains(self) -> list[d.Order]:
+    def chains(self) -> list[Order]:
         """`order A -> B`: orders between nodes on any devices."""
-        return [x for x in self.directives if isinstance(x, d.Order) and x.where is None]
+        return [x for x in self.directives if isinstance(x, Order) and x.where is None]
 
     @property
     def names(self) -> Mapping[str, Value]:
@@ -175,7 +178,7 @@ class State:
         return (
             self.scheduler is None
             or self.scheduler.schedule.settled
-            or not any(isinstance(x, d.Tag) for x in self.directives)
+            or not any(isinstance(x, Tag) for x in self.directives)
         )
 
     def settle(self) -> None:
@@ -192,7 +195,7 @@ class State:
             with suppress(PiperError):
                 self.scheduler.schedule.program.cut(self.scheduler.schedule.tag_directives)
 
-    def line_of(self, directive: d.Directive | d.Step) -> str:
+    def line_of(self, directive: Directive | Step) -> str:
         """Where a directive was written: the user's own line, not that of a library function."""
         span = directive.span
         for call in reversed(directive.trail):
@@ -287,7 +290,7 @@ class State:
     def tag_values(self, name: str) -> list[TagValue]:
         """The values of `tags(name)`, or the microbatches of a split."""
         split: list[TagValue] = [
-            n for x in self.directives if isinstance(x, d.Split) and x.name == name for n in range(x.count)
+            n for x in self.directives if isinstance(x, Split) and x.name == name for n in range(x.count)
         ]
         tagged = sorted((self.scheduler or self._outline).tags(name), key=lambda value: (isinstance(value, str), value))
         return tagged + split

@@ -23,20 +23,23 @@ from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import error
 from piperlang.elaborate.resolved import resolved
 from piperlang.pipeline import planned, schedule
-from piperlang.plan.files import digest
 from piperlang.plan.plan import Plan
 from piperlang.progress.lines import counted
 from piperlang.repl.core import SessionCore
 from piperlang.repl.show import Row, Shown, html
 from piperlang.repl.state import State
-from piperlang.runtime import job as jobs
 from piperlang.runtime.api import Evaluated, Trainer, evaluation_plan
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.guard import verify
-from piperlang.runtime.job import Job, Step
-from piperlang.runtime.numerics import compare
-from piperlang.runtime.optimize import default_optimizer
-from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.comm.registry import chosen, for_workers
+from piperlang.runtime.comm.threads import Threads
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.start import start as start_job
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Step
+from piperlang.runtime.driver.training import Training as JobTraining
+from piperlang.runtime.guard.program import verify
+from piperlang.runtime.optimizer.optimize import default_optimizer
+from piperlang.runtime.reference.numerics import compare
 
 
 @dataclass
@@ -137,7 +140,8 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
     model, state = session.model, session.state
     assert model is not None
     assert state.scheduler is not None
-    if executor == "inline" and torch.cuda.is_available():
+    backend = chosen(executor)
+    if backend.device.name != for_workers().device.name:
         raise error(
             "P0902",
             "the model of this session is traced for CUDA, but `inline` runs on the CPU",
@@ -148,7 +152,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
     plan = planned(graph, model.file.max_norm)
     make = shipped(model.file, "model")
     assert make is not None
-    training = jobs.Training(
+    training = JobTraining(
         make,
         shipped(model.file, "optimizer") or default_optimizer,
         shipped(model.file, "lr_schedule"),
@@ -159,15 +163,12 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
     first = next(model.batches())
 
     def start() -> Job | ThreadJob:
-        if executor == "inline":
-            return ThreadJob(plan, captured, training, 300.0, dtype)
-        return Job(
-            plan, captured, training, digest(plan), loss_dtype=dtype, cluster=_workers(session, len(plan.devices))
-        )
+        cluster = None if isinstance(backend, Threads) else _workers(session, len(plan.devices))
+        return start_job(backend, plan, captured, training, dtype, cluster=cluster)
 
     def evaluation() -> tuple[Plan, Captured]:
         found = schedule(
-            capture(Evaluated(model.file.model), model.file.loss, placed(first, torch.cuda.is_available()), model.seed),
+            capture(Evaluated(model.file.model), model.file.loss, placed(first, backend.device.name), model.seed),
             state.source,
             state.setting.path,
             state.setting.overrides,
@@ -187,7 +188,7 @@ def _workers(session: SessionCore, count: int) -> Cluster:
         if there is not None:
             there.close()
         session.screen.say(f"starting {count} worker{'s' if count != 1 else ''}")
-        session.workers = Cluster(count, None, torch.cuda.is_available())
+        session.workers = Cluster(count, None, for_workers())
     assert session.workers is not None
     return session.workers
 

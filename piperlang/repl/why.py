@@ -48,7 +48,7 @@ class Waiting:
     def _kept_back(self, node: Node) -> str:
         if node.op == "update":
             return "updates weights that it reads"
-        by = node.family.by
+        by = node.template.by
         return f"delayed by {self.state.line_of(by)}" if by is not None else "delayed by the compiler, to bound memory"
 
     def _fences(self) -> None:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,7 +35,6 @@ from piperlang.capture.where import here
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import planned, schedule
-from piperlang.plan.files import digest
 from piperlang.plan.plan import Plan
 from piperlang.plan.rewrite.forward import forward
 from piperlang.plan.verify import check
@@ -43,11 +42,16 @@ from piperlang.progress import Display, Message, Row, Stepping, Stopped, current
 from piperlang.progress.lines import counted
 from piperlang.progress.notebook import notebook
 from piperlang.progress.plain import Plain
-from piperlang.runtime.guard import Verified
-from piperlang.runtime.guard import verify as compare_with_eager
-from piperlang.runtime.job import Job, Step, Training
-from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.comm.registry import chosen
+from piperlang.runtime.driver.start import start as start_job
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Step, Training
+from piperlang.runtime.guard.program import Verified
+from piperlang.runtime.guard.program import verify as compare_with_eager
 from piperlang.syntax.parse import read
+
+if TYPE_CHECKING:
+    from piperlang.runtime.driver.job import Job
 
 
 class Trainer:
@@ -142,6 +146,7 @@ def compile(
     timeout: float = 300.0,
     masters: bool = False,
     max_norm: float | None = None,
+    backend: str | None = None,
     cuda: bool | None = None,
     compiles: bool | None = None,
     verify: bool = True,
@@ -150,7 +155,8 @@ def compile(
     """Capture `model()`, apply the script, check the plan. Every mistake is a PiperError with located diagnostics.
 
     `masters` keeps float32 master weights for weights in half precision, `max_norm` clips gradients by their global
-    norm. By default `cuda` and `compiles` are used where they are available. `verify`: before the first step the
+    norm. `backend` is that of `--backend`; `cuda` chooses between nccl and gloo. By default CUDA is used where it is
+    available, and chunks are compiled there (`compiles`). `verify`: before the first step the
     captured program is compared with the eager model on slices of `example`; the result is `trainer.verified`.
     `progress`: show progress, on standard error or in the notebook; by default it is shown in notebooks only."""
     if executor not in ("ray", "inline"):
@@ -163,12 +169,14 @@ def compile(
     lr_schedule = UserFunction(lr_schedule, "lr_schedule") if lr_schedule is not None else None
     display = _display(progress)
     path = Path(script)
-    cuda = executor == "ray" and (torch.cuda.is_available() if cuda is None else cuda)
+    if backend is None and cuda is not None and executor == "ray":
+        backend = "nccl" if cuda else "gloo"
+    runs_on = chosen(executor, backend)
     overrides = {name: str(value) for name, value in (parameters or {}).items()}
 
     def applied(make: Callable[[], Any]) -> tuple[Graph, Captured]:
         with phase("tracing the model", "traced") as tracing:
-            program = capture(make, loss, placed(example, cuda), seed)
+            program = capture(make, loss, placed(example, runs_on.device.name), seed)
             tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
         with phase(f"applying {path.name}"):
             found = schedule(program, read(path, str(path)), path, overrides)
@@ -189,9 +197,7 @@ def compile(
     )
 
     def start() -> Job | ThreadJob:
-        if executor == "inline":
-            return ThreadJob(plan, captured, training, timeout, dtype)
-        return Job(plan, captured, training, digest(plan), address, timeout, dtype, cuda=cuda, compiles=compiles)
+        return start_job(runs_on, plan, captured, training, dtype, timeout=timeout, address=address, compiles=compiles)
 
     def evaluation() -> tuple[Plan, Captured]:
         graph, captured = applied(Evaluated(model))

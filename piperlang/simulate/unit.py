@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TypeAlias
 
+from piperlang.core.selector import TagValue
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate.lanes import Item, Lane
-from piperlang.elaborate.selector import TagValue
 
 Event: TypeAlias = tuple[str, object, object]
 """A result that others wait for: a forward, a gradient (of B or I) or a weight gradient, of (stage, microbatch)."""
@@ -161,9 +161,9 @@ class _Simulation:
             needed = self._missing(self.left[lane][0])
             assert needed is not None
             lane = giver[needed]
-        circle = path[path.index(lane) :]
-        labels = [Label(self.lanes[i].steps[self.at[i]].step.span, self._waits(i)) for i in circle]
-        first = self.lanes[circle[0]].steps[self.at[circle[0]]].step
+        cycle = path[path.index(lane) :]
+        labels = [Label(self.lanes[i].steps[self.at[i]].step.span, self._waits(i)) for i in cycle]
+        first = self.lanes[cycle[0]].steps[self.at[cycle[0]]].step
         return Diagnostic(
             "P0501",
             "deadlock: these devices wait for each other",

@@ -139,14 +139,18 @@ class Builder(threading.local):
     def place(self, c: Children) -> tree.PlaceOn:
         return tree.PlaceOn(c[1], c[3], span=self.span(c))
 
-    def _across(self, c: Children) -> tree.Across:
-        options = tuple(c[-1]) if isinstance(c[-1], list) else ()
-        plain = c[:-1] if options else c
-        selector, *axes = _nodes(plain)
-        span = self.span(plain) if not options else self.span([c[0], options[-1]])
-        return tree.Across(str(c[0]), selector, tuple(axes), options, span=span)
+    def replicate(self, c: Children) -> tree.ReplicateOver:
+        (selector, *axes), options, span = self._with_options(c)
+        return tree.ReplicateOver(selector, tuple(axes), options, span=span)
 
-    replicate = shard = _across
+    def shard(self, c: Children) -> tree.ShardOver:
+        (selector, *axes), options, span = self._with_options(c)
+        return tree.ShardOver(selector, tuple(axes), options, span=span)
+
+    def _with_options(self, c: Children) -> tuple[tuple[Any, ...], tuple[tree.Setting, ...], Span]:
+        """The operands of a directive, its options after `with`, and the span of all."""
+        before, options = (c[:-1], c[-1]) if isinstance(c[-1], list) else (c, [])
+        return _nodes(before), tuple(options), self.span([*before, *options])
 
     def split(self, c: Children) -> tree.SplitInto:
         selector = None if isinstance(c[1], Token) else c[1]
@@ -155,11 +159,13 @@ class Builder(threading.local):
     def stream(self, c: Children) -> tree.StreamOn:
         return tree.StreamOn(c[1], c[3], span=self.span(c))
 
-    def _trade(self, c: Children) -> tree.Trade:
-        options = tuple(c[2]) if len(c) > 2 else ()
-        return tree.Trade(str(c[0]), c[1], options, span=self.span([c[0], options[-1] if options else c[1]]))
+    def recompute(self, c: Children) -> tree.Recompute:
+        (selector,), options, span = self._with_options(c)
+        return tree.Recompute(selector, options, span=span)
 
-    recompute = offload = _trade
+    def offload(self, c: Children) -> tree.Offload:
+        (selector,), options, span = self._with_options(c)
+        return tree.Offload(selector, options, span=span)
 
     def order_block(self, c: Children) -> tree.OrderBlock:
         return tree.OrderBlock(c[2], c[4], span=self.span(c[:3]))

@@ -11,7 +11,7 @@ from piperlang.diagnostics import Diagnostic, nearest
 from piperlang.source import Source, Span
 from piperlang.syntax import grammar
 from piperlang.syntax import tokens as tokens_at
-from piperlang.syntax.words import KEYWORDS, PYTHON_HABITS, SIZE_UNITS, STATEMENT_STARTS
+from piperlang.syntax.words import CONNECTIVES, KEYWORDS, PYTHON_HABITS, SIZE_UNITS, STATEMENT_STARTS
 
 LOOK_ALIKES = {
     "“": '"',
@@ -240,27 +240,9 @@ def _expected(accepted: Collection[str]) -> str:
     plain = [t for t in accepted if t not in ("SUM_OP", "STAR", "PRODUCT_OP")]
     if "SUM_OP" in accepted:
         # After a complete expression: name what ends or follows it, not every operator.
-        plain = [
-            t
-            for t in plain
-            if t
-            in (
-                "NEWLINE",
-                "COMMA",
-                "COLON",
-                "ON",
-                "OVER",
-                "INTO",
-                "AS",
-                "WITH",
-                "RPAR",
-                "RSQB",
-                "RBRACE",
-                "ELSE",
-                "EQUAL",
-                "AT",
-            )
-        ]
+        follows = {"NEWLINE", "COMMA", "COLON", "RPAR", "RSQB", "RBRACE", "ELSE", "EQUAL"}
+        keywords = grammar.keyword_types()
+        plain = [t for t in plain if t in follows or keywords.get(t) in CONNECTIVES]
     words = sorted({spelling.get(t, t) for t in plain})
     if not words:
         return "an operator"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, ClassVar, Self, dataclass_transform
 
@@ -53,6 +54,11 @@ class Record:
 class Node(Record):
     span: Span = field(kw_only=True)
 
+    def children(self) -> Iterator[Node]:
+        """The nodes in its fields, in the order of the fields."""
+        for name in self._fields:
+            yield from _nodes_in(self.__dict__[name])
+
     def over(self, span: Span) -> Self:
         """The same node with another span: that of the parentheses around it."""
         return type(self)(*(self.__dict__[name] for name in self._fields), span=span)
@@ -62,3 +68,11 @@ class Ident(Node):
     """A word where it is bound or names a part: `x` in `let x = 1`, `dp` in `gpu.dp`."""
 
     text: str
+
+
+def _nodes_in(value: object) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _nodes_in(item)

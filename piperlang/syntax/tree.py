@@ -202,6 +202,10 @@ Step: TypeAlias = Expr | Overlap
 # ----------------------------------------------------------------------------------------------------- statements
 
 
+class Directive(Node):
+    """A statement that changes the graph. What it means is in the file of piperlang/directives/ that registers it."""
+
+
 class Library(Node):
     """`std.pipeline`"""
 
@@ -244,7 +248,7 @@ class Axis(Node):
     size: Expr
 
 
-class MeshOf(Node):
+class MeshOf(Directive):
     name: Ident
     axes: tuple[Axis, ...]
 
@@ -283,51 +287,56 @@ class Path(Node):
     parts: tuple[str | Expr | Range | Everything, ...]
 
 
-class TagAt(Node):
+class TagAt(Directive):
     tags: tuple[Setting, ...]
     paths: tuple[Path, ...]
 
 
-class PlaceOn(Node):
+class PlaceOn(Directive):
     selector: Expr
     where: Expr
 
 
-class Across(Node):
-    """`replicate` or `shard` SELECTOR over AXES with OPTIONS."""
-
-    kind: str
+class ReplicateOver(Directive):
     selector: Expr
     axes: tuple[Expr, ...]
     options: tuple[Setting, ...]
 
 
-class SplitInto(Node):
+class ShardOver(Directive):
+    selector: Expr
+    axes: tuple[Expr, ...]
+    options: tuple[Setting, ...]
+
+
+class SplitInto(Directive):
     selector: Expr | None
     """None is the batch."""
     count: Expr
     name: Ident
 
 
-class StreamOn(Node):
+class StreamOn(Directive):
     selector: Expr
     stream: Expr
 
 
-class Trade(Node):
-    """`recompute` or `offload` SELECTOR with OPTIONS."""
-
-    kind: str
+class Recompute(Directive):
     selector: Expr
     options: tuple[Setting, ...]
 
 
-class OrderBlock(Node):
+class Offload(Directive):
+    selector: Expr
+    options: tuple[Setting, ...]
+
+
+class OrderBlock(Directive):
     where: Expr
     body: Block
 
 
-class OrderChain(Node):
+class OrderChain(Directive):
     steps: tuple[Step, ...]
 
 
@@ -367,27 +376,7 @@ class Print(Node):
 
 
 Statement: TypeAlias = (
-    FromImport
-    | ImportModule
-    | Param
-    | Let
-    | MeshOf
-    | Define
-    | TagAt
-    | PlaceOn
-    | Across
-    | SplitInto
-    | StreamOn
-    | Trade
-    | OrderBlock
-    | OrderChain
-    | Steps
-    | For
-    | Repeat
-    | If
-    | Return
-    | Require
-    | Print
+    FromImport | ImportModule | Param | Let | Define | Directive | Steps | For | Repeat | If | Return | Require | Print
 )
 
 

@@ -1,23 +1,37 @@
-"""All keywords and option words of the language.
+"""All keywords of the language, from the rules of grammar/piper.lark.
 
-The grammar, the highlighters (Pygments, VS Code, Vim) and the messages use these lists; a test compares
-them with grammar/piper.lark.
+The parser, the highlighters (Pygments, VS Code, Vim) and the messages use these lists. What each directive is, and its
+options, is in piperlang/directives/.
 """
 
 from __future__ import annotations
 
-DIRECTIVES = ("tag", "place", "replicate", "shard", "split", "stream", "order", "recompute", "offload")
+import re
+
+from piperlang.resources import resource
+
+_GRAMMAR = re.sub("//.*", "", resource("grammar", "piper.lark").read_text(encoding="utf-8"))
+_WORDS = dict.fromkeys(re.findall(r'"([A-Za-z]+)"', _GRAMMAR))
+_STARTS = dict.fromkeys(  # of the rules that `simple` and `compound` list
+    word
+    for rules in re.findall(r"^\?(?:simple|compound): ((?:.|\n )*)", _GRAMMAR, re.MULTILINE)
+    for rule in re.findall(r"\w+", rules)
+    for word in re.findall(rf'^{rule}: "(\w+)"', _GRAMMAR, re.MULTILINE)
+)
+
 IMPORTS = ("from", "import")
 DECLARATIONS = (*IMPORTS, "param", "let", "mesh", "def")
 CONTROL = ("for", "repeat", "if", "elif", "else", "return", "require", "print")
-CONNECTIVES = ("as", "at", "batch", "into", "on", "over", "with")
 OPERATORS = ("and", "or", "not", "in")
 CONSTANTS = ("True", "False", "next", "update")
+DIRECTIVES = tuple(word for word in _STARTS if word not in DECLARATIONS + CONTROL)
+CONNECTIVES = tuple(sorted(_WORDS.keys() - {*DIRECTIVES, *DECLARATIONS, *CONTROL, *OPERATORS, *CONSTANTS}))
+"""Words inside a statement, between its operands."""
 
 KEYWORDS = DIRECTIVES + DECLARATIONS + CONTROL + CONNECTIVES + OPERATORS + CONSTANTS
 """Reserved words; they cannot be names. Inside a selector's brackets, before `=`, any word is a key."""
 
-STATEMENT_STARTS = DIRECTIVES + DECLARATIONS + ("for", "repeat", "if", "return", "require", "print")
+STATEMENT_STARTS = DIRECTIVES + DECLARATIONS + tuple(word for word in CONTROL if word in _STARTS)
 
 NEVER_IN_BRACKETS = frozenset(STATEMENT_STARTS) - {"for", "if"} | {"elif"}
 """A line that starts with one of these begins a statement, even when a bracket above was left open."""
@@ -51,24 +65,6 @@ PYTHON_HABITS = {
     "false": "did you mean `False`?",
 }
 """Python constructs that the language does not have, and their replacements."""
-
-OPTION_WORDS = {
-    "accumulate": ("whole", "sharded"),
-    "grads": ("sharded", "replicated"),
-    "params": ("sharded", "replicated"),
-    "states": ("sharded", "replicated"),
-    "reduce": ("mean",),
-    "style": ("experts", "columns", "rows", "sequence"),
-}
-"""Options after `with` whose values are words."""
-
-OPTIONS = {
-    "replicate": ("accumulate", "bucket", "grads", "params", "prefetch", "reduce", "states"),
-    "shard": ("style",),
-    "recompute": (),
-    "offload": ("prefetch",),
-}
-"""The options that each directive accepts after `with`."""
 
 SIZE_UNITS = {
     "B": 1,

@@ -53,8 +53,8 @@ def draw(graph: Graph) -> str:
 
 def _rows(graph: Graph, order: Sequence[int]) -> dict[tuple[str, str], int]:
     """The compute stream of a submesh first, then its other streams; submeshes in order of their first node."""
-    wheres = list(dict.fromkeys(str(graph.nodes[i].family.where) for i in order))
-    found = {(str(node.family.where), node.stream) for node in graph.nodes}
+    wheres = list(dict.fromkeys(str(graph.nodes[i].template.where) for i in order))
+    found = {(str(node.template.where), node.stream) for node in graph.nodes}
     ordered = sorted(found, key=lambda row: (wheres.index(row[0]), row[1] != "compute", row[1]))
     return {row: y for y, row in enumerate(ordered)}
 
@@ -70,7 +70,7 @@ def _positions(graph: Graph, order: Sequence[int], rows: dict[tuple[str, str], i
                 before.setdefault(number, set()).update(earlier)
     for i in order:
         node = graph.nodes[i]
-        y = rows[str(node.family.where), node.stream]
+        y = rows[str(node.template.where), node.stream]
         waits = [at[j][0] + 1 for j in {*graph.sources(node), *graph.after.get(i, ()), *before.get(i, ())}]
         x = max([free[y], *waits])
         at[i] = (x, y)
@@ -80,7 +80,7 @@ def _positions(graph: Graph, order: Sequence[int], rows: dict[tuple[str, str], i
 
 def _box(node: Node, at: tuple[int, int]) -> str:
     x, y = LEFT + at[0] * (WIDTH + GAP_X), TOP + at[1] * (HEIGHT + GAP_Y)
-    family = node.family
+    family = node.template
     short = "_".join(map(str, node.point))
     tags = "".join(
         f" {value}" if key == "stage" else f" {key}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from piperlang.diagnostics.render import Paint
-from piperlang.elaborate.directive import Order
+from piperlang.directives.order import Order
 from piperlang.elaborate.lanes import Item, Lane
 from piperlang.simulate.unit import UNIT, Ran, Timeline, UnitCosts, computes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ from torch import nn
 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.cut import Chunk, cut, matches
-from piperlang.capture.differentiate import Piece, Pieces, differentiate
+from piperlang.capture.differentiate import differentiate
 from piperlang.capture.model_file import load_model
+from piperlang.capture.pass_graph import PassGraph, PassGraphs
 from piperlang.capture.program import capture
 from piperlang.capture.random import mix
 from piperlang.capture.trace import Traced, trace
 from piperlang.diagnostics import PiperError
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.explain import page
-from piperlang.elaborate.directive import ModulePath
+from piperlang.directives.tag import ModulePath
 from piperlang.pipeline import schedule
 from piperlang.source import Source
 from tests.support.chunks import SPAN, run, tag
@@ -31,7 +33,8 @@ from tests.support.models import CASES, WIDTH, Case, Mlp, square, vectors
 torch.set_num_threads(1)
 
 
-def captured(case: Case, samples: int = 4) -> tuple[Traced, list[Chunk], list[Pieces]]:
+@cache
+def captured(case: Case, samples: int = 4) -> tuple[Traced, list[Chunk], list[PassGraphs]]:
     traced = trace(case.model, case.loss, case.batch(samples))
     chunks = cut(traced)
     return traced, chunks, differentiate(traced, chunks)
@@ -92,7 +95,7 @@ def test_masks_and_integers_cross_forward_only() -> None:
     for chunk, piece in zip(chunks, pieces, strict=True):
         if piece.I is not None:
             wanted = {i for i, v in enumerate(chunk.inputs) if v.differentiable}
-            assert {i for kind, i in piece.I.gives if kind == "grad_input"} == wanted
+            assert {i for kind, i in piece.I.outputs if kind == "grad_input"} == wanted
 
 
 def test_tied_weights_are_one_weight_with_two_users() -> None:
@@ -108,7 +111,7 @@ def test_frozen_weights_cost_no_gradient() -> None:
     frozen = {place for place, weight in traced.weights.items() if weight.name not in traced.trained}
     for chunk, piece in zip(chunks, pieces, strict=True):
         if piece.W is not None:
-            assert not {chunk.weights[i] for kind, i in piece.W.gives if kind == "grad_weight"} & frozen
+            assert not {chunk.weights[i] for kind, i in piece.W.outputs if kind == "grad_weight"} & frozen
 
 
 def test_equal_layers_share_their_pieces() -> None:
@@ -153,7 +156,7 @@ def test_halves_repeat_nothing() -> None:
     """Operators of I and W together are those of B, views of weights aside."""
     from piperlang.capture.differentiate import _VIEWS
 
-    def work(piece: Piece) -> list[str]:
+    def work(piece: PassGraph) -> list[str]:
         return sorted(
             str(n.target) for n in piece.module.graph.nodes if n.op == "call_function" and n.target not in _VIEWS
         )
@@ -355,8 +358,8 @@ def test_every_gradient_has_a_tensor_of_its_own() -> None:
         ("batch", i): t for i, t in enumerate(vectors(4))
     }
     with torch.no_grad():
-        values |= pieces.F.run({slot: values[slot] for slot in pieces.F.takes}) | {("grad_output", 0): torch.ones(())}
-        gave = pieces.B.run({slot: values[slot] for slot in pieces.B.takes})
+        values |= pieces.F.run({slot: values[slot] for slot in pieces.F.inputs}) | {("grad_output", 0): torch.ones(())}
+        gave = pieces.B.run({slot: values[slot] for slot in pieces.B.inputs})
     first, second = gave["grad_weight", 0], gave["grad_weight", 1]
     assert torch.equal(first, second)
     assert first.data_ptr() != second.data_ptr()

@@ -20,8 +20,9 @@ from piperlang.capture.keep import keep, signed, uniform
 from piperlang.capture.localize import Local, localize
 from piperlang.capture.random import mix
 from piperlang.capture.trace import Traced, trace
+from piperlang.core.placement import PARTIAL, REPLICATE, Placement, Shard
 from piperlang.diagnostics import Diagnostic, PiperError
-from piperlang.ir.model import SUM, WHOLE, Divide, Place, Slot
+from piperlang.ir.model import Divide, Slot
 from tests.support.models import CASES, LENGTH, WIDTH, square
 
 torch.set_num_threads(1)
@@ -38,25 +39,25 @@ class Given:
     traced: Traced
     chunk: Chunk
     joint: fx.GraphModule
-    takes: list[Slot]
-    gives: list[Slot | None]
+    inputs: list[Slot]
+    outputs: list[Slot | None]
 
-    def local(self, *divides: Divide, arriving: Mapping[Slot, tuple[Place, ...]] | None = None) -> Local:
+    def local(self, *divides: Divide, arriving: Mapping[Slot, tuple[Placement, ...]] | None = None) -> Local:
         return localize(
-            self.joint, self.takes, self.gives, features_of(self.traced, self.chunk), divides, arriving or {}
+            self.joint, self.inputs, self.outputs, features_of(self.traced, self.chunk), divides, arriving or {}
         )
 
     def values(self, seed: int = 0) -> dict[Slot, torch.Tensor]:
         """Numbers of the right shapes for all that the joint graph takes."""
         torch.manual_seed(seed)
         places = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
-        found = {slot: number(node.meta["val"]) for slot, node in zip(self.takes, places, strict=True)}
+        found = {slot: number(node.meta["val"]) for slot, node in zip(self.inputs, places, strict=True)}
         return found | {slot: torch.tensor([mix(3, 5), 8]) for slot in found if slot[0] == "rng"}
 
     def run(self, joint: fx.GraphModule, values: Mapping[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         with torch.no_grad():
-            results = fx.Interpreter(joint).run(*(values[slot] for slot in self.takes), enable_io_processing=False)
-        return {slot: value for slot, value in zip(self.gives, results, strict=True) if slot is not None}
+            results = fx.Interpreter(joint).run(*(values[slot] for slot in self.inputs), enable_io_processing=False)
+        return {slot: value for slot, value in zip(self.outputs, results, strict=True) if slot is not None}
 
 
 def number(fake: torch.Tensor) -> torch.Tensor:
@@ -77,29 +78,33 @@ def given(
     traced = trace(model, loss, batch or (torch.randn(SAMPLES, LENGTH, WIDTH), torch.randn(SAMPLES, LENGTH, WIDTH)))
     (chunk,) = (chunk for chunk in cut(traced) if dict(chunk.tags).get(tag) == value)
     joint = Joint(traced, chunk)
-    return Given(traced, chunk, joint.module, joint.takes, joint.gives)
+    return Given(traced, chunk, joint.module, joint.inputs, joint.outputs)
 
 
-def part(value: torch.Tensor, places: Sequence[Place], divides: Sequence[Divide], at: Sequence[int]) -> torch.Tensor:
+def part(
+    value: torch.Tensor, places: Sequence[Placement], divides: Sequence[Divide], at: Sequence[int]
+) -> torch.Tensor:
     for place, divide, coordinate in zip(places, divides, at, strict=True):
-        if isinstance(place, int):
-            value = value.chunk(divide.size, place)[coordinate]
-        elif place == SUM:
+        if isinstance(place, Shard):
+            value = value.chunk(divide.size, place.dim)[coordinate]
+        elif place == PARTIAL:
             value = value * (0.25 if coordinate == 0 else 0.75 / (divide.size - 1))
     return value.contiguous()
 
 
-def whole(parts: Mapping[tuple[int, ...], torch.Tensor], places: Sequence[Place]) -> torch.Tensor:
+def whole(parts: Mapping[tuple[int, ...], torch.Tensor], places: Sequence[Placement]) -> torch.Tensor:
     """Put together what the devices have, the innermost axis first."""
     *outer, place = places
     together: dict[tuple[int, ...], torch.Tensor] = {}
     for prefix, group in itertools.groupby(sorted(parts), key=lambda at: at[:-1]):
         members = [parts[at] for at in group]
-        if place == WHOLE:
+        if place == REPLICATE:
             assert all(torch.equal(member, members[0]) for member in members)
             together[prefix] = members[0]
         else:
-            together[prefix] = torch.cat(members, place) if isinstance(place, int) else torch.stack(members).sum(0)
+            together[prefix] = (
+                torch.cat(members, place.dim) if isinstance(place, Shard) else torch.stack(members).sum(0)
+            )
     return whole(together, outer) if outer else together[()]
 
 
@@ -108,7 +113,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
 
 
-def agree(chunk: Given, *divides: Divide, arriving: Mapping[Slot, tuple[Place, ...]] | None = None) -> Local:
+def agree(chunk: Given, *divides: Divide, arriving: Mapping[Slot, tuple[Placement, ...]] | None = None) -> Local:
     """The divided chunk gives what the undivided one does, on every device that there is."""
     local = chunk.local(*divides, arriving=arriving)
     compare(chunk, local, *divides)
@@ -120,14 +125,14 @@ def compare(chunk: Given, local: Local, *divides: Divide) -> None:
     expected = chunk.run(chunk.joint, values)
     found: dict[Slot, dict[tuple[int, ...], torch.Tensor]] = {slot: {} for slot in expected}
     for at in itertools.product(*(range(divide.size) for divide in divides)):
-        own = {slot: part(value, local.places[slot], divides, at) for slot, value in values.items()}
+        own = {slot: part(value, local.placements[slot], divides, at) for slot, value in values.items()}
         own |= {slot: torch.cat([value, torch.tensor(at)]) for slot, value in own.items() if slot[0] == "rng"}
-        check_values(local.joint, [own[slot] for slot in chunk.takes])
+        check_values(local.joint, [own[slot] for slot in chunk.inputs])
         for slot, value in chunk.run(local.joint, own).items():
             found[slot][at] = value
-    assert set(local.places) == set(chunk.takes) | set(expected)
+    assert set(local.placements) == set(chunk.inputs) | set(expected)
     for slot, value in expected.items():
-        assert relative(whole(found[slot], local.places[slot]), value) < 1e-5, slot
+        assert relative(whole(found[slot], local.placements[slot]), value) < 1e-5, slot
         assert value.abs().max() > 1e-3, "nothing is compared"
 
 
@@ -168,10 +173,10 @@ def test_experts(size: int, samples: int) -> None:
     chunk = given(case.model, "expert", 0, case.batch(samples), case.loss)
     local = agree(chunk, over(size, "experts", "ep"))
     if size == 1:
-        assert set(local.places.values()) == {(WHOLE,)}
+        assert set(local.placements.values()) == {(REPLICATE,)}
         return
-    assert local.places["input", 0] == local.places["output", 0] == (1,)
-    assert local.places["weight", 0] == local.places["grad_weight", 0] == (0,)
+    assert local.placements["input", 0] == local.placements["output", 0] == (Shard(1),)
+    assert local.placements["weight", 0] == local.placements["grad_weight", 0] == (Shard(0),)
 
 
 # ---------------------------------------------------------------------------------------------------- columns and rows
@@ -195,22 +200,22 @@ class Pair(nn.Module):
 
 
 def test_columns_then_rows() -> None:
-    columns = agree(given(Pair, value="up"), over(2, "columns")).places
-    assert columns["weight", 0] == columns["weight", 1] == (0,)
-    assert columns["input", 0] == (WHOLE,)
-    assert columns["grad_input", 0] == (SUM,)
-    assert columns["output", 0] == columns["grad_output", 0] == (2,)
-    rows = agree(given(Pair, value="down"), over(2, "rows"), arriving={("input", 0): columns["output", 0]}).places
-    assert rows["weight", 0] == (1,)
-    assert rows["weight", 1] == rows["grad_weight", 1] == (WHOLE,)
-    assert rows["input", 0] == rows["grad_input", 0] == (2,)
-    assert rows["output", 0] == (SUM,)
-    assert rows["grad_output", 0] == (WHOLE,)
+    columns = agree(given(Pair, value="up"), over(2, "columns")).placements
+    assert columns["weight", 0] == columns["weight", 1] == (Shard(0),)
+    assert columns["input", 0] == (REPLICATE,)
+    assert columns["grad_input", 0] == (PARTIAL,)
+    assert columns["output", 0] == columns["grad_output", 0] == (Shard(2),)
+    rows = agree(given(Pair, value="down"), over(2, "rows"), arriving={("input", 0): columns["output", 0]}).placements
+    assert rows["weight", 0] == (Shard(1),)
+    assert rows["weight", 1] == rows["grad_weight", 1] == (REPLICATE,)
+    assert rows["input", 0] == rows["grad_input", 0] == (Shard(2),)
+    assert rows["output", 0] == (PARTIAL,)
+    assert rows["grad_output", 0] == (REPLICATE,)
 
 
 def test_rows_take_their_part_even_of_what_arrives_whole() -> None:
-    places = agree(given(Pair, value="down"), over(2, "rows"), arriving={("input", 0): (WHOLE,)}).places
-    assert places["input", 0] == (2,)
+    places = agree(given(Pair, value="down"), over(2, "rows"), arriving={("input", 0): (REPLICATE,)}).placements
+    assert places["input", 0] == (Shard(2),)
 
 
 def test_what_is_linear_takes_sums_as_they_arrive() -> None:
@@ -225,9 +230,9 @@ def test_what_is_linear_takes_sums_as_they_arrive() -> None:
             with annotate("part", "twice"):
                 return (x + x).transpose(0, 1).contiguous().transpose(0, 1)
 
-    places = agree(given(Twice, value="twice"), over(2, "rows"), arriving={("input", 0): (SUM,)}).places
-    assert places["input", 0] == places["output", 0] == (SUM,)
-    assert places["grad_input", 0] == (WHOLE,)
+    places = agree(given(Twice, value="twice"), over(2, "rows"), arriving={("input", 0): (PARTIAL,)}).placements
+    assert places["input", 0] == places["output", 0] == (PARTIAL,)
+    assert places["grad_input", 0] == (REPLICATE,)
 
 
 # --------------------------------------------------------------------------------------------------------- attention
@@ -264,19 +269,21 @@ class Attention(nn.Module):
 def test_attention_by_heads(size: int, masked: str) -> None:
     chunk = given(lambda: Attention(masked=masked), value="attention")
     places = agree(
-        chunk, over(size, "columns"), arriving={("input", i): (WHOLE,) for i in range(len(chunk.chunk.inputs))}
-    ).places
-    assert places["output", 0] == places["grad_output", 0] == (2,)
-    assert places["grad_input", 0] == (SUM,)
-    rows = agree(given(Attention, value="out"), over(size, "rows"), arriving={("input", 0): places["output", 0]}).places
-    assert rows["output", 0] == (SUM,)
+        chunk, over(size, "columns"), arriving={("input", i): (REPLICATE,) for i in range(len(chunk.chunk.inputs))}
+    ).placements
+    assert places["output", 0] == places["grad_output", 0] == (Shard(2),)
+    assert places["grad_input", 0] == (PARTIAL,)
+    rows = agree(
+        given(Attention, value="out"), over(size, "rows"), arriving={("input", 0): places["output", 0]}
+    ).placements
+    assert rows["output", 0] == (PARTIAL,)
 
 
 def test_a_mask_for_each_head_has_to_arrive_divided() -> None:
     chunk = given(lambda: Attention(masked="heads"), value="attention")
     (mask,) = (("input", i) for i, value in enumerate(chunk.chunk.inputs) if not value.fake.is_floating_point())
-    assert agree(chunk, over(2, "columns"), arriving={mask: (1,)}).places["output", 0] == (2,)
-    assert "attention" in refused(chunk, over(2, "columns"), arriving={mask: (WHOLE,)}).notes[0]
+    assert agree(chunk, over(2, "columns"), arriving={mask: (Shard(1),)}).placements["output", 0] == (Shard(2),)
+    assert "attention" in refused(chunk, over(2, "columns"), arriving={mask: (REPLICATE,)}).notes[0]
 
 
 def test_heads_are_not_divided() -> None:
@@ -304,20 +311,20 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sequence(size: int) -> None:
-    places = agree(given(Normed, value="norm"), over(size, "sequence", "sp")).places
-    assert places["input", 0] == places["output", 0] == places["grad_input", 0] == (1,)
-    assert places["weight", 0] == (WHOLE,)
-    assert places["grad_weight", 0] == (SUM,)
+    places = agree(given(Normed, value="norm"), over(size, "sequence", "sp")).placements
+    assert places["input", 0] == places["output", 0] == places["grad_input", 0] == (Shard(1),)
+    assert places["weight", 0] == (REPLICATE,)
+    assert places["grad_weight", 0] == (PARTIAL,)
 
 
 def test_two_axes() -> None:
-    places = agree(given(Normed, value="norm"), over(2, "columns"), over(3, "sequence", "sp")).places
-    assert places["output", 0] == (WHOLE, 1)
-    assert places["grad_weight", 0] == (WHOLE, SUM)
-    twice = agree(given(Pair, value="up"), over(2, "columns", "a"), over(4, "columns", "b")).places
-    assert twice["weight", 0] == (0, 0)
-    assert twice["output", 0] == (2, 2)
-    assert twice["grad_input", 0] == (SUM, SUM)
+    places = agree(given(Normed, value="norm"), over(2, "columns"), over(3, "sequence", "sp")).placements
+    assert places["output", 0] == (REPLICATE, Shard(1))
+    assert places["grad_weight", 0] == (REPLICATE, PARTIAL)
+    twice = agree(given(Pair, value="up"), over(2, "columns", "a"), over(4, "columns", "b")).placements
+    assert twice["weight", 0] == (Shard(0), Shard(0))
+    assert twice["output", 0] == (Shard(2), Shard(2))
+    assert twice["grad_input", 0] == (PARTIAL, PARTIAL)
 
 
 # ----------------------------------------------------------------------------------------------------------- dropout
@@ -346,7 +353,7 @@ def test_masks_do_not_depend_on_the_division(divided: list[int]) -> None:
         coordinates = [0, 0, 0]
         for (_, index, _), coordinate in zip(triples, at, strict=True):
             coordinates[index - 2] = coordinate
-        own = part(expected, [dim for dim, _, _ in triples], divides, at)
+        own = part(expected, [Shard(dim) for dim, _, _ in triples], divides, at)
         assert torch.equal(
             keep(torch.empty(own.shape), torch.cat([rng, torch.tensor(coordinates)]), 9, 0.5, 6, divided), own
         )
@@ -381,7 +388,7 @@ def test_dropout_in_a_divided_chunk(
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-def refused(chunk: Given, *divides: Divide, arriving: Mapping[Slot, tuple[Place, ...]] | None = None) -> Diagnostic:
+def refused(chunk: Given, *divides: Divide, arriving: Mapping[Slot, tuple[Placement, ...]] | None = None) -> Diagnostic:
     with pytest.raises(PiperError) as found:
         chunk.local(*divides, arriving=arriving)
     assert not torch.distributed.is_initialized()
@@ -457,9 +464,9 @@ def test_two_axes_of_which_one_does_not_fit_are_refused() -> None:
         in refused(given(lambda: Pair(4), value="up"), over(2, "columns", "a"), over(4, "columns", "b")).notes[0]
     )
     refused(given(Attention, value="attention"), over(2, "rows"), over(2, "sequence", "sp"))
-    assert agree(given(Normed, value="norm"), over(2, "rows"), over(2, "sequence", "sp")).places["output", 0] == (
-        WHOLE,
-        1,
+    assert agree(given(Normed, value="norm"), over(2, "rows"), over(2, "sequence", "sp")).placements["output", 0] == (
+        REPLICATE,
+        Shard(1),
     )
 
 

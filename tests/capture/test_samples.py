@@ -103,7 +103,7 @@ def test_models_may_be_divided(name: str) -> None:
     assert not found.weighted
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen_moe"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "qwen_moe"])
 def test_transformers_may_be_divided(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.support import transformers_models

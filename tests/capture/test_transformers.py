@@ -25,24 +25,27 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(WORDS, (2, 6)), torch.randint(WORDS, (2, 6))
 
 
-FAMILIES = pytest.mark.parametrize(
-    ("model", "first", "layers", "last"),
-    [
-        (
-            gpt2,
-            [("transformer", "wte"), ("transformer", "wpe")],
-            ("transformer", "h"),
-            [("transformer", "ln_f"), ("lm_head",)],
-        ),
-        (llama, [("model", "embed_tokens")], ("model", "layers"), [("model", "norm"), ("lm_head",)]),
-        (qwen_moe, [("model", "embed_tokens")], ("model", "layers"), [("model", "norm"), ("lm_head",)]),
-    ],
-    ids=["gpt2", "llama", "qwen3-moe"],
+GPT2 = (
+    gpt2,
+    [("transformer", "wte"), ("transformer", "wpe")],
+    ("transformer", "h"),
+    [("transformer", "ln_f"), ("lm_head",)],
 )
+LLAMA = (llama, [("model", "embed_tokens")], ("model", "layers"), [("model", "norm"), ("lm_head",)])
+QWEN = (qwen_moe, [("model", "embed_tokens")], ("model", "layers"), [("model", "norm"), ("lm_head",)])
+
+
+def templates(*often: str) -> pytest.MarkDecorator:
+    """The others are slow."""
+    named = {"gpt2": GPT2, "llama": LLAMA, "qwen3-moe": QWEN}
+    return pytest.mark.parametrize(
+        ("model", "first", "layers", "last"),
+        [pytest.param(*of, id=name, marks=() if name in often else pytest.mark.slow) for name, of in named.items()],
+    )
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
-@FAMILIES
+@templates("gpt2")  # schedules of all of them are tried below, and in examples/07_hf_llama
 def test_captured_by_module_path(
     model: Callable[[], nn.Module], first: list[Any], layers: tuple[str, ...], last: list[Any], stages: int
 ) -> None:
@@ -77,7 +80,7 @@ replicate [pass=*] over gpu.dp with {level}=sharded
     ("stages", "schedule", "level"),
     [(2, "one_f_one_b", "params"), pytest.param(4, "zero_bubble", "grads", marks=pytest.mark.slow)],
 )
-@FAMILIES
+@templates("gpt2", "qwen3-moe")  # examples/07_hf_llama has Llama
 def test_scheduled_by_module_path(
     model: Callable[[], nn.Module],
     first: list[Any],

@@ -42,12 +42,15 @@ def test_writes_two_files_and_says_what_to_do_next(here: Path, capsys: pytest.Ca
 
 def test_what_it_writes_trains_and_keeps_the_mathematics(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
+    from tests.support.traced import traced_once
+
     assert main(["init", "a job"]) == 0
     _, check, train = commands(capsys.readouterr().out)
     assert check[1:3] == ["a job/model.py", "a job/schedule.piper"]
-    assert main(check) == 0
-    assert "matches plain PyTorch (2 devices, 2 chunks" in capsys.readouterr().out
-    assert main([*train, "--executor", "inline", "--json", "--out", "run"]) == 0
+    with traced_once():
+        assert main(check) == 0
+        assert "matches plain PyTorch (2 devices, 2 chunks" in capsys.readouterr().out
+        assert main([*train, "--executor", "inline", "--json", "--out", "run"]) == 0
     losses = [json.loads(line)["loss"] for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 50
     assert losses[-1] < 0.7 * losses[0]

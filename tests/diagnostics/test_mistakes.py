@@ -121,14 +121,14 @@ PLACES = [
         "axis without a use for one chunk",
         "P0404",
         TOGETHER.replace("on gpu\n", "on gpu  # here\n") + "replicate [stage=0:2] over gpu.dp\n",
-        ("axis `dp` has no use for stage=2", "gpu[dp=0]"),
+        ("stage=2 does not use device axis `dp`", "gpu[dp=0]"),
         "head",
     ),
     Mistake(
         "axis without a use for any chunk",
         "P0404",
         TOGETHER.replace("on gpu\n", "on gpu  # here\n"),
-        ("axis `dp` has no use for stage=0; stage=1; stage=2", "gpu.dp"),
+        ("stage=0; stage=1; stage=2 do not use device axis `dp`", "gpu.dp"),
         "body",
     ),
     Mistake(
@@ -171,33 +171,33 @@ BATCHES = [
         "batch not divisible by a split",
         "P0412",
         "split batch into 3 as mb  # here\n",
-        ("8 samples", "split into 3", "2 would divide"),
+        ("batch size 8 is not divisible by 3", "split into 2"),
     ),
     Mistake(
         "batch not divisible by two splits",
         "P0412",
         "split batch into 4 as mb\nsplit batch into 4 as part  # here\n",
-        ("8 samples", "split into 4 already", "2 would divide"),
+        ("batch size 8 is not divisible by 4 * 4", "already split into 4", "split into 2"),
     ),
     Mistake(
         "batch not divisible by an axis",
         "P0412",
         f"{THREE}replicate [stage=*] over gpu.dp  # here\n",
-        ("8 samples", "3 devices", "stage=0"),
+        ("batch size 8 is not divisible by 3", "1 microbatch,", "3 devices", "stage=0"),
         "embed",
     ),
     Mistake(
         "batch not divisible by split and axis",
         "P0412",
         TOGETHER.replace("dp: 2", "dp: 4") + "split batch into 4 as mb\nreplicate [stage=*] over gpu.dp  # here\n",
-        ("8 samples in 4 pieces", "4 devices", "stage=0"),
+        ("batch size 8 is not divisible by 16", "4 microbatches", "4 devices", "stage=0"),
         "embed",
     ),
     Mistake(
         "uneven split, and orders that name its pieces",
         "P0412",
         f"{PIPELINE}split batch into 3 as mb  # here\norder on gpu[pp=0]:\n    repeat 3: [stage=0, pass=F, mb=next]\n",
-        ("8 samples", "split into 3"),
+        ("batch size 8 is not divisible by 3", "split into 2"),
     ),
     Mistake(
         "model that mixes samples, split",
@@ -308,7 +308,7 @@ SELECTORS = [
         "communication that there is none of",
         "P0302",
         f'{PIPELINE}stream [comm=all_to_all] on "x"  # here\n',
-        ("communicates by recv, send",),
+        ("the communication so far is recv, send",),
     ),
     Mistake(
         "communication that has other tags",
@@ -333,14 +333,14 @@ SELECTORS = [
         "tag after place",
         "P0413",
         "mesh gpu = pp: 1\ntag stage=0 at embed\nplace [pass=*] on gpu\ntag stage=1 at body  # here\n",
-        ("after they have been used", "move the tag up"),
+        ("`tag` after a directive that uses chunks", "move the tag before this directive"),
     ),
     Mistake(
         "tag after place, and a place for it",
         "P0413",
         "mesh gpu = pp: 2\ntag stage=0 at embed\nplace [stage=0] on gpu[pp=0]\ntag stage=1 at body  # here\nplace"
         " [stage=1] on gpu[pp=1]\n",
-        ("after they have been used",),
+        ("`tag` after a directive that uses chunks", "move the tag before this directive"),
     ),
 ]
 MODELS = [
@@ -527,11 +527,11 @@ def test_the_text_for_people() -> None:
             Path(name).write_text(text)
         assert main(["check", *mistake.files]) == 1
     assert (
-        err.getvalue() == "error[P0404]: axis `dp` has no use for stage=2\n"
+        err.getvalue() == "error[P0404]: stage=2 does not use device axis `dp`\n"
         " --> schedule.piper:5:1\n"
         "  |\n"
         "5 | place [stage=*] on gpu  # here\n"
-        "  | ^^^^^^^^^^^^^^^^^^^^^^ 2 devices along it would do the same work\n"
+        "  | ^^^^^^^^^^^^^^^^^^^^^^ 2 devices along it would compute the same\n"
         "  = note: in the model: head\n"
         "  = help: `replicate` or `shard` it over gpu.dp, or place it on one of them: gpu[dp=0]\n"
         "\n"

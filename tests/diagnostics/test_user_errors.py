@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,10 +27,12 @@ from piperlang.capture.program import capture
 from piperlang.cli.main import main
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.plan.lower import lower
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.job import Job, Training
-from piperlang.runtime.optimize import default_optimizer
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
+from piperlang.runtime.optimizer.optimize import default_optimizer
 from tests.support.equivalence import compiled
+from tests.support.jobs import Lent
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -1029,9 +1031,73 @@ BASE_EXCEPTIONS = [
 ]
 
 
+BASE_EXCEPTIONS += [
+    replace(mistake, name=f"{mistake.name}, as a generator ends", text=text, words=words)
+    for mistake in BASE_EXCEPTIONS
+    if "Stop('now')" in mistake.text
+    for text in [mistake.text.replace("raise Stop('now')", "raise GeneratorExit")]
+    for words in [tuple(word.replace("Stop: now", "GeneratorExit") for word in mistake.words)]
+]
+
+
 @every(BASE_EXCEPTIONS)
 def test_exceptions_that_are_no_exception(mistake: Mistake) -> None:
     assert_told(mistake, answer(mistake.text, *TRAIN))
+
+
+SILENT = """
+class Silent(Exception):
+    def __str__(self): raise SystemExit(0)
+class Failing(torch.optim.SGD):
+    steps = 0
+    def step(self, closure=None):
+        Failing.steps += 1
+        if Failing.steps > 9: raise Silent  # here
+        return super().step()
+def optimizer(params): return Failing(params, lr=0.1)
+"""
+
+
+def test_an_exception_that_cannot_be_printed() -> None:
+    mistake = Mistake("silent", written(more=SILENT), "P0604", ("Silent",))
+    assert_told(mistake, answer(mistake.text, *TRAIN, "--steps", "20", "--no-verify"))
+
+
+def batch(text: str) -> str:
+    return f"def data():  # here\n    while True:\n        yield {text}, torch.zeros(8, 4)\n"
+
+
+UNUSUAL = [
+    Mistake("sparse", written(data=batch("torch.eye(8)[:, :4].to_sparse()")), "P0801", ("sparse_coo", "to_dense()")),
+    Mistake(
+        "nested",
+        written(data=batch("torch.nested.nested_tensor([torch.zeros(4)] * 8)")),
+        "P0801",
+        ("a nested tensor", "to_padded_tensor"),
+    ),
+    Mistake(
+        "subclass",
+        written(data="class Mine(torch.Tensor): pass\n" + batch("torch.zeros(8, 4).as_subclass(Mine)")),
+        "P0801",
+        ("contains a Mine, a subclass of torch.Tensor", "as_subclass(torch.Tensor)"),
+    ),
+    Mistake("meta", written(data=batch("torch.zeros(8, 4, device='meta')")), "P0801", ("which has no values",)),
+]
+
+
+@every(UNUSUAL)
+def test_batches_that_cannot_be_sent(mistake: Mistake) -> None:
+    assert_told(mistake, answer(mistake.text, *TRAIN))
+
+
+def test_batches_that_are_conjugated_lazily() -> None:
+    text = "torch.randn(8, 4, dtype=torch.complex64).conj()"
+    real = (
+        "class Real(nn.Module):\n    def forward(self, x): return x.real + x.imag\n"
+        "def model(): return nn.Sequential(Real(), nn.Linear(4, 4))\n"
+    )
+    found = answer(written(real, data=batch(text)), *TRAIN)
+    assert found.status == 0, found.err
 
 
 def test_batches_that_come_with_a_graph() -> None:
@@ -1145,15 +1211,24 @@ def test_what_has_no_code_of_its_own_is_shown_where_it_is_bound(mistake: Mistake
     assert_told(mistake, answer(mistake.text, *TRAIN))
 
 
-@every([mistake for mistake in FORWARDS if mistake.name in ("shapes of a product", "branch on a sum")])
-def test_torch_writes_nothing_to_standard_error(mistake: Mistake, tmp_path: Path) -> None:
+def test_torch_writes_nothing_to_standard_error(tmp_path: Path) -> None:
     """In a process of its own: loggers keep the standard error that they were made with."""
-    (tmp_path / "model.py").write_text(mistake.text)
-    (tmp_path / "schedule.piper").write_text("")
-    command = [sys.executable, "-m", "piperlang", "check", "model.py", "schedule.piper", "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert_told(mistake, Answer(done.returncode, done.stdout, done.stderr))
+    mistakes = [mistake for mistake in FORWARDS if mistake.name in ("shapes of a product", "branch on a sum")]
+    for i, mistake in enumerate(mistakes):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "model.py").write_text(mistake.text)
+        (tmp_path / str(i) / "schedule.piper").write_text("")
+    code = (
+        "import os\nfrom piperlang.cli.main import main\n"
+        f"for i in range({len(mistakes)}):\n    os.chdir({str(tmp_path)!r} + f'/{{i}}')\n"
+        "    print('\\0', main(['check', 'model.py', 'schedule.piper', '--format', 'json']), end='\\0')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    *told, rest = done.stdout.split("\0")
+    assert (len(mistakes), rest) == (2, "")
+    for mistake, out, status in zip(mistakes, told[::2], told[1::2], strict=True):
+        assert_told(mistake, Answer(int(status), out, ""))
 
 
 def test_the_text_for_people() -> None:
@@ -1297,7 +1372,6 @@ WORKERS = [
         ("AssertionError: not here", "it was running update of"),
     ),
 ]
-"""Ray is started for the first of them, and once more after an operator has failed."""
 
 
 @every(WORKERS)
@@ -1311,7 +1385,8 @@ def test_on_workers(mistake: Mistake, worker: Cluster, tmp_path: Path) -> None:
     make: Callable[..., Any] | None = shipped(file, "model")
     assert make is not None
     training = Training(make, shipped(file, "optimizer") or default_optimizer)
-    with pytest.raises(PiperError) as found, Job(lower(graph), captured, training, timeout=30, cluster=worker) as job:
+    lent: Any = Lent(worker)
+    with pytest.raises(PiperError) as found, Job(lower(graph), captured, training, timeout=30, cluster=lent) as job:
         list(map(job.step, (first, next(batches))))
     (diagnostic,) = found.value.diagnostics
     assert diagnostic.code == mistake.code

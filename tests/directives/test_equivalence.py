@@ -1,5 +1,7 @@
 """A schedule never changes the mathematics: every directive alone, and every pair of directives, on every kind of
-model. Their plans are right, too."""
+model. Their plans are right, too.
+
+`pytest tests/directives/test_equivalence.py -m slow` has those pairs that do not run every time."""
 
 from __future__ import annotations
 
@@ -10,10 +12,15 @@ from tests.support.equivalence import assert_same, program
 from tests.support.models import CASES
 from tests.support.plan_runs import right_plan
 
-each_model = pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=pytest.mark.xdist_group(f"model {name}")) for name in CASES]
-)
-"""All tests of a model go to one process, which traces it once."""
+
+def models(*names: str) -> pytest.MarkDecorator:
+    """All tests of a model go to one process, which traces it once."""
+    return pytest.mark.parametrize(
+        "model", [pytest.param(name, marks=pytest.mark.xdist_group(f"model {name}")) for name in names]
+    )
+
+
+each_model = models(*CASES)
 
 
 @each_model
@@ -22,12 +29,24 @@ def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
     right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 
 
-@each_model
-@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        pytest.param(
+            model,
+            names,
+            id=f"{'+'.join(names)}-{model}",
+            marks=[pytest.mark.xdist_group(f"model {model}"), *([pytest.mark.slow] if (i + j) % 2 else [])],
+        )
+        for i, model in enumerate(CASES)
+        for j, names in enumerate(PAIRS)
+    ],
+)  # in every run, every pair on half of the models, and every model with half of the pairs
 def test_a_pair_of_directives(model: str, names: tuple[str, ...]) -> None:
     right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 
 
+@pytest.mark.xdist_group("model mlp")
 @pytest.mark.parametrize(
     "schedule", ["looped_bfs(gpu, 2, 4)", "interleaved_zero_bubble(gpu, 2, 4)", "interleaved(gpu, 2, 4)"]
 )
@@ -43,7 +62,7 @@ def test_activations_come_back_in_the_order_of_the_script(schedule: str, prefetc
     assert_same(CASES["mlp"], program("mlp"), text)
 
 
-@pytest.mark.parametrize("model", ["gpt", "unet"])
+@models("gpt", "unet")
 def test_parts_of_a_sum_are_cut_and_joined_as_parts(model: str) -> None:
     """A stage that is split, some of it divided by features: what is a sum over devices stays one while it is cut."""
     text = f"{TAGS[model]}\nmesh gpu = tp: 2\nplace [pass=*] on gpu\n{SHARD[model]}\nsplit [stage=0:2] into 2 as half\n"

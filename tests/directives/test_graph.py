@@ -17,7 +17,7 @@ from piperlang.capture.program import capture
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
 from piperlang.ir.text import brief, text
-from piperlang.runtime.inline import Inline
+from piperlang.runtime.reference.interpreter import GraphInterpreter
 from tests.support.equivalence import SAMPLES, assert_same, compiled, optimizer, program
 from tests.support.models import CASES, WIDTH, Case, Gpt, tokens, vectors
 
@@ -89,10 +89,10 @@ def test_text_has_one_node_a_line_and_is_stable(files: tuple[str, str], capsys: 
     assert lines == graph_text(capsys, *files, "--verbose")
     assert len(lines) == len(graph_json(capsys, *files)["nodes"]) == 22
     assert (
-        "F[stage=0, mb=0] on gpu[pp=0] stream compute: w:layers.0.weight@0, w:layers.0.bias@0, flat_0@0#0 -> tanh#0:"
-        " float32[4, 8]{dp: batch}, saved:0#0" in lines
+        "F[stage=0, mb=0] on gpu[pp=0] stream compute: w:layers.0.weight@0, w:layers.0.bias@0, batch:flat_0@0#0 ->"
+        " tanh#0: float32[4, 8]{dp: batch}, saved:0#0" in lines
     )
-    assert "send.F[stage=0, mb=1] on gpu[pp=0] stream pp: tanh#1 -> tanh#1@0~: float32[4, 8]{dp: batch}" in lines
+    assert "send.F[stage=0, mb=1] on gpu[pp=0] stream pp: tanh#1 -> tanh#1@0!sent: float32[4, 8]{dp: batch}" in lines
     assert sum(line.startswith("reduce_scatter[stage=1] on gpu[pp=1] over dp") for line in lines) == 1
 
 
@@ -134,7 +134,7 @@ def test_json_holds_together(files: tuple[str, str], capsys: pytest.CaptureFixtu
     for node in found["nodes"]:  # in an order in which it can run
         assert set(node["after"]) <= done
         for key in (key for keys in node["reads"] for key in keys):
-            assert key in made or key.startswith(("w:", "flat_", "seed"))
+            assert key in made or key.startswith(("w:", "batch:flat_", "given:seed"))
         done.add(node["id"])
         made |= set(node["writes"])
     assert {tuple(node["devices"]) for node in found["nodes"] if node["op"] == "F"} == {(0, 1), (2, 3)}
@@ -199,7 +199,7 @@ def test_numerics_can_fail(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that lost a gradient would be told apart."""
-    from piperlang.runtime.shards import Shards
+    from piperlang.runtime.reference.shards import Shards
 
     monkeypatch.setattr(Shards, "_summed", lambda self, held, parts, axes: list(parts))
     assert main(["check", *files, "--numerics", "--json"]) == 1
@@ -338,7 +338,7 @@ def test_samples_inside_a_dimension_move_but_are_not_divided_anew() -> None:
         " gpu.dp\nsplit batch into 2 as mb\n"
     )
     assert_same(case, traced, same)
-    with pytest.raises(PiperError, match="cannot be divided anew") as refused:
+    with pytest.raises(PiperError, match="cannot be redistributed") as refused:
         compiled(traced, same.replace("gpu[pp=1]", "gpu[pp=1, dp=0]"))
     assert refused.value.diagnostics[0].span is not None
 
@@ -350,7 +350,7 @@ def test_an_axis_of_one_device_is_no_mistake() -> None:
         "param width = 1\nmesh gpu = dp: width\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with"
         " params=sharded\n",
     )
-    assert not any(node.family.communicates for node in graph.nodes)
+    assert not any(node.template.communicates for node in graph.nodes)
 
 
 def test_a_batch_of_one_sample() -> None:
@@ -360,7 +360,7 @@ def test_a_batch_of_one_sample() -> None:
     assert graph.model.samples == 1
     torch.manual_seed(0)
     model, batch = case.model(), case.batch(1)
-    assert Inline(graph, captured, model, optimizer).step(batch).loss == pytest.approx(
+    assert GraphInterpreter(graph, captured, model, optimizer).step(batch).loss == pytest.approx(
         case.loss(model(batch[0]), batch[1]).item(), rel=1e-6
     )
 
@@ -370,7 +370,7 @@ def test_a_batch_of_another_size_is_refused(samples: int) -> None:
     """More samples than were planned for would be left out in silence."""
     graph, captured = compiled(program("mlp"), "split batch into 2 as mb\n")
     with pytest.raises(PiperError, match="but the model was traced with"):
-        Inline(graph, captured, CASES["mlp"].model(), optimizer).step(CASES["mlp"].batch(samples))
+        GraphInterpreter(graph, captured, CASES["mlp"].model(), optimizer).step(CASES["mlp"].batch(samples))
 
 
 class Shifted(nn.Module):

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import Graph, Node
 from piperlang.ir.layout import devices_of
 from piperlang.ir.verify import Broken, verify
-from piperlang.runtime.boxes import boxes
-from piperlang.runtime.inline import Inline
+from piperlang.runtime.reference.boxes import boxes
+from piperlang.runtime.reference.interpreter import GraphInterpreter
 from tests.support.equivalence import SAMPLES, assert_same, compiled, optimizer, program
 from tests.support.models import CASES, WIDTH
 
@@ -33,8 +34,8 @@ def test_every_sample_is_seen_once() -> None:
     graph = graph_of("mlp", DP.format(""))
     seen: Counter[int] = Counter()
     for node in graph.nodes:
-        if node.op == "F" and node.family.chunk == 0:
-            (key,) = (keys[0] for slot, keys in zip(node.family.slots, node.reads, strict=True) if slot[0] == "batch")
+        if node.op == "F" and node.template.chunk == 0:
+            (key,) = (keys[0] for slot, keys in zip(node.template.slots, node.reads, strict=True) if slot[0] == "batch")
             for (low, high), *_ in boxes(graph.values[key]):
                 seen.update(range(low, high))
     assert seen == Counter(range(SAMPLES))
@@ -45,13 +46,13 @@ def test_the_loss_comes_back() -> None:
     torch.manual_seed(0)
     case = CASES["mlp"]
     model, batch = case.model(), case.batch(SAMPLES)
-    loss = Inline(graph, captured, model, optimizer).step(batch).loss
+    loss = GraphInterpreter(graph, captured, model, optimizer).step(batch).loss
     assert loss == pytest.approx(case.loss(model(batch[0]), batch[1]).item(), rel=1e-6)
 
 
 def test_replicas_start_and_stay_equal() -> None:
     graph, captured = compiled(program("mlp"), DP.format(""))
-    run = Inline(graph, captured, CASES["mlp"].model(), optimizer)
+    run = GraphInterpreter(graph, captured, CASES["mlp"].model(), optimizer)
     for _ in range(2):
         for parts in run.shards.current.values():
             assert len(parts) == 2
@@ -72,7 +73,7 @@ def test_buckets_bound_a_reduction() -> None:
 
 def test_zero1_divides_optimizer_states() -> None:
     graph, captured = compiled(program("mlp"), DP.format(" with states=sharded"))
-    run = Inline(graph, captured, CASES["mlp"].model(), optimizer)
+    run = GraphInterpreter(graph, captured, CASES["mlp"].model(), optimizer)
     run.step(CASES["mlp"].batch(SAMPLES))
     states = [state["momentum_buffer"].numel() for state in run.shards.optimizers.states()]
     whole = sum(w.numel() for w in CASES["mlp"].model().parameters())
@@ -106,7 +107,7 @@ def test_what_is_not_sharded_is_updated_too() -> None:
 def test_experts_are_divided() -> None:
     script = "mesh gpu = ep: 4\nplace [pass=*] on gpu\nshard [expert=*] over gpu.ep\nreplicate [!expert] over gpu.ep\n"
     graph, captured = compiled(program("moe"), script)
-    run = Inline(graph, captured, CASES["moe"].model(), optimizer)
+    run = GraphInterpreter(graph, captured, CASES["moe"].model(), optimizer)
     parts = {graph.held[key].weight: [tuple(part.shape) for part in parts] for key, parts in run.shards.current.items()}
     assert parts["up"] == [(1, WIDTH, 2 * WIDTH)] * 4
     assert ops(graph)["all_to_all"] == 4  # to the experts and back, forward and backward
@@ -119,7 +120,7 @@ shard [expert=*] over gpu.ep
 replicate [!expert] over gpu.ep
 replicate [pass=*] over gpu.dp
 """
-    assert {node.family.axes for node in graph_of("moe", script).nodes if node.op == "all_to_all"} == {("ep",)}
+    assert {node.template.axes for node in graph_of("moe", script).nodes if node.op == "all_to_all"} == {("ep",)}
     assert_same(CASES["moe"], program("moe"), script)
 
 
@@ -134,8 +135,12 @@ def test_a_skip_goes_straight_to_its_reader() -> None:
     """Forward DAGs forced into a chain: stage 0's output is read by stages 1, 2 and 3, and nobody passes it on."""
     graph = graph_of("unet", PIPE.replace("4 as mb", "1 as mb"))
     (name,) = program("unet").cut().model.chunks[0].outputs
-    sent = [node for node in graph.nodes if node.op == "send" and node.reads[0][0].startswith(f"{name}#")]
-    assert {str(node.family.where) for node in sent} == {"gpu[pp=0]"}
+    sent = [
+        node
+        for node in graph.nodes
+        if node.op == "send" and node.reads[0][0] is ValueId(Kind.ACTIVATION, name, (), (0,))
+    ]
+    assert {str(node.template.where) for node in sent} == {"gpu[pp=0]"}
     assert len(sent) == 3
 
 
@@ -222,24 +227,24 @@ def test_the_verifier_knows_who_reads_what() -> None:
     fewer = tuple(keys[:1] for keys in backward.reads)
     with pytest.raises(Broken, match="is read 0 times"):
         verify(changed(graph, backward, reads=fewer))
-    twice = tuple(keys * 2 if keys[0].startswith("d:") else keys for keys in backward.reads)
+    twice = tuple(keys * 2 if keys[0].kind is Kind.GRADIENT else keys for keys in backward.reads)
     with pytest.raises(Broken, match="is read 2 times"):
         verify(changed(graph, backward, reads=twice))
     send = next(node for node in graph.nodes if node.op == "send")
     with pytest.raises(Broken):
-        verify(changed(graph, send, family=replace(send.family, op="all_gather")))
+        verify(changed(graph, send, template=replace(send.template, op="all_gather")))
     update = next(node for node in graph.nodes if node.op == "update")
-    assert set(devices_of(update.family.where)) == {2, 3}
+    assert set(devices_of(update.template.where)) == {2, 3}
     with pytest.raises(Broken, match="updated 0 times"):
-        verify(changed(graph, update, family=replace(update.family, op="F")))
+        verify(changed(graph, update, template=replace(update.template, op="F")))
 
 
 def test_the_verifier_counts_samples() -> None:
     graph = graph_of("unet", FULL)
-    (family,) = (family for family in graph.families if family.op == "F" and family.chunk == 0)
-    families = [replace(f, samples=2 * f.samples) if f is family else f for f in graph.families]
+    (template,) = (template for template in graph.templates if template.op == "F" and template.chunk == 0)
+    templates = [replace(f, samples=2 * f.samples) if f is template else f for f in graph.templates]
     with pytest.raises(Broken, match="chunk 0 sees 16 samples of 8"):
-        verify(replace(graph, families=families))
+        verify(replace(graph, templates=templates))
 
 
 def test_the_verifier_compares_layouts() -> None:

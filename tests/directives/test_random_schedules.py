@@ -29,13 +29,13 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.xdist_group(f"random model {seed // EACH}")) for seed in range(25)]
+    "seed", [pytest.param(seed, marks=pytest.mark.xdist_group(f"random model {seed // EACH}")) for seed in range(15)]
 )
 def test_the_same_as_the_plain_model(seed: int) -> None:
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(25, 550))
+@pytest.mark.parametrize("seed", range(15, 550))
 def test_five_hundred_more(seed: int) -> None:
     check(seed)

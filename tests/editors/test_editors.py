@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 from pygments.token import Comment, Error, Keyword, Name, Number, Operator, Punctuation, String, _TokenType
 
+from piperlang.directives import OPTION_WORDS
 from piperlang.highlight import KEYWORD_TOKENS, PiperLexer
 from piperlang.syntax import grammar
-from piperlang.syntax.words import BUILTINS, KEYWORDS, OPTION_WORDS, SELECTOR_WORDS
+from piperlang.syntax.words import BUILTINS, KEYWORDS, SELECTOR_WORDS
 from tests.support import ROOT
 
 EDITORS = ROOT / "editor-support"

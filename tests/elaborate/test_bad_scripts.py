@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from piperlang.elaborate.declare import MAX_DEVICES
-from piperlang.elaborate.interpret import MAX_CALLS, MAX_SPLIT
+from piperlang.directives.mesh import MAX_DEVICES
+from piperlang.directives.split import MAX_SPLIT
+from piperlang.elaborate.interpret import MAX_CALLS
 from tests.support.bounded import Text, bounded, cases, check, doubled, lines, measured, piperc, refused, save, texts
 
 pytestmark = measured

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from piperlang.core.selector import Selector, TagValue
 from piperlang.diagnostics import Diagnostic
-from piperlang.elaborate import directive as d
+from piperlang.directives.mesh import UseMesh
+from piperlang.directives.place import Place
+from piperlang.elaborate.directive import Directive
 from piperlang.elaborate.interpret import Interpreter
 from piperlang.elaborate.modules import from_source
-from piperlang.elaborate.selector import Selector, TagValue
 from piperlang.pipeline import outline
 from piperlang.source import Source
 from tests.support.schedules import outline as right_outline
@@ -21,10 +23,10 @@ class Recorder:
     """A graph that keeps directives and gives fixed answers."""
 
     def __init__(self) -> None:
-        self.directives: list[d.Directive] = []
+        self.directives: list[Directive] = []
         self.asked: list[int] = []
 
-    def apply(self, directive: d.Directive) -> None:
+    def apply(self, directive: Directive) -> None:
         self.directives.append(directive)
 
     def count(self, selector: Selector) -> int:
@@ -236,8 +238,8 @@ def test_directives_come_one_at_a_time_with_span_and_trail() -> None:
     lines: list[str] = []
     assert not Interpreter(graph, from_source(Source("s", text)), say=lines.append).run()
     mesh, place = graph.directives
-    assert isinstance(mesh, d.UseMesh)
-    assert isinstance(place, d.Place)
+    assert isinstance(mesh, UseMesh)
+    assert isinstance(place, Place)
     assert place.span.text == "place [stage=0] on g"
     assert [(call.function, call.span.first.line) for call in place.trail] == [("outer", 5), ("inner", 3)]
     assert graph.asked == [2]

@@ -16,7 +16,7 @@ from piperlang.fuzz.shrink import shrink
 from piperlang.fuzz.traits import Traits
 from piperlang.fuzz.write import Mesh, write
 from piperlang.ir.layout import devices_of
-from piperlang.runtime.inline import Inline
+from piperlang.runtime.reference.interpreter import GraphInterpreter
 from tests.matrix import program
 from tests.support import ROOT
 from tests.support.equivalence import compiled
@@ -88,7 +88,7 @@ def test_a_mesh_is_kept_to(mesh: Mesh) -> None:
 def test_devices_are_a_limit() -> None:
     for seed in range(15):
         graph, _ = compiled(program("mlp-4"), write(traits("mlp-4"), seed, devices=4))
-        assert max(device for family in graph.families for device in devices_of(family.where)) < 4
+        assert max(device for template in graph.templates for device in devices_of(template.where)) < 4
 
 
 def test_a_model_without_stages_is_cut_by_its_modules() -> None:
@@ -197,7 +197,7 @@ def test_a_fault_is_found_and_made_small(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Losses of parts of the batch that count for too much: all it takes is to divide the batch."""
-    monkeypatch.setattr(Inline, "_share", lambda self, node: 1.0)
+    monkeypatch.setattr(GraphInterpreter, "_share", lambda self, node: 1.0)
     arguments = ["fuzz", MODEL, "--count", "1", "--seed", "1", "--out", str(tmp_path / "new")]
     assert main([*arguments, "--json"]) == 1
     row = json.loads(capsys.readouterr().out)

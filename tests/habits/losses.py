@@ -384,7 +384,7 @@ def auxiliary(output: T, target: T) -> T:
 HOLDER: list[nn.Module] = []
 
 
-class Held(Layers):
+class WeightLayout(Layers):
     def __init__(self) -> None:
         super().__init__()
         HOLDER[:] = [self]
@@ -394,12 +394,12 @@ def _squares() -> T:
     return torch.stack([p.square().sum() for p in HOLDER[0].parameters()]).sum()
 
 
-@LOSSES.loss("reads the model's weights for a penalty", model=Held)
+@LOSSES.loss("reads the model's weights for a penalty", model=WeightLayout)
 def penalty(output: T, target: T) -> T:
     return f.mse_loss(output, target) + 0.05 * _squares()
 
 
-@LOSSES.loss("a sum with a penalty on weights", model=Held)
+@LOSSES.loss("a sum with a penalty on weights", model=WeightLayout)
 def sum_penalty(output: T, target: T) -> T:
     return 0.02 * (output - target).square().sum() + 0.05 * _squares()
 

@@ -17,9 +17,10 @@ from piperlang.plan.estimate.memory import peaks
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
 from piperlang.plan.rewrite.clip import clipped
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.job import Job, Training
-from piperlang.runtime.measure import Measured
+from piperlang.runtime.device.measure import Measured
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
 from tests.support.equivalence import compiled
 
 WIDTH, LAYERS, SAMPLES = 512, 4, 16

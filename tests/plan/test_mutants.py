@@ -14,8 +14,9 @@ import torch
 from piperlang.diagnostics import PiperError
 from piperlang.plan.plan import Plan
 from piperlang.plan.verify import check
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.job import Job, Training
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
 from tests.support.equivalence import LIMIT, SAMPLES, optimizer, relative
 from tests.support.models import CASES
 from tests.support.plan_mutants import mutate

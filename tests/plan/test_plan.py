@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from piperlang.capture.program import capture
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.fuzz.write import write
 from piperlang.plan import files
@@ -69,7 +70,7 @@ def test_plans_of_pipelines(name: str) -> None:
     check(plan, buffered=False)
 
 
-@pytest.mark.parametrize("seed", range(25, 50, 5))
+@pytest.mark.parametrize("seed", [25, 30, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (35, 40, 45))])
 def test_plans_of_random_schedules(seed: int) -> None:
     """The plans of earlier seeds, and of all pairs of directives, are looked at where their graphs are run
     (tests/directives)."""
@@ -138,7 +139,7 @@ def _assert_told(plan: Plan, mutation: str, diagnostics: tuple[Diagnostic, ...])
     assert named or mutation in ("share", "feed", "kept")
 
 
-@pytest.mark.parametrize("start", range(0, 150, 10))
+@pytest.mark.parametrize("start", range(0, 80, 10))
 def test_a_mistake_is_refused_or_harmless(start: int) -> None:
     for seed in range(start, start + 10):
         mistaken(seed)
@@ -235,7 +236,7 @@ def test_an_update_in_place_waits_for_readers() -> None:
         len(plan.names) - 1,
         (),
         sources=(old,),
-        target=f"{old}@1",
+        target=old.redistributed(1),
         copies=(LocalCopy(old, whole, whole),),
         shape=(64, 64),
         dtype="float32",
@@ -274,7 +275,14 @@ def test_sends_that_block() -> None:
             (
                 Send("order", node, (), value=None, messages=signal, dtype="uint8"),
                 Receive(
-                    "order", node, (), target=f"now:{device}", messages=signal, local=(), shape=(1,), dtype="uint8"
+                    "order",
+                    node,
+                    (),
+                    target=ValueId(Kind.SIGNAL, "", (device, node)),
+                    messages=signal,
+                    local=(),
+                    shape=(1,),
+                    dtype="uint8",
                 ),
             )
         ):

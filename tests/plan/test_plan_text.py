@@ -46,7 +46,7 @@ def test_every_value_is_shown() -> None:
             for x in device.instructions:
                 shown = line(x)
                 assert shown.startswith(f"{x.op} on {x.stream}: ")
-                assert all(key in shown for key in (*x.reads, *x.writes))
+                assert all(str(key) in shown for key in (*x.reads, *x.writes))
                 assert not x.waits or shown.endswith(f" after {', '.join(map(str, x.waits))}")
                 seen.add(x.op)
     assert len(seen) > len(INSTRUCTIONS) / 2

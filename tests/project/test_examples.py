@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from piperlang.capture.model_file import load_model
 from piperlang.cli.main import main
 from piperlang.plan.estimate.summary import bytes_text as size_text
 from tests.support import ROOT
+from tests.support.jobs import Lent
 from tests.support.processes import processes
 from tests.support.terminal import rows_of
 from tests.support.traced import traced_once
@@ -43,6 +45,9 @@ STEPS = 4
 TRAINED = {"01_mlp", "04_zero", "08_dropless"}
 """Examples whose schedules are trained step by step in every run of the tests, and compared in float64 by hand; of the
 others it is the other way round. By example, because its model is traced once for either."""
+
+INITIAL = "starter"
+"""What `piperc init` writes: tests/cli/test_init.py compares it."""
 
 
 def name_of(schedule: Path) -> str:
@@ -95,7 +100,7 @@ def losses_of(text: str) -> list[float]:
     return [json.loads(line)["loss"] for line in text.splitlines()]
 
 
-@schedules(lambda example: example not in TRAINED)
+@schedules(lambda example: example not in {*TRAINED, INITIAL})
 def test_a_schedule_keeps_the_mathematics(schedule: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["check", str(schedule.parent / "model.py"), str(schedule), "--numerics", "--json"])
     result = json.loads(capsys.readouterr().out)
@@ -165,6 +170,11 @@ def train(arguments: list[str], out: Path, temporary: Path) -> Trained:
     assert "--json" in arguments or done.stderr == ""  # beside JSON, standard error is for people
     assert processes(temporary) == []
     assert list(temporary.glob("piper-*")) == []
+    return trained(arguments, out, done.stdout)
+
+
+def trained(arguments: list[str], out: Path, said: str) -> Trained:
+    """What a job has left in its run folder, which must be all that belongs there."""
     assert sorted(path.name for path in out.iterdir()) == [
         "metrics.jsonl",
         "plan.json",
@@ -177,13 +187,13 @@ def train(arguments: list[str], out: Path, temporary: Path) -> Trained:
     assert json.loads((out / "plan.json").read_text(encoding="utf-8"))
     assert (out / "schedule.piper").read_text(encoding="utf-8") == (ROOT / arguments[1]).read_text(encoding="utf-8")
     losses = losses_of((out / "metrics.jsonl").read_text(encoding="utf-8"))
-    assert "--json" not in arguments or losses == losses_of(done.stdout)
-    return Trained(losses, torch.load(out / "weights.pt"), done.stdout)
+    assert "--json" not in arguments or losses == losses_of(said)
+    return Trained(losses, torch.load(out / "weights.pt"), said)
 
 
-def test_the_main_job(tmp_path: Path, temporary: Path) -> None:
+def test_the_main_job(tmp_path: Path, temporary: Path, lent: Lent, capsys: pytest.CaptureFixture[str]) -> None:
     """On workers it trains like the plain model, comes out the same to the last bit when run again, and prints what the
-    README shows: as a log the first time, as JSON the second time."""
+    README shows: as a log the first time, as JSON the second time, on other workers."""
     model, _, flag, steps = arguments = main_job()
     assert flag == "--steps"
     losses, weights, log = train(arguments, tmp_path / "first", temporary)
@@ -193,7 +203,11 @@ def test_the_main_job(tmp_path: Path, temporary: Path) -> None:
     assert losses == pytest.approx(plain(ROOT / model, int(steps)), rel=LIMIT)
     assert losses[-1] < losses[0] / 3
 
-    again, same, _ = train([*arguments, "--json"], tmp_path / "second", temporary)
+    with chdir(ROOT):
+        code = main([*arguments, "--json", "--out", str(tmp_path / "second")])
+    said = capsys.readouterr()
+    assert (code, lent.jobs) == (0, 1), said.err
+    again, same, _ = trained([*arguments, "--json"], tmp_path / "second", said.out)
     assert again == losses
     assert same.keys() == weights.keys()
     assert all(torch.equal(same[name], weights[name]) for name in weights)

@@ -14,7 +14,7 @@ import torch
 
 from piperlang.capture import program
 from piperlang.cli.main import main
-from piperlang.runtime import numerics
+from piperlang.runtime.reference import numerics
 from tests.support import ROOT
 
 FOLDER = Path("examples") / "90_mistakes"

@@ -59,6 +59,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         "node_modules", "__pycache__", ".*", "tests", "editor-support", "benchmarks", "docs", "runs"
     )
     shutil.copytree(ROOT, copy, ignore=ignored)
+    shutil.copy(ROOT / ".gitignore", copy)  # the builder leaves out what git ignores
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(top / "dist"), str(copy)]
     subprocess.run(build, check=True, capture_output=True, timeout=300)
     shutil.rmtree(copy)
@@ -132,6 +133,8 @@ def test_what_the_wheel_holds(installed: Installed) -> None:
     ):
         assert f"piperlang/_data/{name}" in names
     assert "piperlang/py.typed" in names
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "piperlang").rglob("*.py")}
+    assert modules <= set(names)
     assert any(name.startswith("piperlang/diagnostics/pages/P0302") for name in names)
     assert not any(name.startswith(("tests/", "examples/")) for name in names)
 

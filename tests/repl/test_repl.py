@@ -1,4 +1,4 @@
-"""`piperc repl` without a terminal, as a real process: answers, refusals, undo, orders, numerics, training, saving."""
+"""`piperc repl` without a terminal: answers, refusals, undo, orders, numerics, training, saving."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ from piperlang.repl.commands import _changes
 from piperlang.repl.model import open_model
 from piperlang.repl.reading import inputs
 from piperlang.repl.session import Screen, Session
+from piperlang.runtime.driver.cluster import Cluster
 from tests.support import ROOT
 from tests.support.traced import traced_once
 
@@ -90,14 +92,24 @@ order on gpu[pp=1]:
 """
 
 
-def test_scripted_session_on_the_gpt_example(tmp_path: Path) -> None:
-    """Place, split, a mistake, undo, order, numerics, three steps on workers, save; what is saved gives the same
-    graph."""
+def test_scripted_session_on_the_gpt_example(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Place, split, a mistake, undo, order, numerics, three steps on workers of its own, save; what is saved gives the
+    same graph."""
     script, graph = tmp_path / "saved.piper", tmp_path / "graph.txt"
-    done = repl(SCRIPTED.format(graph=graph, script=script), str(GPT))
+    started: list[Cluster] = []
+
+    class Watched(Cluster):
+        def __init__(self, *arguments: Any) -> None:
+            started.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("piperlang.repl.training.Cluster", Watched)
+    done = repl_here(SCRIPTED.format(graph=graph, script=script), GPT, monkeypatch=monkeypatch)
+    (workers,) = started
+    assert not workers.folder.exists()  # they have ended with the session
     assert done.returncode == 1  # there was a mistake
     assert done.stderr.count("error[") == 1
-    assert "error[P0412]: 16 samples cannot be split into 3" in done.stderr
+    assert "error[P0412]: batch size 16 is not divisible by 3" in done.stderr
     assert "session:4:1" in done.stderr
     out = done.stdout
     assert "matched   4 nodes: 2 F, 2 B" in out
@@ -531,7 +543,10 @@ def test_every_axis_without_a_use_is_named() -> None:
 def test_axes_without_a_use_are_named_beside_those_that_chunks_lie_along(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "mesh gpu = pp: 2, dp: 2\nmesh other = x: 3\nplace [stage=*] on gpu[pp=0]\n"
     done = repl_here(text, GPT, monkeypatch=monkeypatch)
-    assert "  missing   axis other.x is not used [P0404]\n            axis `dp` has no use for stage=0;" in done.stdout
+    assert (
+        "  missing   axis other.x is not used [P0404]\n"
+        "            stage=0; stage=1; stage=2; stage=3 do not use device axis `dp`"
+    ) in done.stdout
     assert "gpu.dp is not used" not in done.stdout
     # Opening is told in the words of other commands.
     assert re.search(

@@ -16,6 +16,7 @@ import torch
 from piperlang.capture.model_file import load_model
 from piperlang.capture.program import capture
 from piperlang.cli.main import main
+from tests.support.jobs import Lent
 
 BASE = """
 import torch, piperlang
@@ -107,6 +108,26 @@ def data():
     samples = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(3, (16,)))
     return torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True)
 """,
+    "validation that draws from torch's generator": """
+def data():
+    while True: yield torch.randn(8, 4), torch.randint(3, (8,))
+def validation(): yield torch.randn(8, 4), torch.randint(3, (8,))
+""",
+    "validation that draws from the iterator of data": """
+def batches():
+    g = torch.Generator().manual_seed(5)
+    while True: yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
+EVERY = batches()
+def data(): yield from EVERY
+def validation(): yield next(EVERY)
+""",
+    "validation that draws from a generator of the file": """
+g = torch.Generator().manual_seed(5)
+def data():
+    while True: yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
+def validation(): yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
+""",
+    "gradients that are only measured": "max_norm = float('inf')\n",
     "spectral norm": """
 class S(M):
     def __init__(self):
@@ -156,6 +177,74 @@ def lr_schedule(o):
 """,
         "P0808",
         "`cfg`",
+    ),
+    "a global that does not exist yet": (
+        """
+def loss(o, t):
+    found = nn.functional.cross_entropy(o, t)
+    try: return found * ALPHA
+    except NameError: return found
+def on_step(row):
+    global ALPHA
+    ALPHA = 0.5
+""",
+        "P0808",
+        "`ALPHA`",
+    ),
+    "a name that is looked up in globals": (
+        """
+def loss(o, t): return nn.functional.cross_entropy(o * (2.0 if "WARM" in globals() else 1.0), t)
+def on_step(row): globals()["WARM"] = True
+""",
+        "P0808",
+        "`WARM`",
+    ),
+    "a function of torch that is replaced": (
+        """
+def on_step(row):
+    old = nn.functional.cross_entropy
+    nn.functional.cross_entropy = lambda o, t: 2 * old(o, t)
+UNDO = (nn.functional, "cross_entropy", nn.functional.cross_entropy)
+""",
+        "P0808",
+        "`torch.nn.functional.cross_entropy`",
+    ),
+    "a function of torch that a module of torch calls": (
+        """
+def on_step(row):
+    old = nn.functional.linear
+    nn.functional.linear = lambda x, w, b: old(x, w / 2, b)
+UNDO = (nn.functional, "linear", nn.functional.linear)
+""",
+        "P0808",
+        "`torch.nn.functional.linear`",
+    ),
+    "a method of a module of torch": (
+        """
+def on_step(row): nn.Linear.forward = lambda self, x: nn.functional.linear(x, self.weight / 2, self.bias)
+UNDO = (nn.Linear, "forward", nn.Linear.forward)
+""",
+        "P0808",
+        "`Linear.forward`",
+    ),
+    "a function of torch that is builtin": (
+        """
+def on_step(row):
+    old = torch.tanh
+    torch.tanh = lambda x: old(x) / 2
+UNDO = (torch, "tanh", torch.tanh)
+""",
+        "P0808",
+        "`tanh` of module `torch`",
+    ),
+    "a setting of torch": (
+        """
+def loss(o, t):
+    return nn.functional.cross_entropy(o * (2.0 if torch.are_deterministic_algorithms_enabled() else 1.0), t)
+def on_step(row): torch.use_deterministic_algorithms(True)
+""",
+        "P0808",
+        "`torch.use_deterministic_algorithms`",
     ),
     "data that uses the weights of the start": (
         """
@@ -697,7 +786,15 @@ def test_statistics_with_validation(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, code, words = REFUSED[name]
-    exit_code, _, _ = job(tmp_path, text, PIPELINE, "--executor", "inline")
+    scope: dict[str, Any] = {}
+    exec(BASE + text, scope)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        exit_code, _, _ = job(tmp_path, text, PIPELINE, "--executor", "inline")
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        if "UNDO" in scope:
+            setattr(*scope["UNDO"])
     err = capsys.readouterr().err
     assert exit_code == 1
     assert f"error[{code}]" in err
@@ -732,7 +829,6 @@ def test_a_class_attribute_of_the_optimizer_that_the_schedule_changes(
     assert "`My`" in err
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -744,11 +840,12 @@ def test_a_class_attribute_of_the_optimizer_that_the_schedule_changes(
     ids=["a tensor", "a mask", "a buffer", "by the schedule, in the second step"],
 )
 def test_what_workers_change_without_a_comparison(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, words: str, lent_worker: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Optimizer and schedule run on workers, data in the driver."""
     exit_code, _, _ = job(tmp_path, text, "", "--no-verify")
     err = capsys.readouterr().err
+    assert lent_worker.jobs == 1
     assert exit_code == 1
     assert "error[P0808]" in err
     assert words in err
@@ -766,11 +863,13 @@ def test_the_check_before_a_step_is_quick(tmp_path: Path) -> None:
     assert seconds < 500e-6  # 50 us on a machine that does nothing else
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_seed_at_the_top_of_the_file_on_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_at_the_top_of_the_file_on_workers(
+    lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Workers run the model file, too, before they seed."""
     code, losses, weights = job(tmp_path, SAME["a seed at the top of the file"], PIPELINE)
     assert code == 0, capsys.readouterr().err
+    assert lent.jobs == 1
     assert_plain(tmp_path, losses, weights)
 
 

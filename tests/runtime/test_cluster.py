@@ -17,18 +17,21 @@ from pathlib import Path
 
 import pytest
 
+from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
 from piperlang.interrupts import uninterrupted
 from piperlang.plan.lower import lower
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.janitor import MARK, clear, start_janitor, stop_janitor
-from piperlang.runtime.job import Job, Training
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.janitor import MARK, clear, start_janitor, stop_janitor
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
 from tests.support import ROOT
 from tests.support.equivalence import SAMPLES, compiled, optimizer, program
 from tests.support.jobs import assert_trains
 from tests.support.models import CASES
 from tests.support.processes import processes
 
+MLP = ROOT / "examples" / "01_mlp"
 SCRIPT = """mesh gpu = pp: 2
 place [stage=0:2] on gpu[pp=0]
 place [stage=2:4] on gpu[pp=1]
@@ -146,12 +149,11 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def piperc(arguments: list[str], out: Path, **options: object) -> subprocess.Popen[str]:
-    example = ROOT / "examples" / "01_mlp"
     command = [
         sys.executable,
         "-m",
         "piperlang.cli.main",
-        str(example / "model.py"),
+        str(MLP / "model.py"),
         *arguments,
         "--json",
         "--out",
@@ -161,8 +163,8 @@ def piperc(arguments: list[str], out: Path, **options: object) -> subprocess.Pop
 
 
 def test_a_cluster_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piperlang.runtime.cluster.ROOM", 1.0)
-    monkeypatch.setattr("piperlang.runtime.cluster.Cluster._start", _one_cpu)
+    monkeypatch.setattr("piperlang.runtime.driver.cluster.ROOM", 1.0)
+    monkeypatch.setattr("piperlang.runtime.driver.cluster.Cluster._start", _one_cpu)
     with pytest.raises(PiperError) as found:
         Cluster(2)
     (diagnostic,) = found.value.diagnostics
@@ -175,10 +177,10 @@ def _one_cpu(self: Cluster, count: int, start: object = Cluster._start) -> None:
     start(self, 1)  # type: ignore[operator]
 
 
-def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
-    job = piperc([str(ROOT / "examples" / "01_mlp" / "pipeline.piper"), "--address", "nowhere"], tmp_path / "run")
-    _, err = job.communicate(timeout=600)
-    assert job.returncode == 1
+def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(MLP / "pipeline.piper")
+    assert main([str(MLP / "model.py"), script, "--address", "nowhere", "--out", str(tmp_path / "run")]) == 1
+    err = capsys.readouterr().err
     assert "error[P0605]: cannot join a Ray cluster at nowhere" in err
     assert "Traceback" not in err
 
@@ -237,7 +239,8 @@ def test_an_interrupt(temporary: Path, tmp_path: Path) -> None:
     interrupted(job, temporary)
 
 
-@pytest.mark.parametrize("delay", [0.0, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.5, 1.5, 3.0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.5, 1.5, 3.0])
 def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
     job = endless(temporary, tmp_path)
     started(job, temporary)
@@ -248,29 +251,32 @@ def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: P
 @pytest.mark.parametrize(
     "wait",
     [
-        pytest.param(started, id="start-up", marks=pytest.mark.slow),
-        pytest.param(lambda job, _: trained(job), id="training"),
+        pytest.param(started, id="start-up"),
+        pytest.param(lambda job, _: trained(job), id="training", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_that_is_repeated(
     wait: Callable[[subprocess.Popen[str], Path], None], temporary: Path, tmp_path: Path
 ) -> None:
-    """The second one arrives while the job is closed because of the first one."""
+    """The second one arrives while the job is closed because of the first one; in every run of the tests during
+    start-up, because `test_an_interrupt` has one during training."""
     job = endless(temporary, tmp_path)
     wait(job, temporary)
     interrupted(job, temporary, again=0.2)
 
 
-def test_a_cluster_that_is_joined(address: str, temporary: Path, tmp_path: Path) -> None:
+def test_a_cluster_that_is_joined(
+    address: str, temporary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A job that is interrupted leaves the cluster as it was: its two CPUs are free for the next job, which ends by
     itself."""
     job = endless(temporary, tmp_path, "--address", address)
     trained(job)
     interrupted(job, temporary)
-    following = piperc([str(tmp_path / "two.piper"), "--steps", "2", "--address", address], tmp_path / "next")
-    out, err = following.communicate(timeout=600)
-    assert following.returncode == 0, err
-    assert [json.loads(line)["step"] for line in out.splitlines()] == [0, 1]
+    arguments = [str(MLP / "model.py"), str(tmp_path / "two.piper"), "--steps", "2", "--address", address, "--json"]
+    code, said = main([*arguments, "--out", str(tmp_path / "next")]), capsys.readouterr()
+    assert code == 0, said.err
+    assert [json.loads(line)["step"] for line in said.out.splitlines()] == [0, 1]
 
 
 def test_an_interrupt_is_postponed() -> None:

@@ -15,17 +15,18 @@ import piperlang
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Program, capture
 from piperlang.capture.routed import routed_linear
+from piperlang.core.placement import dispatched
+from piperlang.core.value_id import ValueId, parse
 from piperlang.diagnostics import PiperError
-from piperlang.ir.model import choice_of
 from piperlang.plan.files import dump, load
 from piperlang.plan.instructions import INSTRUCTIONS, ROUTING
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
 from piperlang.plan.verify import check
-from piperlang.runtime.cluster import Cluster
 from piperlang.runtime.device.splits import leaving
-from piperlang.runtime.job import Training
-from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Training
 from tests.support.equivalence import LIMIT, SAMPLES, assert_same, compiled, optimizer
 from tests.support.jobs import Plain, assert_trains
 from tests.support.models import WIDTH, Case, Dropless, balanced, square, tokens, vectors
@@ -327,8 +328,13 @@ def changed(plan: Plan, op: str, /, **fields: Any) -> Plan:
     return plan
 
 
-def other_way(key: str) -> str:
-    return key.replace("#0", "#1") if "#0" in key else key.replace("#1", "#0")
+def other_way(splits: ValueId) -> ValueId:
+    """Those of the other microbatch."""
+    text = str(splits)
+    found = parse(text.replace("#0", "#1") if "#0" in text else text.replace("#1", "#0"))
+    assert found is not None
+    assert found is not splits
+    return found
 
 
 @pytest.mark.parametrize(
@@ -348,7 +354,7 @@ def test_rows_that_would_go_astray_are_noticed(op: str, fields: dict[str, Any], 
 
 def test_layouts_say_who_chose() -> None:
     graph, _ = compiled(program(), OWN.format(n=2))
-    places = {choice_of(value.layout.places) for value in graph.values.values()} - {None}
+    places = {dispatched(value.layout.placements) for value in graph.values.values()} - {None}
     assert len(places) == 4
     assert {choice.experts for choice in places if choice} == {4}
 

@@ -8,15 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from piperlang.capture.program import capture
+from piperlang.capture.program import Program, capture
 from piperlang.diagnostics import PiperError
 from piperlang.plan.lower import lower
-from piperlang.runtime.job import Job, Training
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
 from tests.support.equivalence import compiled, optimizer
 from tests.support.processes import processes
 from tests.support.sleepy import CASE, SCRIPT
@@ -33,8 +35,13 @@ def gone(folder: Path, within: float) -> float:
     raise AssertionError(f"still there after {within} s: {processes(folder)}, {folder.exists()}")
 
 
+@cache
+def program() -> Program:
+    return capture(CASE.model, CASE.loss, CASE.batch(8))
+
+
 def job() -> Job:
-    graph, captured = compiled(capture(CASE.model, CASE.loss, CASE.batch(8)), SCRIPT)
+    graph, captured = compiled(program(), SCRIPT)
     return Job(lower(graph), captured, Training(CASE.model, optimizer))
 
 
@@ -70,26 +77,26 @@ BUSY, PROMISED = 4.0, 1.0
 
 
 @pytest.mark.parametrize(
-    ("worker", "delay", "within"),
+    ("device", "delay", "within"),
     [
         (0, 0.1, BUSY),
         *(
-            pytest.param(worker, delay, PROMISED, marks=pytest.mark.slow)
-            for worker in (0, 1)
+            pytest.param(device, delay, PROMISED, marks=pytest.mark.slow)
+            for device in (0, 1)
             for delay in (0.0, 0.1, 1.0, 1.7)
         ),
     ],
 )
-def test_a_worker_that_is_killed(worker: int, delay: float, within: float) -> None:
+def test_a_worker_that_is_killed(device: int, delay: float, within: float) -> None:
     """Between steps, in the first forward (where worker 1 still waits), in the middle, and late."""
-    (diagnostic,) = struck(worker, signal.SIGKILL, delay, within).diagnostics
+    (diagnostic,) = struck(device, signal.SIGKILL, delay, within).diagnostics
     assert diagnostic.code == "P0602"
-    assert f"device {worker} died" in diagnostic.message
+    assert f"device {device} died" in diagnostic.message
     if delay:
-        assert any("it was running" in note and f"stage={worker}" in note for note in diagnostic.notes), (
+        assert any("it was running" in note and f"stage={device}" in note for note in diagnostic.notes), (
             diagnostic.notes
         )
-        assert any(f"device {1 - worker} was running" in note for note in diagnostic.notes), diagnostic.notes
+        assert any(f"device {1 - device} was running" in note for note in diagnostic.notes), diagnostic.notes
 
 
 @pytest.mark.parametrize("within", [10.0, pytest.param(5.0, marks=pytest.mark.slow)])

@@ -14,8 +14,8 @@ from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
 from piperlang.fuzz.traits import Traits
 from piperlang.fuzz.write import write
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.comm import agree
+from piperlang.runtime.comm.process_group import agree
+from piperlang.runtime.driver.cluster import Cluster
 from tests.matrix import SAMPLES, cases
 from tests.support.equivalence import program
 from tests.support.job_schedules import JOB_SCHEDULES

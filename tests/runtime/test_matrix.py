@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from piperlang.plan.lower import lower
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.job import Training
-from piperlang.runtime.numerics import gradient_errors
-from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Training
+from piperlang.runtime.reference.numerics import gradient_errors
 from tests.matrix import ALL, DATA, INSIDE, MATRIX, PAGE, PIPELINES, cases, listed, program, refused
 from tests.support.equivalence import LIMIT, compiled, optimizer
 from tests.support.jobs import Plain, assert_trains

@@ -21,12 +21,15 @@ from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
 from piperlang.plan.lower import lower
 from piperlang.plan.verify import check
-from piperlang.runtime import guard, guard_optimizer, optimize
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.guard import Verified, verify
-from piperlang.runtime.job import Job, Training
-from piperlang.runtime.optimize import Update
-from piperlang.runtime.user_optimizer import Scope
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
+from piperlang.runtime.guard import optimizer as guard_optimizer
+from piperlang.runtime.guard import program as guard
+from piperlang.runtime.guard.program import Verified, verify
+from piperlang.runtime.optimizer import optimize
+from piperlang.runtime.optimizer.optimize import Update
+from piperlang.runtime.optimizer.user import Scope
 from tests.habits import HABITS
 from tests.habits.habit import Layers, sgd, square, vectors
 from tests.habits.plain import plain

@@ -27,11 +27,12 @@ from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.inline import Inline
-from piperlang.runtime.job import Job, Training
-from piperlang.runtime.optimize import Optimizers
-from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Training
+from piperlang.runtime.optimizer.optimize import Optimizers
+from piperlang.runtime.reference.interpreter import GraphInterpreter
 from tests.support.equivalence import compiled, relative
 
 WIDTH, SAMPLES, STEPS, LIMIT = 6, 8, 3, 1e-9
@@ -122,7 +123,7 @@ def plain(make: Make, schedule: Rates = None, steps: int = STEPS) -> Weights:
 
 def simulated(script: str, make: Make, schedule: Rates = None, steps: int = STEPS) -> Weights:
     graph, captured, _ = scheduled(script)
-    run = Inline(graph, captured, net(), make, 0, schedule)
+    run = GraphInterpreter(graph, captured, net(), make, 0, schedule)
     for step in range(steps):
         run.step(batch(step))
     return run.weights()
@@ -616,7 +617,7 @@ def test_float32_masters() -> None:
 
 def test_the_whole_model_is_not_kept() -> None:
     graph, captured, _ = scheduled("zero3")
-    optimizers: Optimizers = Inline(graph, captured, net(), partial(by_shape, "adagrad")).shards.optimizers
+    optimizers: Optimizers = GraphInterpreter(graph, captured, net(), partial(by_shape, "adagrad")).shards.optimizers
     with torch._C.DisableTorchFunctionSubclass():  # what stands for parameters refuses to be looked at
         assert sum(p.numel() for group in optimizers.user.param_groups for p in group["params"]) == 0
     with pytest.raises(PiperError, match="uses the state of the optimizer"):

@@ -11,8 +11,8 @@ import pytest
 from piperlang.capture.program import capture
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.lower import lower
-from piperlang.runtime.job import Training
-from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Training
 from tests.support.equivalence import SAMPLES, compiled, optimizer
 from tests.support.models import CASES
 

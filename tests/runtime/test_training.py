@@ -22,9 +22,10 @@ from piperlang.plan.rewrite.clip import clipped
 from piperlang.plan.rewrite.forward import forward
 from piperlang.plan.verify import check
 from piperlang.runtime.api import Evaluated
-from piperlang.runtime.cluster import Cluster
-from piperlang.runtime.job import Job, Training
-from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Training
 from tests.support.equivalence import LIMIT, SAMPLES, compiled, optimizer, program, relative
 from tests.support.job_schedules import JOB_SCHEDULES
 from tests.support.models import CASES

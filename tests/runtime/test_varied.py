@@ -10,9 +10,9 @@ import torch.nn.functional as f
 from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
 from piperlang.plan.lower import lower
-from piperlang.runtime.guard import verify
-from piperlang.runtime.job import Training
-from piperlang.runtime.varied import varied
+from piperlang.runtime.driver.training import Training
+from piperlang.runtime.guard.program import verify
+from piperlang.runtime.guard.varied import varied
 from tests.habits.habit import EITHER, REFUSED, SAME, SAMPLES, WIDTH, Habit, Layers
 from tests.habits.hidden import HIDDEN
 from tests.habits.plain import plain

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from piperlang.capture.cut import Chunk
-from piperlang.capture.differentiate import Piece, Pieces, value_name
+from piperlang.capture.differentiate import value_name
+from piperlang.capture.pass_graph import PassGraph, PassGraphs
 from piperlang.capture.random import PLACE, mix
 from piperlang.capture.trace import Traced
-from piperlang.elaborate.directive import ModulePath, Tag
+from piperlang.directives.tag import ModulePath, Tag
 from piperlang.source import Source
 
 SPAN = Source("s.piper", "tag").span(0, 3)
@@ -20,7 +21,7 @@ SPAN = Source("s.piper", "tag").span(0, 3)
 def run(
     traced: Traced,
     chunks: list[Chunk],
-    pieces: list[Pieces],
+    pieces: list[PassGraphs],
     model: nn.Module,
     batch: Any,
     *,
@@ -33,8 +34,8 @@ def run(
     values |= dict(zip(traced.batch, torch.utils._pytree.tree_leaves(batch), strict=True))
     values[PLACE] = torch.tensor([mix(7, 0), first])
 
-    def execute(chunk: Chunk, piece: Piece) -> None:
-        given = piece.run({slot: values[value_name(chunk, slot)] for slot in piece.takes})
+    def execute(chunk: Chunk, piece: PassGraph) -> None:
+        given = piece.run({slot: values[value_name(chunk, slot)] for slot in piece.inputs})
         for slot, value in given.items():
             name = value_name(chunk, slot)
             values[name] = values[name] + value if name.startswith("grad:") and name in values else value

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from piperlang.build.scheduler import Scheduler
 from piperlang.capture.program import Captured, Program, capture
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
 from piperlang.ir.sort import topological
-from piperlang.passes.scheduler import Scheduler
 from piperlang.pipeline import schedule
-from piperlang.runtime.inline import Inline
+from piperlang.runtime.reference.interpreter import GraphInterpreter
 from piperlang.source import Source
 from tests.support.models import CASES, Case
 
@@ -54,9 +54,11 @@ def differences(
     """The largest relative difference of losses, gradients and weights over some steps, against plain training."""
     torch.manual_seed(0)
     model = case.model()
-    run = Inline(graph, captured, model, optimizer, seed=3)
+    run = GraphInterpreter(graph, captured, model, optimizer, seed=3)
     # Eager dropout draws other masks: there our own unscheduled graph is the reference.
-    plain = Inline(Scheduler(traced).graph(), traced.cut(), model, optimizer, seed=3) if traced.random else None
+    plain = (
+        GraphInterpreter(Scheduler(traced).graph(), traced.cut(), model, optimizer, seed=3) if traced.random else None
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
     eager = optimizer(trained)
     worst = [0.0, 0.0, 0.0]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import (
     AllReduce,
     AllToAll,
@@ -247,14 +248,14 @@ def stream(m: Mutant) -> None:
     m.change(device, i, stream=m.pick(sorted({y.stream for y in device.instructions} - {x.stream})))
 
 
-def _renamed(value: Any, old: str, new: str) -> Any:
+def _renamed(value: Any, old: ValueId, new: ValueId) -> Any:
     if isinstance(value, tuple):
         items = [_renamed(item, old, new) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return new if value == old else value
 
 
-def _rename(m: Mutant, device: DevicePlan, i: int, old: str, new: str) -> None:
+def _rename(m: Mutant, device: DevicePlan, i: int, old: ValueId, new: ValueId) -> None:
     x = device.instructions[i]
     names = [one.name for one in fields(x) if one.init and one.name not in ("stream", "node", "waits")]
     m.change(device, i, **{name: _renamed(getattr(x, name), old, new) for name in names})
@@ -265,9 +266,9 @@ def key(m: Mutant) -> None:
     device, i, x = m.any()
     old = m.pick((*x.reads, *x.writes))
     known = sorted({k for y in device.instructions for k in (*y.reads, *y.writes)} | set(device.weights) - {old})
-    alike = [k for k in known if k[:2] == old[:2] and k != old]
+    alike = [k for k in known if k.kind is old.kind and k != old]
     new = (
-        f"{old}?"
+        old.changed("!unknown")
         if m.draw.random() < 0.2
         else m.pick(alike if alike and m.draw.random() < 0.7 else [k for k in known if k != old])
     )
@@ -277,10 +278,11 @@ def key(m: Mutant) -> None:
 def microbatch(m: Mutant) -> None:
     """The same value of another microbatch, wherever the instruction says it."""
     device, i, x = m.any()
-    old = m.pick(k for k in x.reads if "#" in k)
-    base = old.partition("#")[0]
+    old = m.pick(k for k in x.reads if k.microbatch is not None)
     known = {k for y in device.instructions for k in (*y.reads, *y.writes)}
-    _rename(m, device, i, old, m.pick(sorted(k for k in known if k.partition("#")[0] == base and k != old)))
+    _rename(
+        m, device, i, old, m.pick(sorted(k for k in known if k.every_microbatch is old.every_microbatch and k != old))
+    )
 
 
 def piece(m: Mutant) -> None:
@@ -329,11 +331,8 @@ def kept(m: Mutant) -> None:
     if m.draw.random() < 0.4:
         del device.next[old]
         return
-    device.next[old] = m.pick(
-        sorted(
-            {k for x in device.instructions for k in x.writes if k.startswith("w:") and k != device.next[old]} or {old}
-        )
-    )
+    weights = {k for x in device.instructions for k in x.writes if k.kind is Kind.WEIGHT}
+    device.next[old] = m.pick(sorted(weights - {device.next[old]} or {old}))
 
 
 MUTATIONS = (

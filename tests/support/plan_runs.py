@@ -13,8 +13,8 @@ from piperlang.plan import files
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
 from piperlang.plan.verify import check
-from piperlang.runtime.job import Training
-from piperlang.runtime.threads import ThreadJob
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Training
 from tests.support.directive_scripts import script
 from tests.support.equivalence import SAMPLES, compiled, optimizer, program
 from tests.support.job_schedules import JOB_SCHEDULES, pipeline_script

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import (
     Backward,
     Forward,
@@ -65,11 +66,11 @@ class _Pipeline:
 
     def _device(self, s: int, r: int) -> DevicePlan:
         device = DevicePlan(s * self.replicas + r)
-        self.at: dict[str, int] = {}
+        self.at: dict[ValueId, int] = {}
         for w in range(WEIGHTS):
             box = ((0, WIDTH), (0, WIDTH))
             device.weights[_weight(s, w)] = ParameterShard(f"layers.{s}.{w}", box, None, r == 0)
-            device.next[_weight(s, w)] = f"{_weight(s, w)}'"
+            device.next[_weight(s, w)] = _weight(s, w).updated
         warm = min(self.stages - s - 1, self.micro)
         for m in range(warm):
             self._forward(device, s, r, m)
@@ -89,17 +90,17 @@ class _Pipeline:
             self.at[key] = len(device.instructions)
         device.instructions.append(replace(x, waits=waits))
 
-    def _send(self, device: DevicePlan, s: int, m: int, key: str, target: int, tag: int) -> None:
+    def _send(self, device: DevicePlan, s: int, m: int, key: ValueId, target: int, tag: int) -> None:
         messages = (Message(target, tag, None, (1, WIDTH)),)
-        name = f"send[stage={s}, mb={m}] of {key[:1]}"
+        name = f"send[stage={s}, mb={m}] of {key.kind.value}"
         self._emit(device, Send, "comm>", name, value=key, messages=messages, dtype="float32")
 
-    def _recv(self, device: DevicePlan, s: int, m: int, key: str, source: int, tag: int) -> None:
+    def _recv(self, device: DevicePlan, s: int, m: int, key: ValueId, source: int, tag: int) -> None:
         self._emit(
             device,
             Receive,
             f"comm<{source}",
-            f"recv[stage={s}, mb={m}] of {key[:1]}",
+            f"recv[stage={s}, mb={m}] of {key.kind.value}",
             target=key,
             messages=(Message(source, tag, None, (1, WIDTH)),),
             local=(),
@@ -112,10 +113,10 @@ class _Pipeline:
         keys = [_weight(s, w) for w in range(WEIGHTS)]
         if s in (0, self.stages - 1):
             name = "flat_0" if s == 0 else "flat_1"
-            keys.append(f"{name}@{s}#{m}")
+            keys.append(ValueId(Kind.BATCH, name, (s,), (m,)))
             device.feeds.append(Feed(keys[-1], name, ((sample, sample + 1), (0, WIDTH))))
         if s:
-            keys.append(f"x{s - 1}#{m}@{s}")
+            keys.append(_activation(s - 1, m).redistributed(s))
             self._recv(device, s, m, keys[-1], me - self.replicas, m)
         self._emit(
             device,
@@ -124,29 +125,29 @@ class _Pipeline:
             f"F[stage={s}, mb={m}]",
             program=2 * s,
             inputs=tuple((key,) for key in keys),
-            outputs=(f"x{s}#{m}", f"saved:{s}#{m}"),
+            outputs=(_activation(s, m), _saved(s, m)),
             first_sample=sample,
             coordinates=(),
         )
         if s == self.stages - 1:
-            device.losses[f"x{s}#{m}"] = 1 / self.samples
+            device.losses[_activation(s, m)] = 1 / self.samples
         else:
-            self._send(device, s, m, f"x{s}#{m}", me + self.replicas, m)
+            self._send(device, s, m, _activation(s, m), me + self.replicas, m)
 
     def _backward(self, device: DevicePlan, s: int, r: int, m: int) -> None:
         me, last = device.device, s == self.stages - 1
-        gradient = () if last else (f"d:x{s}:{s + 1}.0#{m}@{s}",)
+        gradient = () if last else (_gradient(s, m).redistributed(s),)
         if gradient:
             self._recv(device, s, m, gradient[0], me + self.replicas, m)
-        writes = tuple(f"dw:layers.{s}.{w}@{s}.{w}#{m}" for w in range(WEIGHTS))
-        writes += (f"d:x{s - 1}:{s}.0#{m}",) if s else ()
+        writes = tuple(_weight_gradient(s, w, m) for w in range(WEIGHTS))
+        writes += (_gradient(s - 1, m),) if s else ()
         self._emit(
             device,
             Backward,
             "compute",
             f"B[stage={s}, mb={m}]",
             program=2 * s + 1,
-            inputs=((_weight(s, 0),), (_weight(s, 1),), gradient, (f"saved:{s}#{m}",)),
+            inputs=((_weight(s, 0),), (_weight(s, 1),), gradient, (_saved(s, m),)),
             outputs=writes,
             first_sample=m * self.replicas + r,
             coordinates=(),
@@ -157,14 +158,30 @@ class _Pipeline:
 
     def _update(self, device: DevicePlan, s: int) -> None:
         for w in range(WEIGHTS):
-            parts = tuple(f"dw:layers.{s}.{w}@{s}.{w}#{m}" for m in range(self.micro))
-            gradient, old = f"g:layers.{s}.{w}@{s}.{w}:a", _weight(s, w)
+            parts = tuple(_weight_gradient(s, w, m) for m in range(self.micro))
+            gradient, old = ValueId(Kind.REDUCED, f"layers.{s}.{w}", (s * WEIGHTS + w,), None, ":a"), _weight(s, w)
             shards = (Shards(parts, gradient, (), (WIDTH, WIDTH)),)
             name = f"all_reduce[stage={s}, w={w}]"
             self._emit(device, ReduceGradients, "comm", name, group=s, shards=shards, dtype="float32")
-            change = ParameterUpdate(f"layers.{s}.{w}", old, (gradient,), f"{old}'", None, None, False)
+            change = ParameterUpdate(f"layers.{s}.{w}", old, (gradient,), old.updated, None, None, False)
             self._emit(device, Update, "compute", f"update[stage={s}, w={w}]", parameters=(change,))
 
 
-def _weight(s: int, w: int) -> str:
-    return f"w:layers.{s}.{w}@{s * WEIGHTS + w}"
+def _weight(s: int, w: int) -> ValueId:
+    return ValueId(Kind.WEIGHT, f"layers.{s}.{w}", (s * WEIGHTS + w,))
+
+
+def _weight_gradient(s: int, w: int, m: int) -> ValueId:
+    return ValueId(Kind.WEIGHT_GRADIENT, f"layers.{s}.{w}", (s, w), (m,))
+
+
+def _activation(s: int, m: int) -> ValueId:
+    return ValueId(Kind.ACTIVATION, f"x{s}", (), (m,))
+
+
+def _gradient(s: int, m: int) -> ValueId:
+    return ValueId(Kind.GRADIENT, f"x{s}", (s + 1, 0), (m,))
+
+
+def _saved(s: int, m: int) -> ValueId:
+    return ValueId(Kind.SAVED, "", (s,), (m,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import piperlang.directives  # noqa: F401  (scripts use them)
 from piperlang.diagnostics import PiperError
 from piperlang.elaborate.interpret import Interpreter
 from piperlang.elaborate.lanes import Lane

@@ -47,7 +47,8 @@ split batch into 4 as mb
 def main() -> None:
     from piperlang.capture.program import capture
     from piperlang.plan.lower import lower
-    from piperlang.runtime.job import Job, Training
+    from piperlang.runtime.driver.job import Job
+    from piperlang.runtime.driver.training import Training
     from tests.support.equivalence import compiled, optimizer
 
     graph, captured = compiled(capture(CASE.model, CASE.loss, CASE.batch(8)), SCRIPT)

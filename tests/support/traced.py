@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from piperlang.capture import program
-from piperlang.runtime import numerics
+from piperlang.runtime.reference import numerics
 
 
 @contextmanager

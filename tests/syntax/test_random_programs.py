@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from piperlang.diagnostics import PiperError
+from piperlang.directives import BY_WORD, OPTION_WORDS
 from piperlang.pipeline import outline
 from piperlang.source import Source
 from piperlang.syntax import tree
 from piperlang.syntax.format import format_source
 from piperlang.syntax.parse import decode, parse
-from piperlang.syntax.words import COMMUNICATIONS, KEYWORDS, OPTION_WORDS, OPTIONS, PASSES
+from piperlang.syntax.words import COMMUNICATIONS, KEYWORDS, PASSES
 from tests.support.mutate import examine_diagnostics, examine_layout, examine_meaning, judge, shorten
 
 GAP = "\x01"
@@ -292,7 +294,7 @@ class Writer:
         )
 
     def options(self, directive: str) -> str:
-        name = str(self.pick(*OPTIONS[directive]))
+        name = str(self.pick(*BY_WORD[directive].legal))
         words = OPTION_WORDS.get(name)
         return f"{name}={self.pick(*words) if words else '25MB' if name == 'bucket' else self.integer(0)}"
 
@@ -416,14 +418,25 @@ def _inside(node: tree.Node) -> None:
                 _inside(part)
 
 
-@some(150)
-@given(programs())
-def test_programs(text: str) -> None:
-    """They parse, with spans that fit, format safely and cleanly, and end in a result or in diagnostics. All of it on
-    the same programs: making them takes most of the time."""
+def whole(text: str) -> None:
+    """It parses, with spans that fit, formats safely and cleanly, and ends in a result or in diagnostics. All of it on
+    the same program: making them takes most of the time."""
     failure = judge(text, examination=lambda text: [d.message for d in parse(Source("random.piper", text))[1]])
     assert failure == ([], None), text
     holds(text, spans_fit, examine_layout, clean_layout, examine_meaning)
+
+
+@some(60)
+@given(programs())
+def test_programs(text: str) -> None:
+    whole(text)
+
+
+@pytest.mark.slow
+@some(1000)
+@given(programs())
+def test_a_thousand_programs(text: str) -> None:
+    whole(text)
 
 
 @some(50)
@@ -440,11 +453,25 @@ def test_programs_spliced(first: str, second: str, data: st.DataObject) -> None:
     holds(text, examine_layout, examine_meaning)
 
 
-@some(100)
-@given(programs(), st.text(alphabet="\n \t\f\v\u00a0\u2028\ufeff#\"'()[]{}=\\$;", min_size=1, max_size=3), st.data())
-def test_programs_with_noise(text: str, noise: str, data: st.DataObject) -> None:
+def noisy(text: str, noise: str, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(text)))
     holds(text[:at] + noise + text[at:], examine_layout, examine_meaning)
+
+
+NOISE = st.text(alphabet="\n \t\f\v\u00a0\u2028\ufeff#\"'()[]{}=\\$;", min_size=1, max_size=3)
+
+
+@some(50)
+@given(programs(), NOISE, st.data())
+def test_programs_with_noise(text: str, noise: str, data: st.DataObject) -> None:
+    noisy(text, noise, data)
+
+
+@pytest.mark.slow
+@some(1000)
+@given(programs(), NOISE, st.data())
+def test_a_thousand_programs_with_noise(text: str, noise: str, data: st.DataObject) -> None:
+    noisy(text, noise, data)
 
 
 WORDS = st.sampled_from(

@@ -7,7 +7,6 @@ from math import prod
 
 from piperlang.ir.graph import COMPUTE, Graph, Node
 from piperlang.ir.layout import axes_of
-from piperlang.ir.model import choice_of
 
 
 @dataclass(frozen=True)
@@ -27,19 +26,19 @@ class Costs:
 
     def seconds(self, node: Node) -> float:
         """Nodes that differ only in their microbatch take the same."""
-        known = self._known.get(id(node.family))
+        known = self._known.get(id(node.template))
         if known is None:
-            known = self._known[id(node.family)] = self._seconds(node)
+            known = self._known[id(node.template)] = self._seconds(node)
         return known
 
     def _seconds(self, node: Node) -> float:
-        family, machine = node.family, self.machine
-        if family.op in COMPUTE and family.chunk is not None:
-            work = self.graph.model.chunks[family.chunk].passes["F" if family.op == "R" else family.op]
-            share = family.samples / self.graph.model.samples / prod(divide.size for divide in family.arranged[0])
+        template, machine = node.template, self.machine
+        if template.op in COMPUTE and template.chunk is not None:
+            work = self.graph.model.chunks[template.chunk].passes["F" if template.op == "R" else template.op]
+            share = template.samples / self.graph.model.samples / prod(divide.size for divide in template.sharding[0])
             return machine.latency + share * (work.flops / machine.flops + work.moved_bytes / machine.memory)
         return machine.latency + self.moved(node) / (
-            machine.memory if family.op in ("update", "slice", "concat", "share") else machine.link
+            machine.memory if template.op in ("update", "slice", "concat", "share") else machine.link
         )
 
     def moved(self, node: Node) -> float:
@@ -50,16 +49,14 @@ class Costs:
             if value is not None:
                 parts = prod(
                     size
-                    for (_, size), place in zip(axes_of(value.layout.where), value.layout.places, strict=True)
-                    if place == "batch" or isinstance(place, int) or choice_of((place,))
+                    for (_, size), place in zip(axes_of(value.layout.where), value.layout.placements, strict=True)
+                    if place.shards
                 )
                 total += value.tensor.bytes(value.samples) / parts / prod(of for _, of in value.inner)
             elif held is not None:
                 sizes = dict(axes_of(held.where))
                 parts = prod(
-                    size
-                    for (_, size), place in zip(axes_of(held.where), held.places, strict=True)
-                    if isinstance(place, int)
+                    size for (_, size), place in zip(axes_of(held.where), held.placements, strict=True) if place.shards
                 )
                 total += self.graph.model.weights[held.weight].bytes / parts / prod(sizes[axis] for axis in held.flat)
         return total

@@ -1,4 +1,4 @@
-"""What a device needs at most, foreseen: its instructions in order, values from when they are made to when they are
+"""Estimated peak memory of a device: its instructions in order, values from when they are made to when they are
 last read.
 
 Streams that run side by side may need a little more at once, and a backend has buffers of its own.
@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from piperlang.ir.graph import Graph, Key
-from piperlang.ir.held import coordinates, interval
+from piperlang.core.value_id import Kind, ValueId
+from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
+from piperlang.ir.weight_layout import coordinates, interval
 from piperlang.plan.instructions import (
     AllReduce,
     AllToAll,
@@ -31,7 +32,7 @@ from piperlang.plan.instructions import (
     Update,
 )
 from piperlang.plan.plan import DevicePlan, Plan, StageProgram
-from piperlang.plan.sums import reads, sums, travels_alone
+from piperlang.plan.sums import ADDED, reads, sums, travels_alone
 from piperlang.plan.transfer import local_shapes
 
 STATES = 8.0
@@ -64,9 +65,8 @@ def peaks(plan: Plan, graph: Graph, states: float = STATES) -> list[Peak]:
     return [peak(device, plan, graph, states, sizes) for device in plan.devices]
 
 
-def kind_of(key: Key) -> str:
-    head = key.partition(":")[0]
-    return WEIGHTS if head == "w" else GRADIENTS if head in ("dw", "g", "sum") else ACTIVATIONS
+def kind_of(key: ValueId) -> str:
+    return WEIGHTS if key.kind is Kind.WEIGHT else GRADIENTS if key.kind in ADDED else ACTIVATIONS
 
 
 class Sizes:
@@ -74,10 +74,10 @@ class Sizes:
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self.plan, self.graph = plan, graph
-        self.known: dict[Key, int] = {}
-        self.bundles: dict[Key, int] = {}
-        self.fetched: dict[Key, int] = {}
-        """Activations that come back from the host: those lie in nothing else."""
+        self.known: dict[ValueId, int] = {}
+        self.bundles: dict[ValueId, int] = {}
+        self.fetched: dict[ValueId, int] = {}
+        """Activations that come back from the host: those share memory with nothing else."""
         for device in plan.devices:
             for instruction in device.instructions:
                 if isinstance(instruction, Forward | InputGradient | Recompute):
@@ -86,11 +86,10 @@ class Sizes:
     def _bundle(self, instruction: Compute) -> None:
         """Activations: what the chunk was captured with, for the samples and the part of it that a device has."""
         last = instruction.writes[-1]
-        kind, _, _ = last.partition(":")
-        if kind in ("saved", "kept") and last not in self.bundles:
+        if last.kind in (Kind.SAVED, Kind.RESIDUALS) and last not in self.bundles:
             program = self.plan.programs[instruction.program]
             chunk = self.graph.model.chunks[program.chunk]
-            whole = chunk.saved_apart if kind == "saved" else chunk.kept_bytes
+            whole = chunk.saved_apart if last.kind is Kind.SAVED else chunk.kept_bytes
             self.bundles[last] = self._scaled(whole, program)
             self.fetched[last] = self._scaled(chunk.saved_bytes, program)
 
@@ -105,7 +104,7 @@ class Sizes:
         parts = prod(divide.size for divide in program.sharding[0])
         return int(whole * program.samples / self.graph.model.samples / parts)
 
-    def of(self, key: Key, device: int) -> int:
+    def of(self, key: ValueId, device: int) -> int:
         """In bytes."""
         held = self.graph.held.get(key)
         if held is not None:
@@ -116,7 +115,7 @@ class Sizes:
             self.known[key] = self._value(key, device)
         return self.known[key]
 
-    def _value(self, key: Key, device: int) -> int:
+    def _value(self, key: ValueId, device: int) -> int:
         """The same on every device that has it: layouts divide evenly."""
         value = self.graph.values.get(key)
         if value is not None:
@@ -124,8 +123,8 @@ class Sizes:
                 prod(local_shapes(value.tensor, value.layout, value.samples, value.inner)[device])
                 * value.tensor.itemsize
             )
-        if key.endswith("!"):
-            return self.fetched.get(key[:-1], 0)
+        if key.source is not None:  # fetched
+            return self.fetched.get(key.source, 0)
         return self.bundles.get(key, 0)  # what has been offloaded is in the host's memory
 
 
@@ -138,11 +137,11 @@ class _Walk:
         self.left = Counter(key for keys in self.reads for key in keys)
         self.permanent = {*device.next.values(), *device.losses, *device.weights}
         self.now = dict.fromkeys((WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION), 0)
-        self.live: dict[Key, int] = {}
-        self.inside: dict[Key, list[Key]] = {}
-        """Activations, and the values that they lie in."""
-        self.keeping: Counter[Key] = Counter()
-        self.over: set[Key] = set()
+        self.live: dict[ValueId, int] = {}
+        self.inside: dict[ValueId, list[ValueId]] = {}
+        """Activations, and the values that they share memory with."""
+        self.keeping: Counter[ValueId] = Counter()
+        self.over: set[ValueId] = set()
         for key in (*device.weights, *(key for key, _, _ in device.feeds)):
             self._add(key)
         updated = [change for x in device.instructions if isinstance(x, Update) for change in x.parameters]
@@ -154,25 +153,25 @@ class _Walk:
             return change.part[1] - change.part[0]
         return self.sizes.of(change.old, self.number) // self._item(change.old)
 
-    def _item(self, key: Key) -> int:
+    def _item(self, key: ValueId) -> int:
         return self.sizes.graph.model.weights[self.sizes.graph.held[key].weight].itemsize
 
-    def _size(self, key: Key) -> int:
+    def _size(self, key: ValueId) -> int:
         """Sums are named after the first of their parts, and are in float32 where those are in half precision."""
-        part = key.removeprefix("sum:")
-        size = self.sizes.of(part, self.number)
-        return size * max(1, 4 // self._item(part)) if part != key else size
+        if key.is_total and key.source is not None:
+            return self.sizes.of(key.source, self.number) * max(1, 4 // self._item(key.source))
+        return self.sizes.of(key, self.number)
 
-    def _add(self, key: Key) -> None:
+    def _add(self, key: ValueId) -> None:
         if key not in self.live:
             self.live[key] = self._size(key)
             self.now[kind_of(key)] += self.live[key]
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: ValueId) -> None:
         if key not in self.live or key in self.permanent:
             return
         if self.keeping[key]:
-            self.over.add(key)  # nobody reads it, but activations lie in it
+            self.over.add(key)  # no instruction reads it, but activations share its memory
             return
         self.now[kind_of(key)] -= self.live.pop(key)
         for value in self.inside.pop(key, ()):
@@ -182,11 +181,11 @@ class _Walk:
                 self._end(value)
 
     def _lie_in(self, instruction: Compute) -> None:
-        """Activations that a forward keeps may lie in what it reads or gives."""
+        """Activations that a forward saves may share memory with its inputs and outputs."""
         program = self.plan.programs[instruction.program]
         chunk = self.sizes.graph.model.chunks[program.chunk]
         bundle = instruction.outputs[-1]
-        if instruction.op not in ("F", "R") or not bundle.startswith("saved:"):
+        if instruction.op not in ("F", "R") or bundle.kind is not Kind.SAVED:
             return
         given = {slot: keys[0] for slot, keys in zip(program.inputs, instruction.inputs, strict=True) if keys}
         made = instruction.op == "F"
@@ -195,7 +194,8 @@ class _Walk:
             key = given.get(slot) or gave.get(slot)
             if not made and slot[0] == "output":
                 # Made again only for the activations that are views of it.
-                again = self.sizes.of(f"{chunk.outputs[slot[1]]}#{bundle.partition('#')[2]}", self.number)
+                output = ValueId(Kind.ACTIVATION, chunk.outputs[slot[1]], (), bundle.microbatch)
+                again = self.sizes.of(output, self.number)
                 self.live[bundle] += again
                 self.now[ACTIVATIONS] += again
             elif key is not None:
@@ -242,7 +242,7 @@ class _Walk:
         whole, elements = self.sizes.of(send.value, self.number), prod(self._shape(send.value)) or 1
         return sum(whole * prod(one.shape) // elements for one in send.messages if one.box is not None)
 
-    def _shape(self, key: Key) -> tuple[int, ...]:
+    def _shape(self, key: ValueId) -> tuple[int, ...]:
         value = self.sizes.graph.values[key]
         return local_shapes(value.tensor, value.layout, value.samples, value.inner)[self.number]
 

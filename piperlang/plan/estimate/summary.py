@@ -1,5 +1,5 @@
-"""A plan on one screen: devices and nodes, the step foreseen, memory, bytes that move, and what each line of the script
-added."""
+"""A plan on one screen: devices and nodes, estimated step time, memory, bytes that move, and what each line of the
+script added."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
-    """By device, the part of the foreseen step in which it computes nothing."""
+    """By device, the part of the estimated step in which it computes nothing."""
     if not plan.seconds:
         return [0.0]
     busy = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from piperlang.ir.graph import COMPUTE, Family, Graph, Node
-from piperlang.ir.held import coordinates, interval, local_box
+from piperlang.core.value_id import Kind
+from piperlang.ir.graph import COMPUTE, Graph, Node, NodeTemplate
 from piperlang.ir.layout import devices_of
+from piperlang.ir.weight_layout import coordinates, interval, local_box
 from piperlang.plan.estimate.cost import Costs, Machine
 from piperlang.plan.instructions import Fetch, Offload
 from piperlang.plan.linearize import linearize
@@ -38,7 +39,7 @@ def lower(graph: Graph, machine: Machine | None = None) -> Plan:
         list(emitter.devices.values()),
         lowering.activations.programs,
         [str(node) for node in graph.nodes],
-        [_line(node.family) for node in graph.nodes],
+        [_line(node.template) for node in graph.nodes],
         graph.model.samples,
         graph.model.combine,
         list(emitter.groups),
@@ -67,7 +68,7 @@ class _Lowering:
             activations.recv(node)
         elif op in ("all_reduce", "reduce_scatter"):
             activations.all_reduce(node)
-        elif node.routes is not None:
+        elif node.splits is not None:
             activations.route(node)
         elif op in ("all_gather", "all_to_all"):
             activations.all_to_all(node)
@@ -76,13 +77,13 @@ class _Lowering:
 
     def _offload(self, node: Node) -> None:
         move = Offload if node.op == "offload" else Fetch
-        for device in devices_of(node.family.where):
+        for device in devices_of(node.template.where):
             self.emitter.emit(device, node, move, source=node.reads[0][0], target=node.writes[0])
 
 
 def _keep_weights(graph: Graph, emitter: Emitter) -> None:
     for key, held in graph.held.items():
-        if not key.startswith("w:") or key in graph.made:
+        if key.kind is not Kind.WEIGHT or key in graph.made:
             continue
         shape = graph.model.weights[held.weight].shape
         devices = devices_of(held.where)
@@ -95,8 +96,8 @@ def _keep_weights(graph: Graph, emitter: Emitter) -> None:
             )
 
 
-def _line(family: Family) -> str:
-    if family.by is None:
+def _line(template: NodeTemplate) -> str:
+    if template.by is None:
         return ""
-    span = family.by.span
+    span = template.by.span
     return f"{span.source.name}:{span.first.line}"

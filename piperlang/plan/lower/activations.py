@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from piperlang.ir.graph import Family, Graph, Key, Node, Value
-from piperlang.ir.held import coordinates
+from piperlang.core.placement import DEFERRED, dispatched
+from piperlang.core.value_id import Kind, ValueId
+from piperlang.ir.graph import Graph, Node, NodeTemplate, Value
 from piperlang.ir.layout import Box, axes_of, devices_of
-from piperlang.ir.model import Tensor, choice_of
+from piperlang.ir.model import Tensor
+from piperlang.ir.weight_layout import coordinates
 from piperlang.plan.instructions import (
     INSTRUCTIONS,
     AllReduce,
@@ -27,8 +29,6 @@ from piperlang.plan.plan import Feed, StageProgram
 from piperlang.plan.transfer import Part, local_shapes, parts, shape_of
 
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
-SUPPLIED = ("seed", "rng")
-"""Inputs that the runtime supplies: the gradient of the loss, and the random state."""
 
 
 class Activations:
@@ -36,32 +36,32 @@ class Activations:
         self.graph, self.emitter = graph, emitter
         self.programs: list[StageProgram] = []
         self._numbers: dict[int, int] = {}
-        self._tags: dict[tuple[Key, int], dict[int, int]] = {}
+        self._tags: dict[tuple[ValueId, int], dict[int, int]] = {}
 
     # ------------------------------------------------------------------------------------------------------- compute
 
     def compute(self, node: Node) -> None:
-        family, graph = node.family, self.graph
-        assert family.layout is not None
-        assert family.chunk is not None
+        template, graph = node.template, self.graph
+        assert template.layout is not None
+        assert template.chunk is not None
         value = self._output(node, 0)
-        firsts = [box[0][0] for box in family.layout.boxes(SAMPLE, value.first, value.samples, value.inner)]
-        counted = set(family.layout.separate())
-        share = family.samples / graph.model.samples if graph.model.combine == "mean" else 1.0
-        inputs = tuple(tuple(key for key in keys if key not in SUPPLIED) for keys in node.reads)
-        differentiates = any(slot[0] == "grad_output" for slot in family.slots)
-        for k, device in enumerate(devices_of(family.where)):
-            at = coordinates(family.where)[k]
+        firsts = [box[0][0] for box in template.layout.boxes(SAMPLE, value.first, value.samples, value.inner)]
+        counted = set(template.layout.separate())
+        share = template.samples / graph.model.samples if graph.model.combine == "mean" else 1.0
+        inputs = tuple(tuple(key for key in keys if key.kind is not Kind.SUPPLIED) for keys in node.reads)
+        differentiates = any(slot[0] == "grad_output" for slot in template.slots)
+        for k, device in enumerate(devices_of(template.where)):
+            at = coordinates(template.where)[k]
             self._feed(node, device, k)
             self.emitter.emit(
                 device,
                 node,
-                INSTRUCTIONS[family.op],
-                program=self._program(family),
+                INSTRUCTIONS[template.op],
+                program=self._program(template),
                 inputs=inputs,
                 outputs=node.writes,
                 first_sample=firsts[k],
-                coordinates=tuple(at[divide.axis] for divide in family.arranged[0]),
+                coordinates=tuple(at[divide.axis] for divide in template.sharding[0]),
                 loss_share=share if differentiates else None,
                 zeros=self._zeros(node, device),
             )
@@ -70,13 +70,13 @@ class Activations:
                     self.emitter.devices[device].losses[key] = share
 
     def _output(self, node: Node, output: int) -> Value:
-        name = self.graph.model.chunks[node.family.chunk or 0].outputs[output]
-        return self.graph.values[f"{name}#{'.'.join(map(str, node.point))}"]
+        name = self.graph.model.chunks[node.template.chunk or 0].outputs[output]
+        return self.graph.values[ValueId(Kind.ACTIVATION, name, (), node.point)]
 
     def _feed(self, node: Node, device: int, k: int) -> None:
         """Slices of the batch that a pass reads."""
         feeds = self.emitter.devices[device].feeds
-        for slot, keys in zip(node.family.slots, node.reads, strict=True):
+        for slot, keys in zip(node.template.slots, node.reads, strict=True):
             if slot[0] == "batch" and all(known.key != keys[0] for known in feeds):
                 fed = self.graph.values[keys[0]]
                 box = list(fed.layout.boxes(fed.tensor, fed.first, fed.samples, fed.inner))[k]
@@ -84,31 +84,31 @@ class Activations:
 
     def _zeros(self, node: Node, device: int) -> tuple[ZeroGradient, ...]:
         found = []
-        for (kind, output), keys in zip(node.family.slots, node.reads, strict=True):
+        for (kind, output), keys in zip(node.template.slots, node.reads, strict=True):
             if kind == "grad_output" and not keys:
                 value = self._output(node, output)
                 found.append(ZeroGradient(output, _local(value)[device], value.tensor.dtype))
         return tuple(found)
 
-    def _program(self, family: Family) -> int:
-        if id(family) not in self._numbers:
-            self._numbers[id(family)] = len(self.programs)
-            assert family.chunk is not None
-            chunk, loss = self.graph.model.chunks[family.chunk], self.graph.model.loss
-            sharded_experts = any(divide.style == "experts" for divide in family.arranged[0])
+    def _program(self, template: NodeTemplate) -> int:
+        if id(template) not in self._numbers:
+            self._numbers[id(template)] = len(self.programs)
+            assert template.chunk is not None
+            chunk, loss = self.graph.model.chunks[template.chunk], self.graph.model.loss
+            sharded_experts = any(divide.style == "experts" for divide in template.sharding[0])
             self.programs.append(
                 StageProgram(
-                    family.op,
-                    family.chunk,
-                    family.samples,
-                    family.arranged,
-                    tuple(family.slots),
-                    tuple(family.gives),
+                    template.op,
+                    template.chunk,
+                    template.samples,
+                    template.sharding,
+                    tuple(template.slots),
+                    tuple(template.outputs),
                     chunk.outputs.index(loss) if loss in chunk.outputs else None,
-                    chunk.choice is not None and sharded_experts,
+                    chunk.dispatch is not None and sharded_experts,
                 )
             )
-        return self._numbers[id(family)]
+        return self._numbers[id(template)]
 
     # ------------------------------------------------------------------------------------------------ point to point
 
@@ -116,7 +116,7 @@ class Activations:
         key, wire = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[wire]
         moved = parts(have, want)
-        for device in devices_of(node.family.where):
+        for device in devices_of(node.template.where):
             mine = [part for part in moved if part.source == device and part.target != device]
             shape = _local(have)[device]
             messages = tuple(
@@ -139,7 +139,7 @@ class Activations:
         source = self.graph.nodes[self.graph.made[wire]].reads[0][0]
         have, want = self.graph.values[source], self.graph.values[target]
         moved = parts(have, want)
-        for device in devices_of(node.family.where):
+        for device in devices_of(node.template.where):
             coming = [part for part in moved if part.target == device]
             shape = _local(want)[device]
             messages = tuple(
@@ -170,7 +170,7 @@ class Activations:
         key, target = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[target]
         shapes, boxes, wanted = _local(have), _boxes(have), _boxes(want)
-        for members in self.emitter.along(node.family.where, node.family.axes):
+        for members in self.emitter.along(node.template.where, node.template.axes):
             for device in members:
                 kept = tuple(
                     (low - start, high - start)
@@ -197,7 +197,7 @@ class Activations:
             given.setdefault(part.source, []).append(part)
             taken.setdefault(part.target, []).append(part)
         shapes = _local(want)
-        for members in self.emitter.along(node.family.where, node.family.axes):
+        for members in self.emitter.along(node.template.where, node.template.axes):
             rank = {device: k for k, device in enumerate(members)}
             for device in members:
                 give = sorted(given.get(device, ()), key=lambda part: rank[part.target])
@@ -220,13 +220,12 @@ class Activations:
         time."""
         (key,), (target, *made) = node.reads[0], node.writes
         have, want = self.graph.values[key], self.graph.values[target]
-        choice = choice_of((*have.layout.places, *want.layout.places))
+        choice = dispatched((*have.layout.placements, *want.layout.placements))
         assert choice is not None
-        to_experts = choice_of(want.layout.places) is not None
-        make = ExchangeSplits if node.routes == "choose" else Dispatch if to_experts else Combine
-        splits = made[0] if make is ExchangeSplits else node.reads[1][0]
+        to_experts = dispatched(want.layout.placements) is not None
+        make = ExchangeSplits if made else Dispatch if to_experts else Combine
         shapes = _local(want)
-        for members in self.emitter.along(node.family.where, node.family.axes):
+        for members in self.emitter.along(node.template.where, node.template.axes):
             for device in members:
                 self.emitter.emit(
                     device,
@@ -235,7 +234,7 @@ class Activations:
                     group=self.emitter.group(members, node.stream),
                     source=key,
                     target=target,
-                    splits=splits,
+                    splits=node.splits,
                     experts=choice.experts,
                     shape=shapes[device],
                     dtype=have.tensor.dtype,
@@ -247,10 +246,10 @@ class Activations:
         """Slices, concatenations, and zeros on devices that do not own a shared gradient."""
         target = node.writes[0]
         want = self.graph.values[target]
-        axes = list(zip(axes_of(want.layout.where), want.layout.places, strict=True))
-        for k, device in enumerate(devices_of(node.family.where)):
-            at = coordinates(node.family.where)[k]
-            zero = node.op == "share" and any(at[axis] for (axis, _), place in axes if place == "share")
+        axes = list(zip(axes_of(want.layout.where), want.layout.placements, strict=True))
+        for k, device in enumerate(devices_of(node.template.where)):
+            at = coordinates(node.template.where)[k]
+            zero = node.op == "share" and any(at[axis] for (axis, _), place in axes if place is DEFERRED)
             copies = tuple(
                 LocalCopy(key, part.taken, part.put)
                 for key in node.reads[0]

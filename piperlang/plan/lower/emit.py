@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from piperlang.elaborate.values import Slice
-from piperlang.ir.graph import Family, Graph, Key, Node
-from piperlang.ir.held import along
+from piperlang.core.mesh import Submesh
+from piperlang.core.value_id import Kind, ValueId
+from piperlang.ir.graph import Graph, Node, NodeTemplate
 from piperlang.ir.layout import devices_of
+from piperlang.ir.weight_layout import along
 from piperlang.plan.instructions import SYNC, Instruction, Message, Receive, Send
 from piperlang.plan.plan import DevicePlan, Group
 
@@ -18,10 +19,10 @@ from piperlang.plan.plan import DevicePlan, Group
 class Emitter:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        every = sorted({device for family in graph.families for device in _devices(family)})
+        every = sorted({device for template in graph.templates for device in _devices(template)})
         self.devices = {device: DevicePlan(device) for device in every}
         self.groups: dict[Group, int] = {}
-        self._made: dict[int, dict[Key, int]] = {device: {} for device in every}
+        self._made: dict[int, dict[ValueId, int]] = {device: {} for device in every}
         self._at: dict[int, dict[int, list[int]]] = {device: {} for device in every}
         self._tags: dict[tuple[int, int], int] = {}
         self.before: dict[int, list[int]] = {node: list(earlier) for node, earlier in graph.after.items()}
@@ -57,10 +58,10 @@ class Emitter:
 
     def synchronize(self, node: Node) -> None:
         """A temporal edge between nodes that share no device takes a message."""
-        here = _devices(node.family)
+        here = _devices(node.template)
         for other in dict.fromkeys(self.before.get(node.id, ())):
             earlier = self.graph.nodes[other]
-            there = _devices(earlier.family)
+            there = _devices(earlier.template)
             if set(here) & set(there):
                 continue
             pairs = zip(there, here, strict=True) if len(there) == len(here) else product(there, here)
@@ -82,7 +83,7 @@ class Emitter:
                     earlier,
                     Receive,
                     on=f"{SYNC}<{source}",
-                    target=f"now:{other}>{node.id}",
+                    target=ValueId(Kind.SIGNAL, "", (other, node.id)),
                     messages=(Message(source, tag, None, (1,)),),
                     local=(),
                     shape=(1,),
@@ -100,11 +101,11 @@ class Emitter:
         return self.groups.setdefault(Group(tuple(members), stream), len(self.groups))
 
     @staticmethod
-    def along(where: Slice, axes: Sequence[str]) -> Iterator[list[int]]:
+    def along(where: Submesh, axes: Sequence[str]) -> Iterator[list[int]]:
         """Groups of devices that differ only along some axes."""
         devices = devices_of(where)
         yield from ([devices[k] for k in group] for group in along(where, axes))
 
 
-def _devices(family: Family) -> tuple[int, ...]:
-    return tuple(device for where in (family.where, *family.beyond) for device in devices_of(where))
+def _devices(template: NodeTemplate) -> tuple[int, ...]:
+    return tuple(device for where in (template.where, *template.beyond) for device in devices_of(where))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import error
-from piperlang.ir.graph import Graph, Held, Key, Node
-from piperlang.ir.held import coordinates, dividing, interval, local_shape
+from piperlang.ir.graph import Graph, Node, WeightLayout
 from piperlang.ir.layout import devices_of
+from piperlang.ir.weight_layout import coordinates, dividing, interval, local_shape
 from piperlang.plan.instructions import (
     GatherParameters,
     Interval,
@@ -29,10 +30,10 @@ class Parameters:
         self.graph, self.emitter = graph, emitter
 
     def collective(self, node: Node) -> None:
-        if node.family.beyond:
+        if node.template.beyond:
             self._across_replicas(node)
             return
-        axes, where = node.family.axes, node.family.where
+        axes, where = node.template.axes, node.template.where
         positions = dict(zip(devices_of(where), coordinates(where), strict=True))
         for members in self.emitter.along(where, axes):
             finer = self.graph.held[node.writes[0] if node.op != "all_gather" else node.reads[0][0]]
@@ -48,11 +49,16 @@ class Parameters:
                     device, node, COLLECTIVES[node.op], group=group, shards=shards, dtype=self._dtype(node.writes[0])
                 )
 
-    def _dtype(self, key: Key) -> str:
+    def _dtype(self, key: ValueId) -> str:
         return self.graph.model.weights[self.graph.held[key].weight].dtype
 
     def _shards(
-        self, keys: Sequence[Key], target: Key, members: Sequence[int], positions: Mapping[int, Position], device: int
+        self,
+        keys: Sequence[ValueId],
+        target: ValueId,
+        members: Sequence[int],
+        positions: Mapping[int, Position],
+        device: int,
     ) -> Shards:
         have, want = self.graph.held[keys[0]], self.graph.held[target]
         shape = self.graph.model.weights[have.weight].shape
@@ -66,7 +72,7 @@ class Parameters:
     def _across_replicas(self, node: Node) -> None:
         """Submeshes that keep the same weight: all devices with the same part of it, each counting for its share of its
         replica."""
-        wheres = (node.family.where, *node.family.beyond)
+        wheres = (node.template.where, *node.template.beyond)
         count = len(wheres)
         held = [self.graph.held[key] for key in node.writes[:count]]
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -99,14 +105,14 @@ class Parameters:
                     share=1 / alike,
                 )
 
-    def _whole(self, keys: Sequence[Key], target: Key, at: Position) -> Shards:
+    def _whole(self, keys: Sequence[ValueId], target: ValueId, at: Position) -> Shards:
         held = self.graph.held[target]
         shape = self.graph.model.weights[held.weight].shape
         low, high = interval(held, shape, at)
         return Shards(tuple(keys), target, (), (high - low,) if held.flat else local_shape(held, shape, at))
 
     def update(self, node: Node) -> None:
-        where = node.family.where
+        where = node.template.where
         for device, at in zip(devices_of(where), coordinates(where), strict=True):
             parameters = []
             for w, new in enumerate(node.writes):
@@ -125,7 +131,7 @@ class Parameters:
                 )
             self.emitter.emit(device, node, Update, parameters=tuple(parameters))
 
-    def _part(self, have: Held, want: Held, at: Position) -> Interval | None:
+    def _part(self, have: WeightLayout, want: WeightLayout, at: Position) -> Interval | None:
         """Of what a device has, the interval that an update of its part needs; None for all of it."""
         if have.flat == want.flat:
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from piperlang.core.value_id import NORM_FACTOR
 from piperlang.plan.instructions import (
     NORM,
     Collective,
@@ -38,7 +39,7 @@ def clipped(plan: Plan, limit: float) -> Plan:
                 len(plan.names),
                 (),
                 group=len(plan.groups),
-                target=NORM,
+                target=NORM_FACTOR,
                 limit=float(limit),
                 terms=_terms(device, counted),
             )
@@ -115,7 +116,7 @@ def _with_norm(device: DevicePlan, late: set[int], norm: GradientNorm) -> list[I
     for i in sorted(late):
         x = _moved(device.instructions[i], place)
         if isinstance(x, Update):
-            x = replace(x, scale=NORM, waits=tuple(sorted({*x.waits, len(early)})))
+            x = replace(x, scale=NORM_FACTOR, waits=tuple(sorted({*x.waits, len(early)})))
         found.append(x)
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import (
     AllReduce,
     AllToAll,
@@ -158,7 +158,7 @@ def _exchanged(checked: Checked, together: Sequence[At], members: Sequence[int])
 
 def _shares(checked: Checked, together: Sequence[At]) -> None:
     """Members that have the same sum already count for it together."""
-    alike: dict[tuple[Key, ...], list[tuple[At, float]]] = {}
+    alike: dict[tuple[ValueId, ...], list[tuple[At, float]]] = {}
     for at in together:
         if isinstance(at.does, ReduceGradients) and at.does.share is not None:
             alike.setdefault(at.does.writes, []).append((at, at.does.share))

@@ -1,14 +1,11 @@
-"""Passes of chunks: they take and give what their kind says.
+"""Passes of chunks: their inputs and outputs are what the stage program says.
 
-Keys are names: `NAME#POINT` is the value NAME of a microbatch, `d:NAME:C.i` its gradient through input i of chunk C,
-`dw:WEIGHT@C.i` that of weight i, `saved:C` what a forward keeps, and `w:WEIGHT@H'` what it makes of a buffer. So it can
-be seen without a graph that a chunk is given what it is given elsewhere, and of one microbatch."""
+Ids say which tensor a value is, of which chunk and of which microbatch. So it can be seen without a graph that the
+passes of a chunk read the same tensors in every microbatch, and that all they read is of one microbatch."""
 
 from __future__ import annotations
 
-import re
-
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import Kind, Point, ValueId
 from piperlang.ir.model import Slot
 from piperlang.plan.instructions import Compute
 from piperlang.plan.plan import StageProgram
@@ -16,7 +13,6 @@ from piperlang.plan.verify.report import At, Checked
 from piperlang.plan.verify.samples import placed, samples_seen, share_of
 
 CODE = "P0504"
-SUFFIX = re.compile(r"@\d+|[~!+]")
 BUNDLES = ("saved", "kept")
 
 
@@ -92,30 +88,29 @@ class _Names:
 
     def __init__(self, checked: Checked) -> None:
         self.checked = checked
-        self.known: dict[tuple[int, str, int], tuple[str, At]] = {}
-        self.makers: dict[str, tuple[int, At]] = {}
+        self.known: dict[tuple[int, str, int], tuple[object, At]] = {}
+        self.makers: dict[ValueId, tuple[int, At]] = {}
 
     def learn(self, at: At, x: Compute, program: StageProgram) -> None:
         chunk, writes = program.chunk, x.outputs
         gives = [("saved", 0)] if x.op == "R" else [slot for slot in program.outputs if slot[0] not in BUNDLES]
         if len(writes) > len(gives):
             gives.append(("saved" if x.op == "F" else "kept", 0))
-        point = _point(writes[0].partition("#")[2])
+        point = writes[0].microbatch
         outputs = list(zip(gives, writes, strict=True))
         for slot, keys in (*zip(program.inputs, x.inputs, strict=True), *((slot, (key,)) for slot, key in outputs)):
             for key in keys:
-                base, _, where = key.partition("#")
-                self._one(at, chunk, slot, base, key)
-                if not _same_piece(_point(where), point) and slot[0] != "weight":
+                self._one(at, chunk, slot, key)
+                if not _overlap(key.microbatch, point) and slot[0] != "weight":
                     self.checked.wrong(CODE, f"{key} is of another part of the batch than {writes[0]}", at)
         for slot, key in outputs:
             if slot[0] == "output":
-                maker = self.makers.setdefault(key.partition("#")[0], (chunk, at))
+                maker = self.makers.setdefault(key.every_microbatch, (chunk, at))
                 if maker[0] != chunk:
-                    self.checked.wrong(CODE, f"two chunks make {key.partition('#')[0]}", maker[1], at)
+                    self.checked.wrong(CODE, f"two chunks make {key.every_microbatch}", maker[1], at)
 
-    def _one(self, at: At, chunk: int, slot: Slot, base: str, key: Key) -> None:
-        said = _said(slot, base, chunk)
+    def _one(self, at: At, chunk: int, slot: Slot, key: ValueId) -> None:
+        said = _tensor(slot, key, chunk)
         if said is None:
             self.checked.wrong(CODE, f"{key} is no {_slot(slot)} of chunk {chunk}", at)
             return
@@ -124,32 +119,36 @@ class _Names:
             self.checked.wrong(CODE, f"{_slot(slot)} of chunk {chunk} is {said} here and {name} elsewhere", other, at)
 
 
-def _said(slot: Slot, base: str, chunk: int) -> str | None:
-    """The name in a key, if it can stand in the slot."""
+_SLOTS = {
+    "weight": Kind.WEIGHT,
+    "batch": Kind.BATCH,
+    "saved": Kind.SAVED,
+    "kept": Kind.RESIDUALS,
+    "grad_weight": Kind.WEIGHT_GRADIENT,
+    "grad_input": Kind.GRADIENT,
+    "grad_output": Kind.GRADIENT,
+}
+
+
+def _tensor(slot: Slot, key: ValueId, chunk: int) -> object | None:
+    """Which tensor of the model a value is, if it can be in the slot."""
     kind, i = slot
-    head, _, rest = base.partition(":")
-    if kind in BUNDLES:
-        return kind if base == f"{kind}:{chunk}" else None
-    if kind == "weight":
-        name, _, home = rest.rpartition("@")
-        return name if head == "w" and (":" not in home or home.partition(":")[2][:-1] == str(chunk)) else None
-    if kind == "grad_weight":
-        return rest.rpartition("@")[0] if head == "dw" and rest.endswith(f"@{chunk}.{i}") else None
-    if kind == "batch":
-        name, _, reader = base.rpartition("@")
-        return name if reader == str(chunk) else None
-    if kind in ("grad_input", "grad_output"):
-        name, _, reader = rest.rpartition(":")
-        return name if head == "d" and (kind == "grad_output" or reader == f"{chunk}.{i}") else None
-    if head == "w" and base.endswith("'"):
-        return f"w:{rest.rpartition('@')[0]}"  # what a buffer becomes
-    return base if head not in ("w", "d", "dw", "g", "saved", "kept", "host", "now") or not rest else None
+    made = key.origin
+    if kind == "output" and made.kind is Kind.WEIGHT and key is made.updated:
+        return Kind.WEIGHT, key.name  # the new value of a buffer
+    if made.kind is not _SLOTS.get(kind, Kind.ACTIVATION):
+        return None
+    owned = {
+        "weight": len(made.owner) == 1 or made.owner[1:] == (chunk,),
+        "batch": made.owner == (chunk,),
+        "saved": made.owner == (chunk,),
+        "kept": made.owner == (chunk,),
+        "grad_weight": made.owner == (chunk, i),
+        "grad_input": made.owner == (chunk, i),
+    }.get(kind, True)
+    return key.name or kind if owned else None
 
 
-def _point(where: str) -> str:
-    return SUFFIX.sub("", where).replace("/", ".").strip(".")
-
-
-def _same_piece(a: str, b: str) -> bool:
+def _overlap(a: Point | None, b: Point | None) -> bool:
     """Of the same microbatch, or one of a part of the other's."""
-    return a == b or not a or not b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
+    return not a or not b or a[: len(b)] == b[: len(a)]

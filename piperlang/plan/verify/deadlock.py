@@ -10,7 +10,7 @@ from typing import Any
 
 from piperlang.diagnostics import Diagnostic
 from piperlang.plan.instructions import COLLECTIVES, Collective, Receive, Send, Shape
-from piperlang.plan.verify.messages import MessageId, messages
+from piperlang.plan.verify.messages import MessageId, carries, messages
 from piperlang.plan.verify.report import At, Checked, Stop
 
 BLOCKING = frozenset(("send", "recv", *COLLECTIVES))
@@ -132,7 +132,7 @@ class _Run:
                 self.odd = True
                 continue
             given, send = other
-            if given != shape or send.dtype != x.dtype or not x.target.startswith(send.value or "now:"):
+            if given != shape or send.dtype != x.dtype or not carries(send.value, x.target):
                 self.odd = True
             sent[message] = None
             self.left -= 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.layout import Box
 from piperlang.plan.instructions import ROUTING, AllToAll, Copy, LocalCopy, Receive, Send, Shape
 from piperlang.plan.verify.report import At, Checked
@@ -65,10 +65,9 @@ def _filled(
         )
 
 
-def _moved(checked: Checked, key: Key, arrived: Key, source: At, target: At) -> None:
-    """Values keep their names when they move: what arrives is called what was sent, and a suffix. Joined parts are
-    called by what they share."""
-    if not arrived.startswith(key) and not (arrived.endswith("+") and key.startswith(arrived[:-1])):
+def _moved(checked: Checked, key: ValueId, arrived: ValueId, source: At, target: At) -> None:
+    """What arrives is what was sent, redistributed, or the microbatch that it is a part of."""
+    if not arrived.follows(key) and not arrived.joins(key):
         checked.wrong("P0504", f"{key} cannot become {arrived}", source, target)
 
 
@@ -113,8 +112,8 @@ def size_of(box: Any) -> tuple[int, ...]:
     return tuple([high - low for low, high in box])
 
 
-def _listed(keys: Sequence[Key]) -> str:
-    return ", ".join(keys) or "nothing"
+def _listed(keys: Sequence[ValueId]) -> str:
+    return ", ".join(map(str, keys)) or "nothing"
 
 
 # ------------------------------------------------------------------------------------------------------ messages
@@ -150,10 +149,15 @@ def messages(checked: Checked) -> None:
             if shape != gives or x.dtype != sender.dtype:
                 what = f"{sender.dtype}{list(gives)} is sent and {x.dtype}{list(shape)} received"
                 checked.wrong(CODE, f"from device {source} to device {me}, {what}", other, at, help=BOTH)
-            if not x.target.startswith(sender.value or "now:"):
-                _moved(checked, sender.value or "a signal", x.target, other, at)
+            if not carries(sender.value, x.target):
+                checked.wrong("P0504", f"{sender.value or 'a signal'} cannot become {x.target}", other, at)
     checked.steps += 2 * len(checked.of["recv"])
     _unpaired(checked, [(message, at) for message, (at, _, _) in sent.items()], alone)
+
+
+def carries(value: ValueId | None, target: ValueId) -> bool:
+    """Whether what is received can be what is sent: the value itself, redistributed, or a signal."""
+    return target.kind is Kind.SIGNAL if value is None else target.follows(value)
 
 
 def _unpaired(checked: Checked, sent: list[tuple[MessageId, At]], received: list[tuple[MessageId, At]]) -> None:

@@ -7,14 +7,12 @@ and updates are followed from interval to interval: a cut that does not fit its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from math import prod
 from typing import Any
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import NORM_FACTOR, Kind, ValueId
 from piperlang.ir.layout import Box
 from piperlang.plan.instructions import (
-    NORM,
     Fetch,
     Forward,
     GatherParameters,
@@ -29,6 +27,7 @@ from piperlang.plan.instructions import (
 )
 from piperlang.plan.plan import ParameterShard
 from piperlang.plan.rewrite.clip import part_of
+from piperlang.plan.sums import ADDED
 from piperlang.plan.verify.report import At, Checked
 
 CODE = "P0504"
@@ -43,9 +42,9 @@ def entries(checked: Checked) -> None:
             checked.steps += 1 + len(one.cuts)
             if not reduces and len(one.cuts) != members:
                 checked.wrong("P0503", f"{len(one.cuts)} parts for {members} members", at)
-            names = {weight_of(key) for key in (*one.sources, one.target)}
+            names = {_weight(key) for key in (*one.sources, one.target)}
             if len(names) > 1 or not one.sources:
-                checked.wrong(CODE, f"{x.op} makes {one.target} of {', '.join(one.sources) or 'nothing'}", at)
+                checked.wrong(CODE, f"{x.op} makes {one.target} of {', '.join(map(str, one.sources)) or 'nothing'}", at)
             if not reduces and not _partition(one.cuts, prod(one.shape)):
                 checked.wrong(
                     "P0503",
@@ -54,34 +53,34 @@ def entries(checked: Checked) -> None:
                 )
     for at, update in checked.each(Update):
         for change in update.parameters:
-            names = {weight_of(key) for key in (change.old, change.new, *change.gradients)}
+            names = {_weight(key) for key in (change.old, change.new, *change.gradients)}
             if names != {change.weight} or not change.gradients:
                 checked.wrong(
                     CODE,
                     f"an update of {change.weight} that makes {change.new} of {change.old} and"
-                    f" {', '.join(change.gradients)}",
+                    f" {', '.join(map(str, change.gradients))}",
                     at,
                 )
-        if update.scale != (NORM if checked.of["norm"] else None):
+        if update.scale != (NORM_FACTOR if checked.of["norm"] else None):
             checked.wrong(CODE, "an update does not scale its gradients by the norm of all of them", at)
     for at, norm in checked.each(GradientNorm):
-        if norm.target != NORM:
+        if norm.target is not NORM_FACTOR:
             checked.wrong(CODE, f"the norm of all gradients is called {norm.target}", at)
     for at, offload in checked.each(Offload):
-        _moved(checked, at, offload.source.replace("saved:", "host:", 1), offload)
+        _moved(checked, at, Kind.SAVED, Kind.HOST, offload)
     for at, fetch in checked.each(Fetch):
-        _moved(checked, at, fetch.source.replace("host:", "saved:", 1), fetch)
+        _moved(checked, at, Kind.HOST, Kind.SAVED, fetch)
 
 
-def _moved(checked: Checked, at: At, expected: Key, x: Offload | Fetch) -> None:
-    if x.target.removesuffix("!") != expected:
+def _moved(checked: Checked, at: At, source: Kind, target: Kind, x: Offload | Fetch) -> None:
+    have, made = x.source, x.target.origin
+    if (have.kind, made.kind) != (source, target) or (have.owner, have.microbatch) != (made.owner, made.microbatch):
         checked.wrong(CODE, f"{x.op} makes {x.target} of {x.source}", at)
 
 
-@lru_cache(maxsize=65536)
-def weight_of(key: Key) -> str:
-    """`g:WEIGHT@home:...`, and so for weights and their gradients."""
-    return key.partition(":")[2].rpartition("@")[0]
+def _weight(key: ValueId) -> str | None:
+    """The weight that a value is, or is a gradient of."""
+    return key.name if key.kind in (Kind.WEIGHT, *ADDED) else None
 
 
 def _partition(cuts: Any, length: int) -> bool:
@@ -106,16 +105,16 @@ def flow(checked: Checked) -> None:
 class _Flow:
     """What one device has of each weight and gradient, as it goes through its instructions."""
 
-    def __init__(self, checked: Checked, d: int, weights: Mapping[Key, ParameterShard]) -> None:
+    def __init__(self, checked: Checked, d: int, weights: Mapping[ValueId, ParameterShard]) -> None:
         self.checked, self.d, self.weights = checked, d, weights
         self.device = checked.plan.devices[d]
-        self.has: dict[Key, Interval] = {}
-        self.maker: dict[Key, At] = {}
+        self.has: dict[ValueId, Interval] = {}
+        self.maker: dict[ValueId, At] = {}
         self.length: dict[str, int] = {}
-        self.counted: dict[Key, At] = {}
+        self.counted: dict[ValueId, At] = {}
         for key, held in weights.items():
             size = prod(high - low for low, high in held.box)
-            self.length[weight_of(key)] = size
+            self.length[key.name] = size
             self.has[key] = held.interval if held.interval is not None else (0, size)
 
     def run(self) -> None:
@@ -130,7 +129,7 @@ class _Flow:
         self._next()
         made = self.checked.made[self.d]
         for key in made.keys() - self.counted.keys():
-            if key.startswith(("dw:", "g:")):
+            if key.kind in ADDED:
                 self.checked.wrong(
                     CODE,
                     f"{key} is a part of a gradient that device {self.device.device} does not use",
@@ -140,17 +139,17 @@ class _Flow:
     def _changes(self, at: At) -> None:
         """Buffers that a forward changes: each once, and all of it."""
         for key in at.does.writes:
-            if key.startswith("w:") and "#" not in key:  # of all parts of the batch, one is kept
-                old = key.rstrip("'")
+            if key.kind is Kind.WEIGHT and key.microbatch is None:  # of all parts of the batch, one is kept
+                old = key.origin
                 if old not in self.weights or self.device.next.get(old) != key:
                     self.checked.wrong(
                         CODE, f"device {self.device.device} changes {old} and does not keep the result", at
                     )
                 if self.counted.setdefault(old, at) is not at:
                     self._twice(old, at)
-                self._has(key, (0, self.length.get(weight_of(key), -1)), at)
+                self._has(key, (0, self.length.get(key.name, -1)), at)
 
-    def _twice(self, key: Key, at: At) -> None:
+    def _twice(self, key: ValueId, at: At) -> None:
         self.checked.wrong(CODE, f"{key} is counted twice on device {self.device.device}", self.counted[key], at)
 
     def _collective(self, at: At, x: ShardCollective) -> None:
@@ -161,7 +160,7 @@ class _Flow:
             cut = (0, size) if reduces else one.cuts[rank]
             wanted = cut[1] - cut[0] if gathers else size
             # A gradient that a pass made is of all that the device has of its weight.
-            length = self.length.get(weight_of(one.target), -1)
+            length = self.length.get(one.target.name, -1)
             whole = 0, length
             for key in one.sources:
                 low, high = self.has.get(key, whole)
@@ -193,17 +192,17 @@ class _Flow:
         if mine is not None:
             self._has(change.new, mine, at)
 
-    def _has(self, key: Key, part: Interval, at: At) -> None:
+    def _has(self, key: ValueId, part: Interval, at: At) -> None:
         self.has[key], self.maker[key] = part, at
 
-    def _odd(self, at: At, key: Key, message: str) -> None:
+    def _odd(self, at: At, key: ValueId, message: str) -> None:
         other = self.maker.get(key)
         self.checked.wrong(CODE, f"{at.does.op} {message}", *([other] if other else []), at)
 
     def _next(self) -> None:
         for old, new in self.device.next.items():
             at = self.maker.get(new)
-            if weight_of(old) != weight_of(new) or self.has.get(new) != self.has.get(old) or new.rstrip("'") != old:
+            if old.name != new.name or self.has.get(new) != self.has.get(old) or new.origin is not old:
                 self.checked.wrong(
                     CODE,
                     f"device {self.device.device} keeps {self.has.get(old)} of {old}, and {new} would be"
@@ -211,7 +210,7 @@ class _Flow:
                     *([at] if at else []),
                 )
         for key, held in self.weights.items():
-            if held.weight != weight_of(key):
+            if held.weight != key.name:
                 self.checked.wrong(CODE, f"device {self.device.device} keeps {held.weight} as {key}")
 
 
@@ -255,12 +254,12 @@ def _norm(checked: Checked) -> None:
 def _boxes(checked: Checked) -> None:
     """Gradients are added up only where they are of the same part of a weight."""
     plan = checked.plan
-    boxes = [{weight_of(key): held.box for key, held in device.weights.items()} for device in plan.devices]
+    boxes = [{key.name: held.box for key, held in device.weights.items()} for device in plan.devices]
     first: dict[tuple[int, str], tuple[At, Box | None]] = {}
     for kind in (ReduceGradients, ScatterGradients):
         for at, x in checked.each(kind):
             for one in x.shards:
-                name = weight_of(one.target)
+                name = one.target.name
                 mine = boxes[at.device].get(name)
                 other, theirs = first.setdefault((x.group, name), (at, mine))
                 if mine != theirs or mine is None:

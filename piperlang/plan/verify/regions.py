@@ -1,4 +1,4 @@
-"""Where parts of values lie: what one device cuts out is what another puts in its place.
+"""Where shards of values are: what one device cuts out is what another puts in its place.
 
 A plan does not say which part of a tensor a device has, only which box of its own it gives, and where others put it.
 Each such move fixes where two devices' parts lie to each other. A gradient lies where its value lies. All of it must
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import Kind, Point, ValueId
 from piperlang.plan.instructions import AllReduce, AllToAll, Compute, Copy, Receive, Send
 from piperlang.plan.verify.messages import apart, size_of
 from piperlang.plan.verify.report import At, Checked
@@ -24,7 +24,7 @@ class Move(NamedTuple):
     """A part of one device's value that becomes a part of another's."""
 
     source: At
-    key: Key
+    key: ValueId
     taken: Any
     target: At
     put: Any
@@ -43,19 +43,18 @@ def parts(checked: Checked) -> None:
         _Parts(checked, cut).run()
 
 
-def _name(key: Key) -> str:
+def _name(key: ValueId) -> str:
     """Of a value, and of its gradient alike."""
-    base = key.partition("#")[0]
-    return base[2:].rpartition(":")[0] if base.startswith("d:") else base
+    return f"{key.name}@{key.owner[0]}" if key.kind is Kind.BATCH else key.name
 
 
 class _Parts:
     def __init__(self, checked: Checked, cut: set[str]) -> None:
         self.checked, self.cut = checked, cut
         self.number = [device.device for device in checked.plan.devices]
-        self.root: dict[tuple[int, Key], tuple[int, Key]] = {}
-        self.offset: dict[tuple[int, Key], Origin] = {}
-        self.shape: dict[tuple[int, Key], tuple[int, ...]] = {}
+        self.root: dict[tuple[int, ValueId], tuple[int, ValueId]] = {}
+        self.offset: dict[tuple[int, ValueId], Origin] = {}
+        self.shape: dict[tuple[int, ValueId], tuple[int, ...]] = {}
 
     def run(self) -> None:
         moved = [move for move in self._moves() if _name(move.key) in self.cut]
@@ -131,9 +130,9 @@ class _Parts:
             if send.value is not None and send.messages[0].box is None:
                 self.shape.setdefault((at.device, send.value), send.messages[0].shape)
 
-    # ---------------------------------------------------------------------------------------------- who lies where
+    # ---------------------------------------------------------------------------------------------- where values are
 
-    def _find(self, item: tuple[int, Key]) -> tuple[tuple[int, Key], Origin]:
+    def _find(self, item: tuple[int, ValueId]) -> tuple[tuple[int, ValueId], Origin]:
         """The one that others are placed by, and how far off it an item begins."""
         path = []
         while (up := self.root.get(item, item)) != item:
@@ -145,7 +144,7 @@ class _Parts:
             self.root[step], self.offset[step] = item, total
         return item, total
 
-    def _relate(self, one: tuple[int, Key], two: tuple[int, Key], distance: Origin) -> bool:
+    def _relate(self, one: tuple[int, ValueId], two: tuple[int, ValueId], distance: Origin) -> bool:
         """`two` begins `distance` after `one`; False if that cannot be."""
         (a, to_one), (b, to_two) = self._find(one), self._find(two)
         gap = _minus(_plus(to_one, distance), to_two)
@@ -155,14 +154,14 @@ class _Parts:
         return True
 
     def _gradients(self) -> bool:
-        """A gradient lies where its value lies, and is as large."""
-        forward: dict[tuple[int, int, str, str, int], tuple[Key, At]] = {}
+        """A gradient covers the same region as its value."""
+        forward: dict[tuple[int, int, Point | None, str, int], tuple[ValueId, At]] = {}
         for backward in (False, True):
             for at, x in self.checked.each(Compute):
                 program = self.checked.plan.programs[x.program]
                 if x.op == "R" or backward != (x.op != "F"):
                     continue
-                microbatch = x.outputs[0].partition("#")[2]
+                microbatch = x.outputs[0].microbatch
                 named = [
                     (slot, key) for slot, keys in zip(program.inputs, x.inputs, strict=True) for key in keys
                 ] + list(zip(program.outputs, x.outputs, strict=False))
@@ -176,7 +175,7 @@ class _Parts:
                         return False
         return True
 
-    def _same(self, value: Key, made: At, gradient: Key, at: At) -> bool:
+    def _same(self, value: ValueId, made: At, gradient: ValueId, at: At) -> bool:
         one, two = (at.device, value), (at.device, gradient)
         mine, theirs = self.shape.get(one), self.shape.get(two)
         if (mine is None or theirs is None or mine == theirs) and self._relate(one, two, None):
@@ -190,15 +189,15 @@ class _Parts:
     def _regions(self, moved: list[Move]) -> None:
         """What all devices have of a value before a move, they have after it; parts of a cut, and parts that are
         joined, count together."""
-        before: dict[tuple[Any, str], dict[Any, At] | None] = {}
-        after: dict[tuple[Any, str], dict[Any, At] | None] = {}
+        before: dict[tuple[Any, ValueId, bool], dict[Any, At] | None] = {}
+        after: dict[tuple[Any, ValueId, bool], dict[Any, At] | None] = {}
         for move in moved:
             arrived = move.target.does.writes[0]
-            name = f"{move.key}/" if arrived.startswith(f"{move.key}/") else arrived
+            sliced = arrived.is_slice and arrived.source is move.key
             for side, at, key in ((before, move.source, move.key), (after, move.target, arrived)):
                 root, origin = self._find((at.device, key))
                 shape = self.shape.get((at.device, key))
-                group = root, name
+                group = root, move.key if sliced else arrived, sliced
                 known = side.setdefault(group, {})
                 if shape is None:
                     side[group] = None
@@ -212,10 +211,7 @@ class _Parts:
                     next((at for box, at in boxes.items() if box not in source), next(iter(boxes.values()))),
                 )
                 self.checked.wrong(
-                    CODE,
-                    f"not all of {group[1].rstrip('/')} arrives, or some of it twice",
-                    *([one] if one is not two else []),
-                    two,
+                    CODE, f"not all of {group[1]} arrives, or some of it twice", *([one] if one is not two else []), two
                 )
                 return
 

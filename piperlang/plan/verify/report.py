@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import LIMIT, Diagnostic, PiperError
-from piperlang.ir.graph import Key
 from piperlang.plan.instructions import INSTRUCTIONS, Instruction, Send
 from piperlang.plan.plan import Plan
 
@@ -33,7 +33,7 @@ class Checked:
     plan: Plan
     of: dict[str, list[At]] = field(default_factory=dict)
     found: list[Diagnostic] = field(default_factory=list)
-    made: list[dict[Key, int]] = field(default_factory=list)
+    made: list[dict[ValueId, int]] = field(default_factory=list)
     """By device: which instruction makes each value."""
     steps: int = 0
     """How much work it was, in instructions and parts looked at: tests see from it that the work grows with the

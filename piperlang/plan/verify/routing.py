@@ -6,7 +6,7 @@ How many rows go where is seen only when they go, so nothing else would notice r
 
 from __future__ import annotations
 
-from piperlang.ir.graph import WAY, Key
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import Combine, Compute, Dispatch, ExchangeSplits, Routing
 from piperlang.plan.verify.report import At, Checked
 
@@ -26,9 +26,9 @@ def routes(checked: Checked) -> None:
 class _Device:
     def __init__(self, checked: Checked) -> None:
         self.checked = checked
-        self.ways: dict[Key, tuple[At, ExchangeSplits]] = {}
+        self.ways: dict[ValueId, tuple[At, ExchangeSplits]] = {}
         """Every way, and who found it."""
-        self.gone: dict[Key, tuple[Key, At]] = {}
+        self.gone: dict[ValueId, tuple[ValueId, At]] = {}
         """Every value that is where experts are: by which way, and who brought it there."""
 
     def run(self, every: list[At]) -> None:
@@ -44,7 +44,7 @@ class _Device:
         if x.experts < 1 or x.experts % len(members):
             self.checked.wrong(CODE, f"{x.experts} experts on {len(members)} devices", at, help=FOLLOWS)
         if isinstance(x, ExchangeSplits):
-            if x.splits != f"{x.target}{WAY}" or key in self.gone:
+            if x.splits is not x.target.splits or key in self.gone:
                 self.checked.wrong(CODE, f"{key} cannot be a choice that gives {x.splits}", at, help=FOLLOWS)
             self.ways[x.splits] = at, x
             self.gone[x.target] = x.splits, at
@@ -53,17 +53,17 @@ class _Device:
         found, by = self.ways.get(x.splits, (at, None))
         if by is None:
             self.checked.wrong(CODE, f"{x.op} by {x.splits}, which no exchange of counts has made", at, help=FOLLOWS)
-        elif self._members(by) != members or by.experts != x.experts or _point(x.splits) != _point(key):
+        elif self._members(by) != members or by.experts != x.experts or x.splits.microbatch != key.microbatch:
             self.checked.wrong(CODE, f"{key} does not belong to the choice by which it goes", found, at, help=FOLLOWS)
         elif isinstance(x, Dispatch):
             if key in self.gone:
                 self.checked.wrong(CODE, f"{key} is where its experts are already", self.gone[key][1], at, help=FOLLOWS)
             self.gone[x.target] = x.splits, at
-        elif self.gone.get(key, ("", at))[0] != x.splits:
+        elif self.gone.get(key, (None, at))[0] is not x.splits:
             self.checked.wrong(
                 CODE,
                 f"{key} comes back by another way than it went",
-                self.gone.get(key, ("", found))[1],
+                self.gone.get(key, (None, found))[1],
                 at,
                 help=FOLLOWS,
             )
@@ -90,8 +90,4 @@ class _Device:
             )
             return
         (way,) = ways
-        self.gone.update((key, (way, at)) for key in x.writes if not key.startswith("dw:"))
-
-
-def _point(key: Key) -> str:
-    return key.partition("#")[2].partition("@")[0]
+        self.gone.update((key, (way, at)) for key in x.writes if key.kind is not Kind.WEIGHT_GRADIENT)

@@ -7,7 +7,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import Compute, Forward
 from piperlang.plan.plan import Plan, StageProgram
 from piperlang.plan.verify.messages import fills
@@ -140,16 +140,16 @@ def losses(checked: Checked) -> None:
 def data(checked: Checked) -> None:
     """Of every tensor of the batch, each chunk that reads it sees all samples."""
     plan = checked.plan
-    parts: dict[str, dict[Any, int]] = {}
-    feeds: list[dict[Key, Any]] = []
+    parts: dict[ValueId, dict[Any, int]] = {}
+    feeds: list[dict[ValueId, Any]] = []
     for d, device in enumerate(plan.devices):
         feeds.append({key: box for key, _, box in device.feeds})
         for key, name, box in device.feeds:
-            base = key.partition("#")[0]
-            if base.rpartition("@")[0] != name:
+            base = key.every_microbatch
+            if key.kind is not Kind.BATCH or key.name != name:
                 checked.wrong(CODE, f"device {device.device} is given {name} as {key}", *_reader(checked, d, key))
             parts.setdefault(base, {}).setdefault(tuple(box), d)
-    extents: dict[str, tuple[tuple[int, ...], str]] = {}
+    extents: dict[str, tuple[tuple[int, ...], ValueId]] = {}
     for base, boxes in parts.items():
         if len({len(box) for box in boxes}) > 1:
             checked.wrong(
@@ -160,7 +160,7 @@ def data(checked: Checked) -> None:
             continue
         extent = tuple(max(high for _, high in dim) for dim in zip(*boxes, strict=True))
         checked.steps += len(boxes)
-        whole, other = extents.setdefault(base.rpartition("@")[0], (extent, base))
+        whole, other = extents.setdefault(base.name, (extent, base))
         if not extent or extent[0] % plan.samples or whole != extent or not fills(list(boxes), extent):
             readers = [at for d in dict.fromkeys((*boxes.values(),)) for at in _reader(checked, d, base)][:2]
             notes = (
@@ -169,7 +169,7 @@ def data(checked: Checked) -> None:
             )
             checked.wrong(
                 CODE,
-                f"the parts of {base.rpartition('@')[0]} do not make up the batch of {plan.samples} samples",
+                f"the parts of {base.name} do not make up the batch of {plan.samples} samples",
                 *readers,
                 notes=notes,
             )
@@ -190,9 +190,9 @@ def data(checked: Checked) -> None:
                 )
 
 
-def _reader(checked: Checked, d: int, base: str) -> list[At]:
+def _reader(checked: Checked, d: int, base: ValueId) -> list[At]:
     return [
         At(d, i, x)
         for i, x in enumerate(checked.plan.devices[d].instructions)
-        if any(key.startswith(base) for key in x.reads)
+        if any(base in (key, key.every_microbatch) for key in x.reads)
     ][:1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import ROUTING, Instruction
 from piperlang.plan.plan import DevicePlan
 from piperlang.plan.verify.report import At, Checked
@@ -16,7 +16,7 @@ SPMD = ("all_to_all", *ROUTING, "all_reduce", "gather", "scatter", "update", "co
 
 
 def values(checked: Checked) -> None:
-    used: set[Key] = set()
+    used: set[ValueId] = set()
     known: dict[object, int] = {}
     for d, device in enumerate(checked.plan.devices):
         same = known.setdefault(_signature(device), d)
@@ -53,8 +53,8 @@ def _signature(device: DevicePlan) -> object:
     )
 
 
-def _made(checked: Checked, d: int, device: DevicePlan) -> dict[Key, int]:
-    made: dict[Key, int] = {}
+def _made(checked: Checked, d: int, device: DevicePlan) -> dict[ValueId, int]:
+    made: dict[ValueId, int] = {}
     instructions = device.instructions
     for i, instruction in enumerate(instructions):
         for key in instruction.writes:
@@ -66,7 +66,7 @@ def _made(checked: Checked, d: int, device: DevicePlan) -> dict[Key, int]:
                     At(d, i, instruction),
                 )
             made[key] = i
-    fed: set[Key] = set()
+    fed: set[ValueId] = set()
     for key in (*device.weights, *(key for key, _, _ in device.feeds)):
         if key in made:
             checked.wrong(
@@ -84,13 +84,13 @@ def _made(checked: Checked, d: int, device: DevicePlan) -> dict[Key, int]:
     return made
 
 
-def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], used: set[Key]) -> None:
+def _read(checked: Checked, d: int, device: DevicePlan, made: dict[ValueId, int], used: set[ValueId]) -> None:
     """A read after the write in the same stream, or behind a wait for it."""
     instructions = device.instructions
     given = device.weights.keys() | {key for key, _, _ in device.feeds}
     streams = [instruction.stream for instruction in instructions]
     before: _Before | None = None
-    readers: dict[Key, list[int]] = {key: [] for key in device.weights}
+    readers: dict[ValueId, list[int]] = {key: [] for key in device.weights}
     for i, x in enumerate(instructions):
         stream, reads, waits = x.stream, x.reads, x.waits
         ended = waits if len(waits) < 8 else frozenset(waits)
@@ -127,7 +127,7 @@ def _read(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int], us
 
 
 def _in_place(
-    checked: Checked, d: int, device: DevicePlan, readers: dict[Key, list[int]], before: _Before | None
+    checked: Checked, d: int, device: DevicePlan, readers: dict[ValueId, list[int]], before: _Before | None
 ) -> None:
     """An update changes the weight itself: whoever reads the old one must have ended."""
     instructions = device.instructions
@@ -153,7 +153,7 @@ def _in_place(
                     )
 
 
-def _missing(checked: Checked, at: At, key: Key, device: DevicePlan) -> None:
+def _missing(checked: Checked, at: At, key: ValueId, device: DevicePlan) -> None:
     elsewhere = next(
         (
             At(d, i, x)
@@ -194,7 +194,7 @@ class _Before:
         return self.latest[later].get(self.streams[earlier], -1) >= earlier
 
 
-def _kept(checked: Checked, d: int, device: DevicePlan, made: dict[Key, int]) -> None:
+def _kept(checked: Checked, d: int, device: DevicePlan, made: dict[ValueId, int]) -> None:
     instructions = device.instructions
     for old, new in device.next.items():
         if old not in device.weights or new not in made:
@@ -238,17 +238,17 @@ def _differing(mine: Instruction, theirs: Instruction) -> str | None:
     return None
 
 
-def _unread(checked: Checked, used: set[Key]) -> None:
+def _unread(checked: Checked, used: set[ValueId]) -> None:
     """A value that nobody reads is a value that somebody lost. Only activations may turn out not to be needed, and of
     what has no samples one microbatch's may do for all."""
-    bases: set[str] = set()
-    seen: set[Key] = set()
+    bases: set[ValueId] = set()
+    seen: set[ValueId] = set()
     for d, made in enumerate(checked.made):
         for key in sorted(made.keys() - used - seen):
             seen.add(key)
             at = At(d, made[key], checked.plan.devices[d].instructions[made[key]])
-            bases = bases or {other.partition("#")[0] for other in used}
-            if not key.startswith(("now:", "saved:", "kept:")) and (
-                at.does.op != "F" or key.partition("#")[0] not in bases
+            bases = bases or {other.every_microbatch for other in used}
+            if key.kind not in (Kind.SIGNAL, Kind.SAVED, Kind.RESIDUALS) and (
+                at.does.op != "F" or key.every_microbatch not in bases
             ):
                 checked.wrong(CODE, f"nobody reads {key}", at)

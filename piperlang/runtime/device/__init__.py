@@ -6,8 +6,8 @@ from __future__ import annotations
 from piperlang.plan.instructions import INSTRUCTIONS, Instruction, ParameterUpdate, Update
 from piperlang.runtime.device import activations, compute, parameters
 from piperlang.runtime.device.values import EXECUTE, DeviceValues
-from piperlang.runtime.optimize import DeviceUpdate
-from piperlang.runtime.optimizer_copy import Part
+from piperlang.runtime.optimizer.copies import Part
+from piperlang.runtime.optimizer.optimize import DeviceUpdate
 
 assert set(INSTRUCTIONS.values()) == EXECUTE.keys(), "an instruction that no function executes"
 __all__ = ["Device", "activations", "compute", "parameters"]

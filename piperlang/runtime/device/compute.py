@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from piperlang.capture.random import mix
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Backward, Compute, Forward, InputGradient, Recompute, WeightGradient
 from piperlang.plan.plan import StageProgram
 from piperlang.runtime.device.values import DeviceValues, executes
@@ -29,13 +29,13 @@ def compute(device: DeviceValues, x: Compute) -> None:
             given[slot] = torch.tensor(state, device=device.where)
         else:
             given[slot] = device.values[keys[0]]
-    taken = [given[slot] for slot in piece.takes]
+    taken = [given[slot] for slot in piece.inputs]
     results = piece.call(taken)
-    _store(device, x, program, dict(zip(piece.gives, results, strict=True)), (taken, results))
+    _store(device, x, program, dict(zip(piece.outputs, results, strict=True)), (taken, results))
 
 
 def _gradient(
-    device: DeviceValues, output: int, keys: Sequence[Key], x: Compute, program: StageProgram
+    device: DeviceValues, output: int, keys: Sequence[ValueId], x: Compute, program: StageProgram
 ) -> torch.Tensor:
     if output == program.loss:
         assert x.loss_share is not None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from piperlang.ir.graph import Key
+from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import (
     GatherParameters,
     GradientNorm,
@@ -55,7 +55,7 @@ def _gather_together(device: DeviceValues, group: int, together: Sequence[Shards
         start += size
 
 
-def _again(device: DeviceValues, key: Key) -> torch.Tensor | None:
+def _again(device: DeviceValues, key: ValueId) -> torch.Tensor | None:
     """The storage of a weight before its update, if it is gathered to be kept: nothing reads the old one any more."""
     old = device.before.get(key)
     return None if old is None else device.values[old]

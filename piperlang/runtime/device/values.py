@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.differentiate import Piece
-from piperlang.ir.graph import Key
+from piperlang.capture.pass_graph import PassGraph
+from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, ParameterShard, StageProgram
 from piperlang.plan.sums import reads, sums
-from piperlang.runtime.boxes import take
-from piperlang.runtime.comm import Comm
-from piperlang.runtime.optimize import Optimizers, added
+from piperlang.runtime.comm.backend import Comm
+from piperlang.runtime.optimizer.optimize import Optimizers, added
+from piperlang.runtime.reference.boxes import take
 
 F = TypeVar("F", bound=Callable[..., None])
 Execute = Callable[["DeviceValues", Any], None]
@@ -43,33 +43,33 @@ class DeviceValues:
         plan: DevicePlan,
         programs: Sequence[StageProgram],
         groups: Sequence[Group],
-        pieces: Sequence[Piece],
+        pieces: Sequence[PassGraph],
         weights: Mapping[str, torch.Tensor],
         comm: Comm,
         where: torch.device,
         seed: int,
-        kept: dict[Key, torch.Tensor] | None = None,
+        kept: dict[ValueId, torch.Tensor] | None = None,
     ) -> None:
         """`kept`: weights of another device's plan in the same process, to work on those."""
         self.plan, self.programs, self.groups, self.pieces = plan, programs, groups, pieces
         self.comm, self.where, self.seed = comm, where, seed
-        self.kept: dict[Key, torch.Tensor] = (
+        self.kept: dict[ValueId, torch.Tensor] = (
             {key: self._part(weights[shard.weight], shard) for key, shard in plan.weights.items()}
             if kept is None
             else kept
         )
-        self.values: dict[Key, Any] = {}
+        self.values: dict[ValueId, Any] = {}
         self.sums = sums(plan)
         self.reads = {id(instruction): reads(instruction, self.sums) for instruction in plan.instructions}
         """What each instruction reads, sums in place of their parts."""
-        self.uses: dict[Key, int] = {}
+        self.uses: dict[ValueId, int] = {}
         for keys in self.reads.values():
             for key in keys:
                 self.uses[key] = self.uses.get(key, 0) + 1
         self.permanent = set(plan.next.values()) | set(plan.losses)
         self.before = {new: old for old, new in plan.next.items()}
-        self.left: dict[Key, int] = {}
-        self.last_gradients: dict[str, Any] | None = None
+        self.left: dict[ValueId, int] = {}
+        self.last_gradients: dict[ValueId, Any] | None = None
 
     def _part(self, weight: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
         local = take(weight, shard.box)
@@ -77,7 +77,7 @@ class DeviceValues:
             local = local.flatten()[slice(*shard.interval)]
         return local.detach().clone(memory_format=torch.contiguous_format).to(self.where)
 
-    def begin(self, step: int, feeds: dict[Key, torch.Tensor], count: float) -> None:
+    def begin(self, step: int, feeds: dict[ValueId, torch.Tensor], count: float) -> None:
         """`feeds` is emptied: its tensors are freed after their last read, so the caller must not keep them."""
         self.values = {**self.kept, **{key: value.to(self.where, non_blocking=True) for key, value in feeds.items()}}
         feeds.clear()
@@ -95,7 +95,7 @@ class DeviceValues:
     def rank(self, group: int) -> int:
         return self.groups[group].members.index(self.plan.device)
 
-    def put(self, key: Key, value: Any, around: Any = ()) -> None:
+    def put(self, key: ValueId, value: Any, around: Any = ()) -> None:
         """Keep a value if an instruction reads it. `around`: tensors it may share storage with."""
         if key in self.sums:
             self._accumulate(self.sums[key], value, around)
@@ -105,7 +105,7 @@ class DeviceValues:
         elif key in self.uses or key in self.permanent:
             self.values[key] = value
 
-    def _accumulate(self, total: Key, value: torch.Tensor, around: Any) -> None:
+    def _accumulate(self, total: ValueId, value: torch.Tensor, around: Any) -> None:
         """Gradients of microbatches are added up as they come, in float32 where they are in half precision."""
         known = self.values.get(total)
         if known is None:
@@ -116,7 +116,7 @@ class DeviceValues:
         else:
             known += value
 
-    def total(self, keys: Sequence[Key]) -> torch.Tensor:
+    def total(self, keys: Sequence[ValueId]) -> torch.Tensor:
         """A gradient: what has been added up already, or its parts."""
         return self.values[self.sums[keys[0]]] if keys[0] in self.sums else added([self.values[key] for key in keys])
 

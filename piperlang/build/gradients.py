@@ -1,0 +1,242 @@
+"""Gradients of weights: summed once a step, in buckets, over every device that has computed a term, and used to update.
+
+A weight's gradient is the sum over every device that has computed a term of it: the replicas of a chunk, both ends of
+tied weights, both directions of a bidirectional pipeline. One rule covers them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from piperlang.build.nodes import Nodes
+from piperlang.build.parameters import Replica, position, two_ways
+from piperlang.build.schedule import BUCKET
+from piperlang.core.placement import Shard
+from piperlang.core.value_id import Kind, ValueId
+from piperlang.ir.graph import NodeTemplate, Steps, WeightLayout
+from piperlang.ir.layout import axes_of
+from piperlang.ir.model import Model
+
+Bucket = Sequence[Sequence[Replica]]
+"""Weights that are reduced together, each with all its replicas."""
+
+
+def reduce(model: Model, replicas: Iterable[Replica], nodes: Nodes) -> dict[ValueId, ValueId]:
+    """Add reductions, updates and gathers; gives the new key of every updated weight."""
+    by_weight: dict[str, list[Replica]] = {}
+    for replica in replicas:
+        if replica.gradients:
+            by_weight.setdefault(replica.weight, []).append(replica)
+    updated: dict[ValueId, ValueId] = {}
+    for bucket in _buckets(model, by_weight):
+        grads = _sum(bucket, nodes)
+        for place in range(len(bucket[0])):
+            updated |= _update([kept[place] for kept in bucket], [keys[place] for keys in grads], nodes)
+    return updated
+
+
+def _buckets(model: Model, by_weight: Mapping[str, list[Replica]]) -> Iterator[Bucket]:
+    """The last layers first, as their gradients are ready first."""
+    groups: dict[object, list[list[Replica]]] = {}
+    for weight, replicas in reversed(list(by_weight.items())):
+        first = replicas[0]
+        if any(_cut(replica) != _cut(first) for replica in replicas):
+            raise two_ways(weight, first.site, replicas[-1].site)
+        # What is summed across submeshes goes along groups of devices that have the same shard, so those must
+        # be the same for the whole bucket.
+        apart = len(replicas) > 1
+        alike = tuple(
+            (
+                replica.where,
+                replica.summed,
+                tuple(replica.levels.items()),
+                replica.site.group,
+                _divided(replica) if apart else (),
+            )
+            for replica in replicas
+        )
+        groups.setdefault((alike, model.weights[weight].dtype), []).append(replicas)
+    for group in groups.values():
+        limit = max((use.bucket for use in group[0][0].site.uses.values() if use.divides_batch), default=BUCKET)
+        bucket: list[list[Replica]] = []
+        filled = 0
+        for replicas in group:
+            size = model.weights[replicas[0].weight].bytes
+            if bucket and filled + size > limit:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(replicas)
+            filled += size
+        yield bucket
+
+
+def _cut(replica: Replica) -> list[tuple[int, int]]:
+    """Which dims of a weight are divided, and in how many parts."""
+    return [
+        (place.dim, size)
+        for (_, size), place in zip(axes_of(replica.where), replica.placements, strict=True)
+        if isinstance(place, Shard)
+    ]
+
+
+def _divided(replica: Replica) -> tuple[str, ...]:
+    """The axes along which dims of a weight are divided."""
+    return tuple(
+        axis
+        for (axis, _), place in zip(axes_of(replica.where), replica.placements, strict=True)
+        if isinstance(place, Shard)
+    )
+
+
+def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[ValueId, ...]]]:
+    """For every weight and replica, the keys whose sum is its gradient: one key wherever anything had to be reduced."""
+    keys = [[tuple(replica.gradients) for replica in replicas] for replicas in bucket]
+    apart = len(bucket[0]) > 1
+    # Shards of a gradient can be summed across submeshes only if both shard it alike.
+    sizes = {tuple(dict(axes_of(replica.where))[axis] for axis in replica.flat(2)) for replica in bucket[0]}
+    for place, replica in enumerate(bucket[0]):
+        scattered = tuple(axis for axis in replica.flat(2) if axis in replica.summed) if len(sizes) == 1 else ()
+        if scattered and replica.site.uses[scattered[0]].in_parts:
+            _scatter_each(bucket, place, keys, scattered, nodes)
+        elif scattered:
+            _together("reduce_scatter", bucket, place, keys, scattered, scattered, nodes)
+        rest = tuple(axis for axis in replica.summed if axis not in scattered)
+        if rest:
+            _together("all_reduce", bucket, place, keys, rest, scattered, nodes)
+    if apart:
+        first, *others = bucket[0]
+        template = nodes.template(
+            NodeTemplate(
+                "all_reduce", first.site.chunk.tags, first.where, beyond=tuple(replica.where for replica in others)
+            )
+        )
+        flat = nodes.held[keys[0][0][0]].flat
+        written = [
+            _key(nodes, replica, f"t{len(nodes.templates)}", flat) for replicas in bucket for replica in replicas
+        ]
+        nodes.add(template, (), tuple(parts for per_replica in keys for parts in per_replica), tuple(written))
+        return [
+            [(written[w * len(replicas) + place],) for place in range(len(replicas))]
+            for w, replicas in enumerate(bucket)
+        ]
+    return keys
+
+
+def _together(
+    op: str,
+    bucket: Bucket,
+    place: int,
+    keys: list[list[tuple[ValueId, ...]]],
+    axes: tuple[str, ...],
+    flat: tuple[str, ...],
+    nodes: Nodes,
+) -> None:
+    """One reduction for the bucket, of the sums over microbatches; its results take the place of their gradients."""
+    replica = bucket[0][place]
+    template = nodes.template(
+        NodeTemplate(
+            op, replica.site.chunk.tags, replica.where, axes=axes, phase=None, by=replica.site.uses[axes[0]].directive
+        )
+    )
+    written = [_key(nodes, replicas[place], f"{op[0]}{len(nodes.templates)}", flat) for replicas in bucket]
+    nodes.add(template, (), tuple(keys[w][place] for w in range(len(bucket))), tuple(written))
+    for w, key in enumerate(written):
+        keys[w][place] = (key,)
+
+
+def _scatter_each(
+    bucket: Bucket, place: int, keys: list[list[tuple[ValueId, ...]]], axes: tuple[str, ...], nodes: Nodes
+) -> None:
+    """A reduction for every pass that makes gradients of the bucket: what is added up are parts."""
+    by = bucket[0][place].site.uses[axes[0]].directive
+    made: dict[int, list[tuple[int, ValueId]]] = {}
+    for w, of_weight in enumerate(keys):
+        for key in of_weight[place]:
+            made.setdefault(nodes.made[key], []).append((w, key))
+    templates: dict[object, NodeTemplate] = {}
+    parts: list[list[ValueId]] = [[] for _ in bucket]
+    for maker, gradients in made.items():
+        its = nodes.nodes[maker].template
+        template = templates.get(id(its))
+        if template is None:
+            template = templates[id(its)] = nodes.template(
+                NodeTemplate("reduce_scatter", its.tags, its.where, its.dims, axes=axes, phase=None, by=by)
+            )
+        written = [
+            _key(nodes, bucket[w][place], f"r{len(nodes.templates)}.{len(parts[w])}", axes) for w, _ in gradients
+        ]
+        nodes.add(template, nodes.nodes[maker].point, tuple((key,) for _, key in gradients), tuple(written))
+        for (w, _), key in zip(gradients, written, strict=True):
+            parts[w].append(key)
+    for w, found in enumerate(parts):
+        keys[w][place] = tuple(found)
+
+
+WHOLE = 2
+"""Gradients of how many passes may be whole at once where they are added up in parts: one that is made, and one that is
+on its way."""
+
+
+def hold_back(nodes: Nodes, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
+    """Where every microbatch is reduced by itself, a pass waits until the gradients of the one before the last are in
+    parts, or they would pile up behind slow communication."""
+    scatters: dict[int, list[int]] = {}
+    for node in nodes.nodes:
+        makers = (
+            {nodes.made[key] for keys in node.reads for key in keys}
+            if node.op == "reduce_scatter" and node.template.dims and node.writes[0] in nodes.held
+            else set()
+        )
+        if len(makers) == 1:
+            scatters.setdefault(makers.pop(), []).append(node.id)
+    if not scatters:
+        return
+    lines: list[list[int]] = [
+        [
+            node
+            for group in order.groups
+            for node in sorted((n for n in group if n in scatters), key=lambda n: position(nodes, n))
+        ]
+        for order in orders
+    ]
+    ordered = {node for line in lines for node in line}
+    open_ones: dict[object, list[int]] = {}
+    for pass_ in sorted(
+        (number for number in scatters if number not in ordered), key=lambda n: (turns.get(n, 0), position(nodes, n))
+    ):
+        open_ones.setdefault((nodes.nodes[pass_].template.where, nodes.nodes[pass_].point), []).append(pass_)
+    for line in (*lines, *open_ones.values()):
+        for earlier, later in zip(line, line[WHOLE:], strict=False):
+            for scatter in scatters[earlier]:
+                nodes.before(later, scatter)
+
+
+def _key(nodes: Nodes, replica: Replica, suffix: str, flat: tuple[str, ...]) -> ValueId:
+    key = ValueId(Kind.REDUCED, replica.weight, (replica.number,), None, f":{suffix}")
+    nodes.held[key] = WeightLayout(replica.weight, replica.where, replica.placements, flat)
+    return key
+
+
+def _update(replicas: Sequence[Replica], grads: Sequence[tuple[ValueId, ...]], nodes: Nodes) -> dict[ValueId, ValueId]:
+    first = replicas[0]
+    dividing = next((use.directive for use in first.site.uses.values() if use.level or not use.divides_batch), None)
+    template = nodes.template(NodeTemplate("update", first.site.chunk.tags, first.where, by=dividing))
+    keys = [replica.key.updated for replica in replicas]
+    for replica, key in zip(replicas, keys, strict=True):
+        nodes.held[key] = replica.held(1)
+    reads = tuple(read for replica, parts in zip(replicas, grads, strict=True) for read in ((replica.key,), parts))
+    node = nodes.add(template, (), reads, tuple(keys))
+    for reader in dict.fromkeys(reader for replica in replicas for reader in replica.readers):
+        nodes.before(node, reader)
+    axes = tuple(axis for axis in first.flat(1) if axis not in first.flat(3))
+    if axes:
+        gather = nodes.template(
+            NodeTemplate(
+                "all_gather", first.site.chunk.tags, first.where, axes=axes, by=first.site.uses[axes[0]].directive
+            )
+        )
+        whole = [key.updated for key in keys]
+        for replica, key in zip(replicas, whole, strict=True):
+            nodes.held[key] = replica.held(3)
+        nodes.add(gather, (), tuple((key,) for key in keys), tuple(whole))
+        keys = whole
+    return {replica.key: key for replica, key in zip(replicas, keys, strict=True)}

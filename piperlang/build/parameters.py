@@ -1,0 +1,296 @@
+"""Weights in the graph: their replicas and shards, and all-gathers before use where they are sharded.
+
+Their gradients are in gradients.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from piperlang.build.nodes import Nodes
+from piperlang.build.sites import Site, Sites
+from piperlang.core.mesh import Submesh
+from piperlang.core.placement import PARTIAL, REPLICATE, Placement
+from piperlang.core.value_id import Kind, Point, ValueId
+from piperlang.diagnostics import Label, PiperError, error
+from piperlang.ir.graph import NodeTemplate, Steps, WeightLayout
+from piperlang.ir.layout import axes_of
+from piperlang.ir.model import Change, Model
+
+
+@dataclass(eq=False)
+class Replica:
+    """A weight on one submesh, shared by the chunks there."""
+
+    weight: str
+    site: Site
+    """The first chunk there that reads it."""
+    placements: tuple[Placement, ...]
+    summed: tuple[str, ...]
+    """Axes along which gradients have to be added up."""
+    levels: dict[str, int]
+    number: int
+    gradients: list[ValueId] = field(default_factory=list)
+    readers: list[int] = field(default_factory=list)
+
+    @property
+    def where(self) -> Submesh:
+        return self.site.where
+
+    def __post_init__(self) -> None:
+        self.key = ValueId(Kind.WEIGHT, self.weight, (self.number,))
+        self.in_parts = bool(self.flat(3))
+
+    def flat(self, level: int) -> tuple[str, ...]:
+        """Axes that divide what belongs to a level of ZeRO; deeper levels outermost, so that parts of parts are
+        contiguous."""
+        axes = [axis for axis, has in self.levels.items() if has >= level]
+        return tuple(sorted(axes, key=lambda axis: -self.levels[axis]))
+
+    def held(self, level: int) -> WeightLayout:
+        return WeightLayout(self.weight, self.where, self.placements, self.flat(level))
+
+
+@dataclass(eq=False)
+class _Gather:
+    node: int
+    site: Site
+    reader: int
+
+    @property
+    def distance(self) -> int:
+        return 1 + max((use.prefetch for use in self.site.uses.values() if use.level == 3), default=1)
+
+
+class Weights:
+    def __init__(self, model: Model, sites: Sites, nodes: Nodes) -> None:
+        self.model, self.sites, self.nodes = model, sites, nodes
+        self.replicas: dict[tuple[str, Submesh], Replica] = {}
+        self.counts: dict[str, int] = {}
+        self._gathers: dict[tuple[int, Submesh, str], NodeTemplate] = {}
+        self._gathered: dict[tuple[int, str, Point], int] = {}
+        self.gathers: list[_Gather] = []
+        self.changing = {chunk.weights[change.weight] for chunk in model.chunks for change in chunk.changes}
+        """Buffers that the model changes."""
+        self.changes: dict[ValueId, ValueId] = {}
+        """What each of them is called once it has changed."""
+        for chunk in model.chunks:
+            for site in sites.of[chunk.number]:
+                for i, name in enumerate(chunk.weights):
+                    self._settle(site, i, name)
+
+    def _settle(self, site: Site, i: int, name: str) -> None:
+        places = site.layouts["weight", i].placements
+        axes = axes_of(site.where)
+        trained = self.model.weights[name].trained
+        grads = site.layouts["grad_weight", i].placements
+        summed = tuple(axis for (axis, _), place in zip(axes, grads, strict=True) if place is PARTIAL and trained)
+        levels = {axis: use.level for axis, use in site.uses.items() if use.level and name not in self.changing}
+        replica = self.replicas.get((name, site.where))
+        if replica is None:
+            # Numbered for each weight by itself: evaluation, whose chunks read other weights, must call the same ones
+            # by the same names.
+            number = self.counts[name] = self.counts.get(name, -1) + 1
+            replica = self.replicas[name, site.where] = Replica(name, site, places, summed, levels, number)
+            self.nodes.held[replica.key] = replica.held(3)
+        elif (replica.placements, replica.summed, replica.levels) != (places, summed, levels):
+            raise two_ways(name, replica.site, site)
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def key(self, site: Site, i: int, phase: str, point: Point) -> ValueId:
+        """The weight as a pass of a chunk reads it: where it is kept in parts, gathered for that pass."""
+        replica = self.replicas[site.chunk.weights[i], site.where]
+        if not replica.in_parts:
+            return replica.key
+        self._gather(site, phase, point)
+        return self._gathered_key(replica, site, phase, point)
+
+    def _gathered_key(self, replica: Replica, site: Site, phase: str, point: Point) -> ValueId:
+        return ValueId(Kind.WEIGHT, replica.weight, (replica.number, site.chunk.number), point, f":{phase}")
+
+    def _gather(self, site: Site, phase: str, point: Point) -> None:
+        chunk = site.chunk
+        if (chunk.number, phase, point) in self._gathered:
+            return
+        which = [i for kind, i in chunk.passes["F" if phase == "R" else phase].inputs if kind == "weight"]
+        replicas = [
+            replica
+            for replica in dict.fromkeys(self.replicas[chunk.weights[i], site.where] for i in which)
+            if replica.in_parts
+        ]
+        known = (chunk.number, site.where, phase)
+        if known not in self._gathers:
+            axes = replicas[0].flat(3)
+            by = site.uses[axes[0]].directive
+            self._gathers[known] = self.nodes.template(
+                NodeTemplate(
+                    "all_gather",
+                    chunk.tags,
+                    site.where,
+                    site.dims,
+                    chunk.number,
+                    "F" if phase == "R" else phase,
+                    axes=axes,
+                    by=by,
+                )
+            )
+        writes = tuple(self._gathered_key(replica, site, phase, point) for replica in replicas)
+        for replica, key in zip(replicas, writes, strict=True):
+            self.nodes.held[key] = WeightLayout(replica.weight, replica.where, replica.placements, ())
+        node = self.nodes.add(self._gathers[known], point, tuple((replica.key,) for replica in replicas), writes)
+        self._gathered[chunk.number, phase, point] = node
+
+    def read_by(self, site: Site, phase: str, point: Point, node: int) -> None:
+        """Note who reads which weights: an update comes after all of them."""
+        takes = site.chunk.passes["F" if phase == "R" else phase].inputs
+        gather = self._gathered.get((site.chunk.number, phase, point))
+        if gather is not None:
+            self.gathers.append(_Gather(gather, site, node))
+        for kind, i in takes:
+            if kind == "weight":
+                replica = self.replicas[site.chunk.weights[i], site.where]
+                replica.readers.append(gather if gather is not None and replica.in_parts else node)
+
+    def gradient(self, site: Site, i: int, point: Point) -> ValueId:
+        replica = self.replicas[site.chunk.weights[i], site.where]
+        key = ValueId(Kind.WEIGHT_GRADIENT, replica.weight, (site.chunk.number, i), point)
+        replica.gradients.append(key)
+        self.nodes.held[key] = WeightLayout(replica.weight, replica.where, replica.placements, ())
+        return key
+
+    # ------------------------------------------------------------------------------------------------- changing
+
+    def changed(self, site: Site, change: Change, point: Point) -> ValueId:
+        """The new value of a buffer, as the forward of a chunk computes it. That of the first microbatch is kept."""
+        replica = self.replicas[site.chunk.weights[change.weight], site.where]
+        if not change.free and site.local_samples != self.model.samples:
+            raise _cannot_change(
+                replica.weight,
+                site,
+                "its new value depends on the samples, and no device sees all of them",
+                "do not divide the batch of this chunk, or use a layer that keeps no statistics, such as LayerNorm or"
+                " GroupNorm",
+            )
+        if not _whole(replica, site, change):
+            raise _cannot_change(
+                replica.weight,
+                site,
+                "`shard` divides what it depends on",
+                "give this part a tag of its own, which is not divided",
+            )
+        if point != site.points[0]:
+            return replica.key.at(point).updated
+        key = replica.key.updated
+        self.nodes.held[key] = replica.held(3)
+        self.changes[replica.key] = key
+        return key
+
+    def refuse_unchanged(self) -> None:
+        """A buffer that changes must change wherever it is kept."""
+        for replica in self.replicas.values():
+            if replica.weight in self.changing and replica.key not in self.changes:
+                raise _cannot_change(
+                    replica.weight,
+                    replica.site,
+                    "chunks on other devices change it",
+                    "read and change it in one chunk, and pass its value on as an activation",
+                )
+
+    def prefetch(self, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
+        """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once. `turns`: when
+        passes come that no order names, where that is not as they were made."""
+        by_reader = {gather.reader: gather for gather in self.gathers}
+        ordered: set[int] = set()
+        for order in orders:
+            ordered |= self._in_order(order, by_reader)
+        by_part: dict[tuple[Submesh, Point, bool], list[_Gather]] = {}
+        forwards = {
+            (template.chunk, template.where): template for template in self.nodes.templates if template.op == "F"
+        }
+        for gather in sorted(self.gathers, key=lambda gather: turns.get(gather.reader, 0)):
+            if gather.reader in ordered:
+                continue
+            template = self.nodes.nodes[gather.reader].template
+            line = by_part.setdefault(
+                (gather.site.where, self.nodes.nodes[gather.reader].point, template.phase == "F"), []
+            )
+            if len(line) >= gather.distance:
+                self.nodes.before(gather.node, line[-gather.distance].reader)
+            elif template.op != "F":
+                # The first gathers of a backward wait for the forward of their own chunk.
+                node = self.nodes.nodes[gather.reader]
+                self.nodes.before(gather.node, forwards[template.chunk, template.where].points[node.point])
+            line.append(gather)
+
+    def _in_order(self, order: Steps, by_reader: Mapping[int, _Gather]) -> set[int]:
+        """One line of passes through the steps of an order: the chunks of a step as they follow each other. What a step
+        joins with `&` has a line of its own for forwards and one for the rest."""
+        lines: dict[bool, list[int]] = {}
+        found: set[int] = set()
+        for group in order.groups:
+            readers: dict[bool, list[_Gather]] = {}
+            for reader in sorted(
+                (node for node in group if node in by_reader), key=lambda node: position(self.nodes, node)
+            ):
+                readers.setdefault(self.nodes.nodes[reader].template.phase == "F", []).append(by_reader[reader])
+            if not readers:
+                continue
+            before, lines = lines, {}
+            for forward, gathers in readers.items():
+                line = list(before.get(forward) or next(iter(before.values()), []))
+                for gather in gathers:
+                    if len(line) >= gather.distance:
+                        self.nodes.before(gather.node, line[-gather.distance])
+                    line.append(gather.reader)
+                    found.add(gather.reader)
+                lines[forward] = line[-max(gather.distance for gather in gathers) :]
+        return found
+
+
+def position(nodes: Nodes, node: int) -> tuple[Point, int, str]:
+    """Among the passes of a step: chunks are numbered as they follow each other; backwards go the other way, and an I
+    before its W."""
+    template = nodes.nodes[node].template
+    assert template.chunk is not None
+    return (
+        nodes.nodes[node].point,
+        template.chunk if template.op == "F" else -template.chunk,
+        "" if template.op == "R" else template.op,
+    )
+
+
+def _whole(replica: Replica, site: Site, change: Change) -> bool:
+    """Whether no axis that divides the chunk's weights divides the buffer or what it becomes."""
+    axes = {divide.axis for divide in site.divides}
+    places = [
+        *zip(axes_of(site.where), replica.placements, strict=True),
+        *zip(axes_of(site.where), site.layouts["output", change.output].placements, strict=True),
+    ]
+    return all(place is REPLICATE for (axis, _), place in places if axis in axes)
+
+
+def _cannot_change(weight: str, site: Site, why: str, help: str) -> PiperError:
+    spans = [use.directive.span for use in site.uses.values()] or ([site.by.span] if site.by else [])
+    return error(
+        "P0803",
+        f"the model changes buffer {weight}, which this schedule cannot follow",
+        spans[-1] if spans else None,
+        f"{site.chunk} changes it",
+        notes=[why],
+        help=help,
+    )
+
+
+def two_ways(name: str, first: Site, second: Site) -> PiperError:
+    spans = [use.directive.span for site in (first, second) for use in site.uses.values()]
+    return error(
+        "P0414",
+        f"weight {name} would be sharded in two ways",
+        spans[-1] if spans else None,
+        f"{second.chunk} reads it too",
+        also=[Label(spans[0], f"here for {first.chunk}")] if len(spans) > 1 else [],
+        notes=[f"read in {', '.join(site.chunk.modules) or 'the model itself'}" for site in (first, second)],
+        help="a tied weight needs the same `replicate` and `shard` at both ends",
+    )

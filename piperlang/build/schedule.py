@@ -1,0 +1,181 @@
+"""A model under the directives so far: what each pass changes and the graph is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+from piperlang.core.mesh import Mesh, Submesh
+from piperlang.core.selector import Conjunction, Selector
+from piperlang.elaborate.directive import Directive
+from piperlang.elaborate.lanes import Item
+from piperlang.elaborate.outline import Outline
+from piperlang.elaborate.placement import Chunk as Tagset
+from piperlang.elaborate.placement import Placement
+from piperlang.ir.layout import axes_of
+from piperlang.ir.model import Chunk, Model
+from piperlang.source import Source
+from piperlang.syntax.words import RESERVED_KEYS
+
+if TYPE_CHECKING:
+    from piperlang.directives.mesh import UseMesh
+    from piperlang.directives.offload import Offload
+    from piperlang.directives.recompute import Recompute
+    from piperlang.directives.replicate import Replicate
+    from piperlang.directives.shard import Shard
+    from piperlang.directives.split import Split
+    from piperlang.directives.stream import Stream
+    from piperlang.directives.tag import Tag
+
+MANY = 6
+ALONE = Submesh(Mesh("device", (), Source("", "").span(0, 0)))
+"""Where everything runs when the script names no devices."""
+
+
+BUCKET = 25_000_000
+"""Bytes of gradients reduced together, and of weights updated together, where no directive says otherwise."""
+
+
+class Captured(Protocol):
+    @property
+    def model(self) -> Model: ...
+
+
+class Program(Protocol):
+    """A traced model, which tags cut into chunks."""
+
+    def cut(self, tags: Iterable[Tag]) -> Captured: ...
+
+    def check_tag(self, directive: Tag) -> None: ...
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a device axis is for, in one chunk: dividing the batch, or dividing the weights."""
+
+    directive: Replicate | Shard
+    divides_batch: bool = False
+    level: int = 0
+    """ZeRO: 1 divides optimizer states, 2 also gradients, 3 also weights."""
+    style: str = ""
+    bucket: int = BUCKET
+    prefetch: int = 1
+    in_parts: bool = False
+    """Whether gradients are added up over microbatches in parts, each reduced by itself."""
+
+
+class Schedule:
+    """What the directives so far have said. Each pass changes its own part of it; the graph is built from all of it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.directives: list[Directive] = []
+        self.tag_directives: list[Tag] = []
+        self.meshes: dict[Mesh, UseMesh] = {}
+        self.uses: dict[Tagset, dict[tuple[Mesh, str], Use]] = {}
+        self.streams: list[Stream] = []
+        self.by_halves: set[tuple[Tagset, tuple[int, ...]]] = set()
+        """Which microbatches of which chunks an order names by halves,"""
+        self.by_whole: set[tuple[Tagset, tuple[int, ...]]] = set()
+        """and which whole."""
+        self.seen_steps: dict[int, int] = {}
+        self.halved: dict[Tagset, Directive] = {}
+        """Whose backward is in two halves because a directive other than an order names them."""
+        self.recomputed: dict[Tagset, Recompute] = {}
+        self.offloaded: dict[Tagset, Offload] = {}
+
+    @cached_property
+    def captured(self) -> Captured:
+        return self.program.cut(self.tag_directives)
+
+    @cached_property
+    def outline(self) -> Outline:
+        """Placements, splits and orders; what it is asked it answers from the model's chunks."""
+        outline = Outline(tuple(self.groups))
+        outline.meshes = self.meshes
+        outline.placements.notes = lambda group: (self.modules(group),)
+        return outline
+
+    @property
+    def settled(self) -> bool:
+        """Whether the model has been cut: while tags still come, that is put off."""
+        return "captured" in self.__dict__
+
+    def recut(self) -> None:
+        """New tags cut the model anew, when it is next looked at."""
+        for name in ("captured", "outline", "groups"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def model(self) -> Model:
+        return self.captured.model
+
+    @cached_property
+    def groups(self) -> dict[Tagset, list[Chunk]]:
+        """Chunks by their tags: no selector can tell those of one group apart."""
+        found: dict[Tagset, list[Chunk]] = {}
+        for chunk in self.model.chunks:
+            found.setdefault(chunk.tagset, []).append(chunk)
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ queries
+
+    def modules(self, group: Tagset) -> str:
+        """Where in the model a group of chunks is."""
+        paths = list(dict.fromkeys(path for chunk in self.groups[group] for path in chunk.modules))
+        return (
+            f"in the model: {', '.join(paths[:MANY])}{', ...' if len(paths) > MANY else ''}"
+            if paths
+            else "in the model itself, in none of its modules"
+        )
+
+    def meant(self, selector: Selector) -> Iterator[tuple[Tagset, Conjunction]]:
+        """The groups of chunks that a selector names, by their tags alone; it is an error if there are none."""
+        any_found = False
+        for conjunction in selector.alternatives:
+            for group in self.outline.placements.listed(self._on_tags(conjunction)):
+                any_found = True
+                yield group, conjunction
+        if not any_found:
+            raise self.outline.lanes.resolver.nothing(self._on_tags(selector.alternatives[0]), selector)
+
+    def _on_tags(self, conjunction: Conjunction) -> Conjunction:
+        return tuple(c for c in conjunction if c.key not in self.outline.splits and c.key not in RESERVED_KEYS)
+
+    def splits(self, group: Tagset) -> tuple[Split, ...]:
+        """The splits that divide a group's samples: those of the batch first."""
+        fitting = [s for s in self.outline.splits.values() if s.selector is None or s.selector.matches(dict(group))]
+        return tuple(sorted(fitting, key=lambda s: s.selector is not None))
+
+    def places(self, group: Tagset) -> Sequence[tuple[Submesh, Placement | None]]:
+        if not self.meshes:
+            return ((ALONE, None),)
+        return [(p.where, p) for p in self.outline.placements.by_chunk.get(group, ())]
+
+    def apart(self, split: str) -> set[frozenset[int]]:
+        """The sets of pieces of a split that are placed on their own."""
+        return {
+            these
+            for places in self.outline.placements.by_chunk.values()
+            for p in places
+            for name, these in p.box
+            if name == split and these
+        }
+
+    def which(self, item: Item) -> tuple[Tagset, tuple[int, ...]]:
+        """The chunks and the microbatch of an ordered piece of work."""
+        splits = self.outline.splits
+        group = frozenset((key, value) for key, value in item.items() if key not in RESERVED_KEYS and key not in splits)
+        return group, tuple(at for split in self.splits(group) if isinstance(at := item[split.name], int))
+
+    def use(self, group: Tagset, where: Submesh, axis: str) -> Use | None:
+        return self.uses.get(group, {}).get((where.mesh, axis))
+
+    def degree(self, group: Tagset, where: Submesh) -> int:
+        """In how many parts the devices of a part divide its samples."""
+        return prod(
+            size for axis, size in axes_of(where) if (use := self.use(group, where, axis)) and use.divides_batch
+        )

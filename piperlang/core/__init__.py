@@ -1,0 +1,1 @@
+"""What several layers share: placements of tensors on a mesh, and the ids of values."""

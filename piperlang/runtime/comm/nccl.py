@@ -1,0 +1,67 @@
+"""NCCL, on CUDA. It has no tags, and its sends wait for their receives, on the device: each direction of each pair has
+a communicator of its own, because messages of one communicator wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import torch
+import torch.distributed as dist
+
+from piperlang.plan.plan import Group
+from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm
+from piperlang.runtime.hardware.cuda import Cuda
+
+
+class NcclComm(ProcessComm):
+    pairs: dict[tuple[int, int], dist.ProcessGroup]
+
+    def connected(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Self:
+        comm = super().connected(groups, pairs)
+        comm.pairs = {pair: dist.new_group([self.ranks[d] for d in pair], timeout=self.limit) for pair in pairs}
+        comm._meet(groups)
+        return comm
+
+    def _meet(self, groups: Sequence[Group]) -> None:
+        """NCCL connects at first use, and waits for all members: so the first use is here, in one order for
+        everybody."""
+        token = torch.zeros(1, device="cuda")
+        for (members, _), group in zip(groups, self.groups, strict=True):
+            if group is not None and self.rank in [self.ranks[d] for d in members]:
+                dist.all_reduce(token, group=group)
+        for (source, target), group in self.pairs.items():
+            if self.rank in (self.ranks[source], self.ranks[target]):
+                dist.all_reduce(token, group=group)
+        torch.cuda.synchronize()
+
+    def _here(self) -> int:
+        return next(device for device, rank in self.ranks.items() if rank == self.rank)
+
+    def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+        work = dist.isend(tensor, self.ranks[device], group=self.pairs[self._here(), device])
+        # One thread issues everything, so the list can be replaced.
+        self.pending = [(sent, kept) for sent, kept in self.pending if not sent.is_completed()]
+        self.pending.append((work, tensor))
+
+    def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+        """Makes the current stream wait, not the host."""
+        work = dist.irecv(tensor, self.ranks[device], group=self.pairs[device, self._here()])
+        assert work is not None
+        work.wait()
+
+
+class Nccl(ProcessBackend):
+    name = process_group = "nccl"
+    device = Cuda()
+    buffered = False
+    comm = NcclComm
+    loopback: ClassVar = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+    def environment(self, worker: int, shares_device: bool) -> dict[str, str]:
+        """NCCL refuses two ranks on one GPU of one host, so workers that share a GPU pretend to be on different
+        hosts."""
+        return {"NCCL_HOSTID": f"piper-{worker}"} if shares_device else {}
+
+
+BACKEND = Nccl()

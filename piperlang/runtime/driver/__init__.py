@@ -1,0 +1,1 @@
+"""Runs a plan: on Ray workers, or on threads of this process."""

@@ -1,0 +1,80 @@
+"""Whole weights from what the devices keep."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piperlang.core.value_id import ValueId
+from piperlang.plan.plan import Plan
+from piperlang.runtime.reference.boxes import take
+
+
+def assembled(
+    plan: Plan, kept: Sequence[Mapping[ValueId, torch.Tensor]], aliases: Mapping[str, Sequence[str]]
+) -> dict[str, torch.Tensor]:
+    """By name, as the plain model has them; `kept` is in the order of the plan's devices, `aliases` are further names
+    of tied weights."""
+    flats: dict[str, dict[tuple[tuple[int, int], ...], torch.Tensor]] = {}
+    for device, values in zip(plan.devices, kept, strict=True):
+        for key, held in device.weights.items():
+            box = held.box
+            boxes = flats.setdefault(held.weight, {})
+            if box not in boxes:
+                boxes[box] = values[key].new_zeros(torch.Size([high - low for low, high in box]).numel())
+            low, high = held.interval if held.interval is not None else (0, boxes[box].numel())
+            boxes[box][low:high] = values[key].flatten()
+    whole: dict[str, torch.Tensor] = {}
+    for name, boxes in flats.items():
+        shape = [max(box[dim][1] for box in boxes) for dim in range(len(next(iter(boxes))))]
+        whole[name] = next(iter(boxes.values())).new_zeros(shape)
+        for box, flat in boxes.items():
+            take(whole[name], box).copy_(flat.view([high - low for low, high in box]))
+    return whole | {alias: whole[name] for name, others in aliases.items() if name in whole for alias in others}
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a model saves: all entries in order, with the weight that each is, and what no device keeps, because nothing
+    reads it."""
+
+    entries: Mapping[str, str]
+    """Names in the state dict, which hooks may have changed, and of weights; empty for what is no weight."""
+    others: Mapping[str, Any]
+
+    def complete(self, whole: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {entry: whole[name] if name in whole else self.others[entry] for entry, name in self.entries.items()}
+
+
+def rest_of(model: nn.Module, known: Container[str]) -> Rest:
+    names = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
+    state = model.state_dict(keep_vars=True)
+    entries = {entry: entry if entry in known else names.get(id(value), "") for entry, value in state.items()}
+    others = {entry: state[entry] for entry, name in entries.items() if name not in known}
+    return Rest(
+        entries,
+        {
+            entry: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for entry, value in others.items()
+        },
+    )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Equal for models that start from the same weights and buffers."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def known_to(plan: Plan, aliases: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Names of all weights that some device keeps."""
+    names = {held.weight for device in plan.devices for held in device.weights.values()}
+    return frozenset(names | {alias for name in names for alias in aliases.get(name, ())})

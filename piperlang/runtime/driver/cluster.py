@@ -1,0 +1,382 @@
+"""Ray: started for one job, or joined by address. The only file that imports Ray; its private API was tried with Ray
+2.60."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from piperlang.diagnostics import error
+from piperlang.interrupts import uninterrupted
+from piperlang.progress import Workers, emit
+from piperlang.runtime.comm import gloo
+from piperlang.runtime.comm.process_group import ProcessBackend
+from piperlang.runtime.driver.janitor import MARK, clear, start_janitor, stop_janitor
+from piperlang.runtime.driver.worker import Worker, process
+
+ROOM = 30.0
+"""Seconds to wait for a cluster to reserve resources for a job."""
+
+CLEANUP = 30.0
+"""Seconds after which the driver stops waiting for a job's processes to end. The janitor then removes them and the
+folder."""
+
+_open: set[Cluster] = set()
+"""Clusters that are still open. An interrupt may skip the code that closes them, so they are closed at process exit."""
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def pack(value: object) -> bytes:
+    """Pickles a value for another process, including functions that it cannot import."""
+    packed: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    return packed
+
+
+class Lost(Exception):
+    """A worker that died."""
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(f"worker {worker} died")
+        self.worker = worker
+
+
+START_ATTEMPTS = 4
+"""Ray gives its processes 30 s to start, which a busy machine may exceed."""
+
+
+class Cluster:
+    """The workers of a job, one per device, with detection of workers that died."""
+
+    def __init__(self, count: int, address: str | None = None, backend: ProcessBackend | None = None) -> None:
+        """`backend`: by default gloo, which runs everywhere."""
+        self.backend = backend or gloo.BACKEND
+        self.own = address is None and not ray.is_initialized()
+        self.connected = False
+        """This object has called ray.init and not yet ray.shutdown."""
+        self.closing = threading.Lock()
+        self.janitor: subprocess.Popen[bytes] | None = None
+        self.group: PlacementGroup | None = None
+        self.workers: list[Any] = []
+        self.pids: list[int | None] = []
+        try:
+            with uninterrupted():
+                self._open_folder()
+            if self.own:
+                self._start(count)
+            elif not ray.is_initialized():
+                self._join(address)
+            self._hire(count)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_folder(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="piper-")).absolute()
+        _close_at_exit()
+        _open.add(self)
+        self.janitor = start_janitor(self.folder)
+
+    def _start(self, count: int) -> None:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback only, for one job of this user
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # if several workers fail, one diagnostic is enough
+        _loopback()
+        _hush()
+        self.connected = True
+        for attempt in range(1, START_ATTEMPTS + 1):
+            temporary = self.folder / f"ray{attempt}"
+            try:
+                with _marked(self.folder), _unbroken_process_starts():
+                    ray.init(
+                        num_cpus=max(count, 1),
+                        object_store_memory=200 * 2**20,
+                        include_dashboard=False,
+                        logging_level=logging.ERROR,
+                        log_to_driver=False,
+                        configure_logging=False,
+                        _node_ip_address="127.0.0.1",
+                        _temp_dir=str(temporary),
+                        _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
+                    )
+                return
+            except Exception as problem:  # Ray raises plain exceptions
+                ray.shutdown()
+                if attempt < START_ATTEMPTS:
+                    clear(temporary, 10.0, (os.getpid(),))
+                    continue
+                reason = str(problem).partition("\n")[0]
+                help = "the usual reason is an overloaded machine: check its load and memory, and try again"
+                raise error("P0605", "cannot start Ray on this machine", notes=[reason], help=help) from None
+
+    def _join(self, address: str | None) -> None:
+        _hush()
+        self.connected = True
+        try:
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as problem:
+            reason = str(problem).splitlines()[0]
+            help = "`ray start --head` prints the address of the cluster it starts"
+            raise error("P0605", f"cannot join a Ray cluster at {address}", notes=[reason], help=help) from None
+
+    def _hire(self, count: int) -> None:
+        """Reserves resources for all workers, all or none, and starts them."""
+        there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        # Workers share GPUs if there are fewer than workers.
+        gpus = min(1.0, there.get("GPU", 0.0) / count) if self.backend.device.resource == "GPU" else 0.0
+        need = {"GPU": gpus} if gpus else {"CPU": 1.0}
+        with uninterrupted():
+            self.group = placement_group([need] * count, strategy="PACK")
+        if not self.group.wait(ROOM):
+            (name, each), free = next(iter(need.items())), ray.available_resources()  # type: ignore[no-untyped-call]
+            note = f"each worker needs {each:g} {name}; {free.get(name, 0):g} of {there.get(name, 0):g} are free"
+            help = "use a smaller mesh, or wait until other jobs have ended"
+            raise error(
+                "P0605",
+                f"the Ray cluster does not have enough free resources for {count} workers",
+                notes=[note],
+                help=help,
+            )
+        options: dict[str, Any] = {
+            "num_cpus": need.get("CPU", 0),
+            "num_gpus": gpus,
+            "concurrency_groups": {"control": 2},
+        }
+        actor: Any = ray.remote(**options)(_controlled())
+        for i in range(count):
+            place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
+            environment = self.backend.environment(i, shares_device=gpus < 1)
+            self.workers.append(actor.options(scheduling_strategy=place).remote(environment))
+        here, asked = process()[0], [worker.where.remote() for worker in self.workers]
+        starting = asked
+        while starting:
+            _, starting = ray.wait(starting, num_returns=1)
+            emit(Workers(count - len(starting), count))
+        for system, pid in ray.get(asked):
+            self.pids.append(
+                pid if system == here else None
+            )  # a process outside of this system can only be checked through Ray
+
+    @property
+    def local(self) -> bool:
+        """Whether all workers run on this machine and share its file system."""
+        return None not in self.pids
+
+    def meeting(self) -> str:
+        """The rendezvous of the workers: a file that all of them can access, or a port of the first one."""
+        if self.local:
+            return str(Path(tempfile.mkdtemp(dir=self.folder)) / "store")
+        (place,) = self.wait([self.call(0, "host", ray.util.get_node_ip_address())])  # type: ignore[no-untyped-call]
+        return str(place)
+
+    def call(self, worker: int, method: str, *arguments: Any) -> Any:
+        return getattr(self.workers[worker], method).remote(*arguments)
+
+    def each(self, method: str, arguments: Sequence[Any] | None = None, count: int = 0) -> list[Any]:
+        """Calls a method on the first `count` workers, each with its own argument if there are any, and returns all
+        results."""
+        if arguments is None:
+            return self.wait([self.call(i, method) for i in range(count)])
+        return self.wait([self.call(i, method, argument) for i, argument in enumerate(arguments)])
+
+    def wait(self, futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        results = []
+        for i, future in enumerate(futures):
+            try:
+                results.append(ray.get(future, timeout=timeout))
+            except RayActorError:
+                raise Lost(i) from None
+            except RayTaskError as problem:
+                raise problem.cause from None
+        return results
+
+    def watch(self, futures: Sequence[Any], beat: float = 1.0, limit: float = 3.0) -> tuple[list[Any], int | None]:
+        """Results of all workers; or no results, and the worker that has not answered for `limit` seconds.
+
+        Raises Lost if a worker dies. A worker that ends early with a failure ends the wait."""
+        pending = {future: i for i, future in enumerate(futures)}
+        results: list[Any] = [None] * len(futures)
+        pings: dict[int, tuple[Any, float]] = {}
+        last = time.monotonic()
+        while pending:
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=0.1)
+            for future in ready:
+                i = pending.pop(future)
+                try:
+                    results[i] = ray.get(future)
+                except RayActorError:
+                    raise Lost(i) from None
+                if getattr(results[i], "failed", None) is not None:
+                    return results, None
+            now = time.monotonic()
+            if now - last >= beat:
+                last = now
+                for i in set(pending.values()) - pings.keys():
+                    pings[i] = (self.call(i, "ping"), now)
+            for i, (ping, sent) in list(pings.items()):
+                if ray.wait([ping], timeout=0)[0]:
+                    try:
+                        ray.get(ping)
+                    except RayActorError:
+                        raise Lost(i) from None
+                    del pings[i]
+                elif now - sent > limit:
+                    return results, i
+        return results, None
+
+    def ask(self, method: str, whom: Sequence[int], timeout: float = 0.5) -> dict[int, Any]:
+        """Answers of workers that reply within the timeout; the others are left out."""
+        futures = {i: self.call(i, method) for i in whom}
+        if not futures:
+            return {}
+        ready, _ = ray.wait(list(futures.values()), num_returns=len(futures), timeout=timeout)
+        found = {}
+        for i, future in futures.items():
+            if future in ready:
+                with contextlib.suppress(RayActorError, RayTaskError):
+                    found[i] = ray.get(future)
+        return found
+
+    def dead(self, within: float = 0.2) -> list[int]:
+        """Workers whose process has ended. Waits a moment, because a process ends shortly after its connections
+        break."""
+        until = time.monotonic() + within
+        while True:
+            found = [i for i, pid in enumerate(self.pids) if pid is not None and not _alive(pid)]
+            if found or time.monotonic() > until:
+                return found
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """Kill every worker. Workers blocked in communication cannot shut down by themselves."""
+        for worker, pid in zip(self.workers, self.pids, strict=False):
+            if pid is None:
+                ray.kill(worker)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Stop the workers, and Ray if it was started for this job, and remove the folder. Ctrl-C is deferred until
+        that is done."""
+        with uninterrupted(), self.closing:
+            if self not in _open:
+                return
+            try:
+                self._disconnect()
+            finally:
+                self._clean()
+                _open.discard(self)
+
+    def _disconnect(self) -> None:
+        try:
+            self.kill()
+            if self.group is not None and not self.own:
+                remove_placement_group(self.group)
+        finally:
+            if self.connected:
+                self.connected = False
+                ray.shutdown()
+
+    def _clean(self) -> None:
+        """Ray's processes run for a while after ray.shutdown and write into the folder, so they are ended before it is
+        removed."""
+        spare = {os.getpid()} if self.janitor is None else {os.getpid(), self.janitor.pid}
+        done = clear(self.folder, CLEANUP, spare)
+        if self.janitor is not None:
+            stop_janitor(self.janitor, done)
+
+
+@contextlib.contextmanager
+def _unbroken_process_starts() -> Iterator[None]:
+    """Defer Ctrl-C while a process is being started, but not for the whole start of Ray, which can take a minute.
+
+    Python discards a KeyboardInterrupt raised by functions that it calls after fork(), and a process is not marked
+    before exec()."""
+    original = subprocess.Popen.__init__
+
+    def start(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
+        with uninterrupted():
+            original(self, *arguments, **options)
+
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = original  # type: ignore[method-assign]
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    atexit.register(_exit)  # Ray registered its handler before, so Ray's runs after this one
+
+
+def _exit() -> None:
+    """Close all open clusters. A further Ctrl-C is ignored: it would skip the rest of the exit and print a
+    traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for cluster in list(_open):
+        cluster.close()
+
+
+@contextlib.contextmanager
+def _marked(folder: Path) -> Iterator[None]:
+    """Mark all processes started in this block, and their children, as processes of the job."""
+    # Some Ray processes overwrite their environment, as /proc shows it, with a title. SPT_NOENV disables that.
+    names = {MARK: str(folder), "SPT_NOENV": "1"}
+    previous = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _loopback() -> None:
+    """Makes Ray listen on 127.0.0.1: without this variable, which disables clusters and is inherited by its children,
+    Ray replaces that address by all addresses."""
+    from ray._private import ray_constants
+
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _hush() -> None:
+    """Keeps Ray from printing to standard output, which is for data, that a worker died. piperlang reports that with
+    its own diagnostic."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _controlled() -> type:
+    """The worker with the methods that must answer while a step runs."""
+    for name in ("ping", "running"):
+        setattr(Worker, name, ray.method(concurrency_group="control")(getattr(Worker, name)))
+    return Worker

@@ -1,0 +1,357 @@
+"""A plan on real workers: set up once, one call per step, one clear error if something fails, and no processes or files
+left behind."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from piperlang.capture.pass_graph import PassGraph
+from piperlang.capture.user_code import said
+from piperlang.capture.where import line_of_function
+from piperlang.core.value_id import ValueId
+from piperlang.diagnostics import error
+from piperlang.plan.instructions import Compute, Send
+from piperlang.plan.plan import DevicePlan, Plan
+from piperlang.plan.verify import check
+from piperlang.runtime.comm.process_group import ProcessBackend
+from piperlang.runtime.comm.registry import for_workers
+from piperlang.runtime.device.failure import Failure, failed
+from piperlang.runtime.driver.assemble import assembled, known_to
+from piperlang.runtime.driver.cluster import Cluster, Lost, pack
+from piperlang.runtime.driver.training import Captured, Step, Training, piece_of
+from piperlang.runtime.driver.worker import Setup
+from piperlang.runtime.optimizer.optimize import updated_weights
+from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
+from piperlang.runtime.reference.boxes import take
+
+
+class WorkerInputs:
+    """A plan, and what its workers receive for it: stage programs once, parts of the batch in every step."""
+
+    def __init__(self, plan: Plan, captured: Captured) -> None:
+        self.plan, self.captured = plan, captured
+        self.packed: dict[tuple[int, ...], bytes] = {}
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The (source, destination) pairs of all sends."""
+        return sorted(
+            {
+                (device.device, message.peer)
+                for device in self.plan.devices
+                for i in device.instructions
+                if isinstance(i, Send)
+                for message in i.messages
+            }
+        )
+
+    def pass_graphs(self, device: DevicePlan) -> bytes:
+        """The stage programs that a device runs, at their indices in the plan's list of programs."""
+        numbers = tuple(sorted({i.program for i in device.instructions if isinstance(i, Compute)}))
+        if numbers not in self.packed:
+            found: list[PassGraph | None] = [None] * len(self.plan.programs)
+            for i in numbers:
+                found[i] = piece_of(self.captured, self.plan.programs[i])
+            buffer = io.BytesIO()
+            pickle.dump(found, buffer)
+            self.packed[numbers] = buffer.getvalue()
+        return self.packed[numbers]
+
+    def piece(self, worker: int, position: int) -> PassGraph | None:
+        """The driver's copy of the stage program that an instruction runs: a pickled graph loses the source lines of
+        its operators."""
+        instruction = self.plan.devices[worker].instructions[position] if position >= 0 else None
+        if not isinstance(instruction, Compute):
+            return None
+        return piece_of(self.captured, self.plan.programs[instruction.program])
+
+    def feeds(self, batch: tuple[Any, Any]) -> tuple[float, list[dict[ValueId, torch.Tensor]]]:
+        """The count that the losses of a batch are divided by, and every device's part of the batch."""
+        flat = self.captured.flatten(batch)
+        named = dict(zip(self.captured.batch_names, flat, strict=True))
+        # Copies: a view would be sent with the whole batch that it is a view of.
+        return self.captured.count(flat), [
+            {key: take(named[name], box).clone() for key, name, box in device.feeds} for device in self.plan.devices
+        ]
+
+
+class Job:
+    def __init__(
+        self,
+        plan: Plan,
+        captured: Captured,
+        training: Training,
+        digest: str = "",
+        address: str | None = None,
+        timeout: float = 300.0,
+        loss_dtype: str = "float32",
+        cluster: Cluster | None = None,
+        backend: ProcessBackend | None = None,
+        compiles: bool | None = None,
+    ) -> None:
+        """`cluster`: existing workers, which stay when the job ends, with their backend. `compiles`: whether stage
+        programs are compiled; by default, where the device suggests it."""
+        self.plan, self.captured = plan, captured
+        self.training = self.active = WorkerInputs(plan, captured)
+        self.evaluation: WorkerInputs | None = None
+        self.backend = cluster.backend if cluster is not None else backend or for_workers()
+        self.compiles = self.backend.device.compiles if compiles is None else compiles
+        if not self.backend.buffered:
+            check(plan, buffered=False)
+        self.borrowed = cluster is not None
+        self.ending: threading.Thread | None = None
+        self.progress: BinaryIO | None = None
+        self.cluster = cluster or Cluster(len(plan.devices), address, self.backend)
+        try:
+            self._set_up(training, digest, timeout, loss_dtype)
+        except BaseException:
+            if not self.borrowed:
+                self.cluster.close()
+            raise
+
+    def _set_up(self, training: Training, digest: str, timeout: float, loss_dtype: str) -> None:
+        progress = self._open_progress() if self.cluster.local else ""
+        meeting = self.cluster.meeting()
+        ranks = {device.device: rank for rank, device in enumerate(self.plan.devices)}
+        updated = updated_weights(self.plan)
+        packed: list[bytes] = []
+        for device in self.plan.devices:
+            setup = Setup(
+                device,
+                self.plan.programs,
+                self.training.pass_graphs(device),
+                self.plan.groups,
+                ranks,
+                meeting,
+                progress,
+                digest,
+                training.seed,
+                timeout,
+                loss_dtype,
+                self.training.pairs(),
+                self.backend,
+                self.compiles,
+                training.masters,
+                training.make_model,
+                training.optimizer,
+                training.lr_schedule,
+                training.loss,
+                updated,
+                dict(self.captured.constants),
+                known_to(self.plan, self.captured.aliases) if not packed else None,
+            )
+            packed.append(_packed(setup))
+        try:
+            models = self.cluster.each("setup", packed)
+        except Lost as lost:
+            raise error(
+                "P0602",
+                f"device {self.plan.devices[lost.worker].device} died during setup",
+                help="check that every worker has enough memory for the model",
+            ) from None
+        other = next((i for i, model in enumerate(models) if model != models[0]), None)
+        if other is not None:
+            raise error(
+                "P0607",
+                f"devices {self.plan.devices[0].device} and {self.plan.devices[other].device} have different initial"
+                " weights",
+                line_of_function(training.make_model),
+                "called in every worker, after seeding torch, `random` and NumPy",
+                help="draw random numbers in `model()` only from these generators, or seed your own generator",
+            )
+        (names,) = self.cluster.wait([self.cluster.call(0, "optimizer_reads")])
+        self.optimizer_reads = what_steps_read_elsewhere(names, training.optimizer)
+
+    def _open_progress(self) -> str:
+        """A file in which every worker records its current instruction, read when the worker does not respond any
+        more."""
+        path = Path(tempfile.mkdtemp(dir=self.cluster.folder)) / "progress"
+        path.write_bytes(struct.pack("<i", -1) * len(self.plan.devices))
+        self.progress = path.open("rb")
+        return str(path)
+
+    def prepare(self, plan: Plan, captured: Captured) -> None:
+        """Set up a plan for evaluation: forwards on the weights that are trained."""
+        if not self.backend.buffered:
+            check(plan, buffered=False, forward=True)
+        self.evaluation = WorkerInputs(plan, captured)
+        pairs = self.evaluation.pairs()
+        packed = [
+            pack((device, plan.programs, self.evaluation.pass_graphs(device), plan.groups, pairs))
+            for device in plan.devices
+        ]
+        self.cluster.each("prepare", packed)
+
+    # --------------------------------------------------------------------------------------------------- steps
+
+    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> Step:
+        return self.finish(self.begin(batch, gradients))
+
+    def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
+        """Start a step; the caller may prepare the next batch meanwhile."""
+        self.captured.check_state()
+        self.optimizer_reads.check()
+        self.active = self.training
+        count, feeds = self.training.feeds(batch)
+        return [self.cluster.call(i, "step", feed, count, gradients) for i, feed in enumerate(feeds)]
+
+    def evaluate(self, batch: tuple[Any, Any]) -> float:
+        """The loss of a batch, with the evaluation plan."""
+        assert self.evaluation is not None, "call prepare() with an evaluation plan first"
+        self.active = self.evaluation
+        count, feeds = self.evaluation.feeds(batch)
+        return self.finish([self.cluster.call(i, "evaluate", feed, count) for i, feed in enumerate(feeds)]).loss
+
+    def measure(self, batch: tuple[Any, Any]) -> list[Any]:
+        """Runs a slow step and returns its memory use on every device (device/measure.py)."""
+        self.active = self.training
+        count, feeds = self.training.feeds(batch)
+        return [
+            measured
+            for _, measured in self.cluster.wait(
+                [self.cluster.call(i, "measure", feed, count) for i, feed in enumerate(feeds)]
+            )
+        ]
+
+    def finish(self, futures: list[Any]) -> Step:
+        try:
+            reports, hung = self.cluster.watch(futures)
+        except Lost as lost:
+            raise self._gone("P0602", "died", lost.worker) from None
+        if hung is not None:
+            raise self._gone("P0603", "does not answer", hung)
+        for i, report in enumerate(reports):
+            if report is not None and report.failed is not None:
+                # A worker that communicates with a dead worker often fails first: its connection breaks.
+                dead = self.cluster.dead()
+                raise self._gone("P0602", "died", dead[0]) if dead else self._failed(i, report.failed)
+        return Step(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
+
+    def _gone(self, code: str, what: str, worker: int) -> Exception:
+        """One error with the device, its instruction, the script line behind it, and what the other devices were
+        waiting for."""
+        notes = self._situation(worker, self._last(worker))
+        self._end()
+        died, stuck = (
+            "check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
+            "its process is stopped or stuck: inspect it with a debugger",
+        )
+        help = died if code == "P0602" else stuck
+        return error(code, f"device {self.plan.devices[worker].device} {what}", notes=notes[:9], help=help)
+
+    def _failed(self, worker: int, failure: Failure) -> Exception:
+        """The same for an instruction that raised, with the line of the user's code."""
+        notes = self._situation(worker, failure.position)
+        self._end()
+        return failed(
+            f"device {self.plan.devices[worker].device}", failure, self.active.piece(worker, failure.position), notes
+        )
+
+    def _situation(self, worker: int, at: int | None) -> list[str]:
+        """The current instruction of a worker, and what the others were waiting for."""
+        notes = []
+        if at is not None:
+            notes.append(f"it was running {self._named(worker, at)}" if at >= 0 else "it was between two steps")
+        for other, streams in self.cluster.ask(
+            "running", [i for i in range(len(self.plan.devices)) if i != worker], 0.3
+        ).items():
+            waiting = [self._named(other, i) for i in streams.values()][:1]
+            notes += [f"device {self.plan.devices[other].device} was running {name}" for name in waiting]
+        return notes
+
+    def _end(self) -> None:
+        """Kill the workers now. Shutting down Ray takes longer, and the error does not wait for it."""
+        self.cluster.kill()
+        self.ending = threading.Thread(target=self.cluster.close)
+        self.ending.start()
+
+    def _last(self, worker: int) -> int | None:
+        if self.progress is None:
+            return None
+        self.progress.seek(4 * worker)
+        (at,) = struct.unpack("<i", self.progress.read(4))
+        return int(at)
+
+    def _named(self, worker: int, at: int) -> str:
+        plan = self.active.plan
+        instruction = plan.devices[worker].instructions[at]
+        line = plan.lines[instruction.node]
+        return f"{instruction.op} of {plan.names[instruction.node]}" + (f" ({line})" if line else "")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the workers are still there: they are ended when one of them fails."""
+        return self.ending is None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All weights, unsharded, as they are now."""
+        (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
+        whole: dict[str, torch.Tensor] = rest.complete(
+            assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)), self.captured.aliases)
+        )
+        return whole
+
+    def gradients(self) -> list[dict[ValueId, torch.Tensor]]:
+        return self.cluster.each("gradients", count=len(self.plan.devices))
+
+    def close(self) -> None:
+        """Shut down the workers if they respond, and kill them otherwise."""
+        if self.ending is not None:
+            self.ending.join()
+            return
+        try:
+            self.cluster.wait(
+                [self.cluster.call(i, "close") for i in range(len(self.plan.devices))],
+                timeout=30.0 if self.borrowed else 2.0,
+            )
+        except Exception:  # errors do not matter here: the workers are ended next
+            self.borrowed = False
+        if self.progress is not None:
+            self.progress.close()
+        if not self.borrowed:
+            self.cluster.close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _packed(setup: Setup) -> bytes:
+    try:
+        return pack(setup)
+    except Exception as problem:
+        if setup.loss is not None:  # needed for a check only, and the driver has it already
+            return _packed(replace(setup, loss=None))
+        for name, function in (
+            ("model", setup.make_model),
+            ("optimizer", setup.optimizer),
+            ("lr_schedule", setup.lr_schedule),
+        ):
+            _refuse_unpackable(name, function, problem)
+        raise
+
+
+def _refuse_unpackable(name: str, function: Any, problem: Exception) -> None:
+    try:
+        pack(function)
+    except Exception:
+        raise error(
+            "P0801",
+            f"`{name}` cannot be sent to workers",
+            line_of_function(function),
+            notes=[said(problem)],
+            help=(
+                "define it at module level, without references to open files, locks, generators or other objects of"
+                " this process"
+            ),
+        ) from problem

@@ -1,0 +1,38 @@
+"""Starts a job on a backend: in this process if its ranks are threads, on workers otherwise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from piperlang.plan.files import digest
+from piperlang.plan.plan import Plan
+from piperlang.runtime.comm.backend import Backend
+from piperlang.runtime.comm.process_group import ProcessBackend
+from piperlang.runtime.comm.threads import Threads
+from piperlang.runtime.driver.thread_job import ThreadJob
+from piperlang.runtime.driver.training import Captured, Training
+
+if TYPE_CHECKING:
+    from piperlang.runtime.driver.cluster import Cluster
+    from piperlang.runtime.driver.job import Job
+
+
+def start(
+    backend: Backend,
+    plan: Plan,
+    captured: Captured,
+    training: Training,
+    loss_dtype: str,
+    *,
+    timeout: float = 300.0,
+    address: str | None = None,
+    compiles: bool | None = None,
+    cluster: Cluster | None = None,
+) -> Job | ThreadJob:
+    """`address`, `compiles` and `cluster` are for workers."""
+    if isinstance(backend, Threads):
+        return ThreadJob(plan, captured, training, timeout, loss_dtype, backend)
+    from piperlang.runtime.driver.job import Job  # imports Ray, which threads do not need
+
+    assert isinstance(backend, ProcessBackend)
+    return Job(plan, captured, training, digest(plan), address, timeout, loss_dtype, cluster, backend, compiles)

@@ -1,0 +1,203 @@
+"""A plan in one process: one thread per device and stream. This is `--executor inline`, which needs no Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from piperlang.capture.held import hold
+from piperlang.capture.pass_graph import PassGraph
+from piperlang.capture.seeding import seeded
+from piperlang.capture.tensors import named_tensors
+from piperlang.core.value_id import ValueId
+from piperlang.plan.instructions import Compute
+from piperlang.plan.plan import Plan
+from piperlang.runtime.comm.threads import BACKEND, Switchboard, Threads
+from piperlang.runtime.device import Device
+from piperlang.runtime.device.failure import failed, failure_of
+from piperlang.runtime.driver.assemble import assembled, known_to, rest_of
+from piperlang.runtime.driver.training import Captured, Step, Training, piece_of
+from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
+from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
+from piperlang.runtime.reference.boxes import take
+
+
+class ThreadJob:
+    """The same interface as a Job."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        captured: Captured,
+        training: Training,
+        timeout: float = 60.0,
+        loss_dtype: str = "float32",
+        backend: Threads = BACKEND,
+    ) -> None:
+        self.plan, self.captured, self.timeout, self.backend = plan, captured, timeout, backend
+        with seeded(training.seed):  # `data` may use the same generators, so their state is restored
+            model = training.make_model()
+            hold(model)
+        weights = named_tensors(model) | dict(captured.constants)
+        self.rest = rest_of(model, known_to(plan, captured.aliases))
+        pieces, board = _pieces(plan, captured), backend.switchboard(plan.groups, timeout)
+        devices = [
+            Device(
+                device,
+                plan.programs,
+                plan.groups,
+                pieces,
+                weights,
+                board.join(device.device),
+                backend.device.claim(rank),
+                training.seed,
+            )
+            for rank, device in enumerate(plan.devices)
+        ]
+        updates = [update for device in devices for update in device.updates()]
+        self.optimizers = Optimizers(
+            model, training.optimizer, training.lr_schedule, updates, training.masters, updated_weights(plan)
+        )
+        for device in devices:
+            device.optimizers = self.optimizers
+            device.loss_dtype = getattr(torch, loss_dtype)
+        self.training = _PlanRun(plan, captured, board, devices, backend.device)
+        self.evaluation: _PlanRun | None = None
+        self.steps = 0
+
+    def prepare(self, plan: Plan, captured: Captured) -> None:
+        pieces, board = _pieces(plan, captured), self.backend.switchboard(plan.groups, self.timeout)
+        devices = [
+            Device(
+                device,
+                plan.programs,
+                plan.groups,
+                pieces,
+                {},
+                board.join(device.device),
+                trained.where,
+                trained.seed,
+                trained.kept,
+            )
+            for device, trained in zip(plan.devices, self.training.devices, strict=True)
+        ]
+        self.evaluation = _PlanRun(plan, captured, board, devices, self.backend.device)
+
+    def evaluate(self, batch: tuple[Any, Any]) -> float:
+        assert self.evaluation is not None, "call prepare() with an evaluation plan first"
+        return self.evaluation.run(self.steps, self.evaluation.checked(batch))
+
+    def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:
+        self.captured.check_state()
+        self._check_reads()
+        # Copies: `data` may write the next batch into the same memory before this step has run.
+        return [tensor.to("cpu", copy=True) for tensor in self.training.checked(batch)], gradients
+
+    def _check_reads(self) -> None:
+        """Code that runs between steps must leave what the optimizer reads as it is."""
+        if self.optimizers.reads is not None:
+            self.optimizers.reads.check()
+
+    def finish(self, begun: tuple[list[torch.Tensor], bool]) -> Step:
+        flat, gradients = begun
+        self._check_reads()  # the next batch may have been made meanwhile
+        started = time.perf_counter()
+        for device in self.training.devices:
+            device.last_gradients = {} if gradients else None
+        loss = self.training.run(self.steps, flat)
+        self.optimizers.advance()
+        if self.optimizers.reads is not None:
+            self.optimizers.reads.renew()  # the optimizer itself may change what it reads
+        self.steps += 1
+        return Step(loss, time.perf_counter() - started, self.backend.device.memory())
+
+    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> Step:
+        return self.finish(self.begin(batch, gradients))
+
+    @property
+    def alive(self) -> bool:
+        """Threads have all weights, whatever fails."""
+        return True
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.rest.complete(
+            assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases)
+        )
+
+    def gradients(self) -> list[dict[ValueId, torch.Tensor]]:
+        return [dict(device.last_gradients or {}) for device in self.training.devices]
+
+    def close(self) -> None:
+        for run in (self.training, self.evaluation):
+            if run is not None:
+                run.close()
+
+    def __enter__(self) -> ThreadJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pieces(plan: Plan, captured: Captured) -> list[PassGraph]:
+    return [piece_of(captured, program) for program in plan.programs]
+
+
+class _PlanRun:
+    """A plan with its devices: for training or for evaluation."""
+
+    def __init__(
+        self, plan: Plan, captured: Captured, board: Switchboard, devices: Sequence[Device], kind: DeviceKind
+    ) -> None:
+        self.plan, self.captured, self.board, self.devices = plan, captured, board, devices
+        self.streams = [kind.streams(device, device.execute) for device in devices]
+
+    def checked(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
+        return self.captured.flatten(batch)
+
+    def run(self, step: int, flat: list[torch.Tensor]) -> float:
+        named = dict(zip(self.captured.batch_names, flat, strict=True))
+        count = self.captured.count(flat)
+        failures: list[tuple[Device, Failed]] = []
+
+        def run(device: Device, streams: Streams) -> None:
+            try:
+                with torch.no_grad():
+                    streams.step()
+            except Failed as failure:
+                failures.append((device, failure))
+                self.board.abort()
+
+        for device in self.devices:
+            device.begin(step, {key: take(named[name], box) for key, name, box in device.plan.feeds}, count)
+        threads = [threading.Thread(target=run, args=pair) for pair in zip(self.devices, self.streams, strict=True)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: devices would wait for others that have stopped
+            self.close()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
+        if failures:
+            raise self._failed(*failures[0])
+        return sum(device.end() for device in self.devices)
+
+    def close(self) -> None:
+        self.board.abort()
+        for streams in self.streams:
+            streams.close()
+
+    def _failed(self, device: Device, failure: Failed) -> Exception:
+        instruction = failure.instruction
+        line = self.plan.lines[instruction.node]
+        at = f"it was running {instruction.op} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
+        piece = device.pieces[instruction.program] if isinstance(instruction, Compute) else None
+        return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at], here=True)

@@ -1,0 +1,298 @@
+"""One device of a job: a Ray actor that holds its part of the model and runs its part of the plan, one call per
+step."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import unwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from piperlang.capture.seeding import seed_all
+from piperlang.capture.state import Frozen, Library
+from piperlang.capture.tensors import named_tensors
+from piperlang.capture.user_code import said
+from piperlang.capture.where import line_of, line_of_function
+from piperlang.core.value_id import ValueId
+from piperlang.diagnostics import error
+from piperlang.plan.instructions import Instruction
+from piperlang.plan.plan import DevicePlan, Group, StageProgram
+from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm, opened
+from piperlang.runtime.device import Device
+from piperlang.runtime.device.compiled import compiled
+from piperlang.runtime.device.failure import Failure, failure_of
+from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
+from piperlang.runtime.hardware.kind import DeviceKind, Failed
+from piperlang.runtime.optimizer.optimize import Optimizers
+
+if TYPE_CHECKING:
+    from piperlang.runtime.device.measure import Measured
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a worker needs for setup."""
+
+    plan: DevicePlan
+    programs: list[StageProgram]
+    pieces: bytes
+    groups: list[Group]
+    ranks: dict[int, int]
+    store: str
+    progress: str
+    digest: str
+    seed: int
+    timeout: float
+    loss_dtype: str
+    pairs: list[tuple[int, int]]
+    backend: ProcessBackend
+    compiles: bool
+    masters: bool
+    make_model: Callable[[], Any]
+    optimizer: Callable[[Any], Any]
+    lr_schedule: Callable[[Any], Any] | None
+    loss: Callable[[Any, Any], Any] | None
+    updated: dict[str, str]
+    """Weights that some device updates, with the script line that shards the update."""
+    constants: dict[str, torch.Tensor]
+    """Tensors that the program reads besides the batch and the model's own tensors."""
+    known: frozenset[str] | None = None
+    """For one worker: the names of weights that some device stores. This worker stores all others."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a step on one device."""
+
+    loss: float
+    seconds: float
+    memory: int
+    failed: Failure | None = None
+
+
+class DeviceRun:
+    """A plan of this device: for training or for evaluation."""
+
+    def __init__(self, device: Device, comm: ProcessComm, kind: DeviceKind, begun: Callable[[int], None]) -> None:
+        """`begun` is called with the index of every instruction before it runs."""
+        self.device, self.comm = device, comm
+        positions = {id(instruction): i for i, instruction in enumerate(device.plan.instructions)}
+        self.positions = positions
+
+        def execute(instruction: Instruction) -> None:
+            begun(positions[id(instruction)])
+            device.execute(instruction)
+
+        self.streams = kind.streams(device, execute)
+
+    def step(self, step: int, feeds: dict[ValueId, torch.Tensor], count: float) -> float:
+        """The device's contribution to the loss. Raises the exception of a failed instruction or send."""
+        self.device.begin(step, feeds, count)
+        with torch.no_grad():
+            self.streams.step()
+        self.comm.settle()
+        return self.device.end()
+
+
+class Worker:
+    """A plain class: the driver turns it into an actor, so that this file does not need Ray."""
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        os.environ.update(environment or {})
+        torch.set_num_threads(1)
+        self.runs: dict[str, DeviceRun] = {}
+        self.active: DeviceRun | None = None
+        self.meeting: TCPStore | None = None
+
+    def where(self) -> tuple[str, int]:
+        return process()
+
+    def host(self, peer: str) -> str:
+        """Open a rendezvous for workers that share no file system, at the address under which `peer` reaches this
+        worker."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))
+            address: str = probe.getsockname()[0]
+        self.meeting = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return f"tcp://{address}:{self.meeting.port}"
+
+    def ping(self) -> float:
+        """Answered by a separate thread: a stopped process does not answer."""
+        return time.time()
+
+    def setup(self, packed: bytes) -> str:
+        """Create the model and keep this device's part of it; returns the fingerprint of the whole model."""
+        self.close()
+        setup = _loaded(packed)
+        rank = setup.ranks[setup.plan.device]
+        where = setup.backend.device.claim(rank)
+        one_machine = not setup.store.startswith("tcp:")
+        meeting = opened(setup.store, len(setup.ranks)) if self.meeting is None or one_machine else self.meeting
+        joined = setup.backend.join(rank, setup.ranks, meeting, setup.timeout, setup.digest, one_machine)
+        self.comm = joined.connected(setup.groups, setup.pairs)
+        try:
+            return self._keep(setup, rank, where)
+        except BaseException:
+            self.comm.close()  # the worker may be reused for another job
+            raise
+
+    def _keep(self, setup: Setup, rank: int, where: torch.device) -> str:
+        """Keeps the tensors of the model that this device needs."""
+        _ = getattr(setup.make_model, "__wrapped__", None)  # the model file runs before seeding, as in the driver
+        seed_all(setup.seed)
+        model = setup.make_model()
+        started_from = fingerprint(model)
+        weights = named_tensors(model) | setup.constants
+        self.rest_of_model = rest_of(model, setup.known) if setup.known is not None else None
+        # After the model, because stage programs call operators that it defines.
+        pieces = pickle.loads(setup.pieces)
+        if setup.compiles:
+            pieces = compiled(pieces, setup.programs)
+        device = Device(setup.plan, setup.programs, setup.groups, pieces, weights, self.comm, where, setup.seed)
+        device.optimizers = Optimizers(
+            model, setup.optimizer, setup.lr_schedule, device.updates(), setup.masters, setup.updated
+        )
+        device.loss_dtype = getattr(torch, setup.loss_dtype)
+        self._open_progress(setup.progress, rank)
+        self.setting, self.steps = setup, 0
+        self.program_reads = _program_reads(setup, model)
+        self.runs["train"] = DeviceRun(device, self.comm, setup.backend.device, self._begun)
+        return started_from
+
+    def prepare(self, packed: bytes) -> None:
+        """Set up another plan on the same weights: evaluation."""
+        plan, programs, packed_pieces, groups, pairs = pickle.loads(packed)
+        trained, setup = self.runs["train"].device, self.setting
+        comm = self.comm.connected(groups, pairs)
+        pieces = pickle.loads(packed_pieces)
+        if setup.compiles:
+            pieces = compiled(pieces, programs)
+        device = Device(plan, programs, groups, pieces, {}, comm, trained.where, setup.seed, trained.kept)
+        self.runs["evaluate"] = DeviceRun(device, comm, setup.backend.device, self._begun)
+
+    def _open_progress(self, path: str, rank: int) -> None:
+        """Opens the file of the instruction last begun, which the driver can read even when this process is dead, if
+        they share a file system."""
+        if path:
+            with Path(path).open("r+b") as file:
+                self.progress = mmap.mmap(file.fileno(), 0)
+        else:
+            self.progress = mmap.mmap(-1, 4 * (rank + 1))
+        self.slot = 4 * rank
+
+    def _begun(self, position: int) -> None:
+        struct.pack_into("<i", self.progress, self.slot, position)
+
+    def step(self, feeds: dict[ValueId, torch.Tensor], count: float, gradients: bool = False) -> Report:
+        self.runs["train"].device.last_gradients = {} if gradients else None
+        report = self._run("train", feeds, count)
+        if report.failed is None:
+            try:
+                self.runs["train"].device.optimizers.advance()
+                if self.program_reads is not None:
+                    self.program_reads.check("when the optimizer or its schedule steps")
+            except KeyboardInterrupt:
+                raise
+            except BaseException as problem:
+                return _failed(problem)
+        self.steps += 1
+        return report
+
+    def evaluate(self, feeds: dict[ValueId, torch.Tensor], count: float) -> Report:
+        return self._run("evaluate", feeds, count)
+
+    def _run(self, name: str, feeds: dict[ValueId, torch.Tensor], count: float) -> Report:
+        started = time.perf_counter()
+        run = self.active = self.runs[name]
+        try:
+            loss = run.step(self.steps, feeds, count)
+        except Failed as failure:
+            return _failed(failure.cause, run.positions[id(failure.instruction)])
+        except RuntimeError as problem:  # the receiver of a message is gone
+            (at,) = struct.unpack_from("<i", self.progress, self.slot)
+            return _failed(problem, at)
+        self._begun(-1)
+        return Report(loss, time.perf_counter() - started, self.setting.backend.device.memory())
+
+    def running(self) -> dict[str, int]:
+        """The current instruction of each stream, for messages about another device."""
+        return dict(self.active.streams.running) if self.active is not None else {}
+
+    def weights(self) -> dict[ValueId, torch.Tensor]:
+        return {key: value.cpu() for key, value in self.runs["train"].device.kept.items()}
+
+    def optimizer_reads(self) -> tuple[str, ...]:
+        """Names of the globals that a step of the optimizer reads."""
+        reads = self.runs["train"].device.optimizers.reads
+        return tuple(reads.names) if reads is not None else ()
+
+    def rest(self) -> Rest | None:
+        return self.rest_of_model
+
+    def gradients(self) -> dict[ValueId, Any]:
+        return {key: value.cpu() for key, value in (self.runs["train"].device.last_gradients or {}).items()}
+
+    def measure(self, feeds: dict[ValueId, torch.Tensor], count: float) -> tuple[float, Measured]:
+        """Runs a step and measures its memory."""
+        from piperlang.runtime.device.measure import measured
+
+        run = self.runs["train"]
+        found = measured(run.device, run.comm.settle, self.steps, feeds, count)
+        run.device.optimizers.advance()
+        self.steps += 1
+        return found
+
+    def reset_peak(self) -> dict[str, int]:
+        return self.setting.backend.device.reset_peak()
+
+    def close(self) -> None:
+        for run in self.runs.values():
+            run.streams.close()
+        if self.runs:
+            self.runs, self.active = {}, None
+            self.comm.close()
+
+
+def _loaded(packed: bytes) -> Setup:
+    try:
+        setup: Setup = pickle.loads(packed)
+    except Exception as problem:
+        raise error(
+            "P0604",
+            "a worker cannot unpickle the functions of the job",
+            line_of(problem),
+            notes=[said(problem)],
+            help="make the module that defines them importable on every worker: install it, or set PYTHONPATH",
+        ) from problem
+    return setup
+
+
+def _program_reads(setup: Setup, model: Any) -> Frozen | None:
+    """Globals and class attributes that the traced program has read: only the optimizer and its schedule run here."""
+    if setup.loss is None:
+        return None
+    classes = {type(module) for module in model.modules()}
+    line = line_of_function(setup.optimizer)
+    return Frozen("the traced program", [unwrap(setup.loss)], classes, line, library=Library(model))
+
+
+def _failed(problem: BaseException, position: int = -1) -> Report:
+    return Report(0.0, 0.0, 0, failure_of(problem, position))
+
+
+def process() -> tuple[str, int]:
+    """The identity of this process: its system and PID namespace, and its PID there."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    system = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    namespace = Path("/proc/self/ns/pid")
+    return f"{system}/{namespace.stat().st_ino if namespace.exists() else 0}", os.getpid()

@@ -1,0 +1,1 @@
+"""Compares what will be trained with eager PyTorch, before anything is trained."""

@@ -1,0 +1,1 @@
+"""What a kind of device provides: streams, and how its memory is measured."""

@@ -1,0 +1,130 @@
+"""The CPU. Each logical stream is a thread, so that communication and compute, or two compute streams, run
+concurrently."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from piperlang.plan.instructions import Instruction
+from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
+
+if TYPE_CHECKING:
+    from piperlang.runtime.device import Device
+
+
+class CpuStreams:
+    def __init__(
+        self, instructions: Sequence[Instruction], execute: Callable[[Instruction], None], name: str = ""
+    ) -> None:
+        self.instructions, self.execute = instructions, execute
+        self.lists: dict[str, list[int]] = {}
+        for i, instruction in enumerate(instructions):
+            self.lists.setdefault(instruction.stream, []).append(i)
+        waited = {i for instruction in instructions for i in instruction.waits}
+        self.done = {i: threading.Event() for i in waited}
+        # The caller's thread runs the longest stream, mostly compute: the others cost a thread switch each.
+        self.main = (
+            max(self.lists, key=lambda stream: (stream == "compute", len(self.lists[stream]))) if self.lists else ""
+        )
+        self.running: dict[str, int] = {}
+        self.failure: Failed | None = None
+        self.failing = threading.Lock()
+        self.stopping = False
+        self.starts = {stream: threading.Semaphore(0) for stream in self.lists if stream != self.main}
+        self.finished = threading.Semaphore(0)
+        self.threads = [
+            threading.Thread(target=self._serve, args=(stream,), name=f"{name}{stream}", daemon=True)
+            for stream in self.starts
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def step(self) -> None:
+        for event in self.done.values():
+            event.clear()
+        for start in self.starts.values():
+            start.release()
+        if self.main:
+            self._run(self.main)
+        for _ in self.starts:
+            # A stream may wait long for a device after an instruction has failed here: the step is over then.
+            while not self._over and not self.finished.acquire(timeout=0.05):
+                pass
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def _over(self) -> bool:
+        """Whether the step is over."""
+        return self.failure is not None or self.stopping
+
+    def _serve(self, stream: str) -> None:
+        while True:
+            self.starts[stream].acquire()
+            if self.stopping:
+                return
+            self._run(stream)
+            self.finished.release()
+
+    def _run(self, stream: str) -> None:
+        instructions, done = self.instructions, self.done
+        for i in self.lists[stream]:
+            instruction = instructions[i]
+            self.running[stream] = i
+            for earlier in instruction.waits:
+                done[earlier].wait()
+            if self._over:
+                return
+            try:
+                self.execute(instruction)
+            except BaseException as problem:
+                self._fail(Failed(instruction, problem))
+                return
+            event = done.get(i)
+            if event is not None:
+                event.set()
+        self.running.pop(stream, None)
+
+    def _fail(self, failure: Failed) -> None:
+        with self.failing:
+            if self.failure is None:
+                self.failure = failure
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake up all waits for other streams."""
+        for event in self.done.values():
+            event.set()
+
+    def close(self) -> None:
+        """Also works in the middle of a step, which is abandoned after the running instructions."""
+        self.stopping = True
+        self._wake()
+        for start in self.starts.values():
+            start.release()
+        for thread in self.threads:
+            thread.join(timeout=1)
+
+
+class Cpu(DeviceKind):
+    name, resource, compiles = "cpu", "CPU", False
+
+    def available(self) -> bool:
+        return True
+
+    def claim(self, rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams:
+        return CpuStreams(device.plan.instructions, execute, f"{device.plan.device}:")
+
+    def memory(self) -> int:
+        """Resident memory of this process."""
+        with Path("/proc/self/statm").open() as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

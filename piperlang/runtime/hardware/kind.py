@@ -1,0 +1,64 @@
+"""A kind of device: what the runtime needs from the hardware. cpu.py and cuda.py implement it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+
+from piperlang.capture.user_code import said
+from piperlang.plan.instructions import Instruction
+
+if TYPE_CHECKING:
+    from piperlang.runtime.device import Device
+
+
+class Failed(Exception):
+    """An instruction that raised, and its exception."""
+
+    def __init__(self, instruction: Instruction, cause: BaseException) -> None:
+        super().__init__(said(cause))
+        self.instruction, self.cause = instruction, cause
+
+
+class Streams(Protocol):
+    """Runs the instructions of one device: each stream in order, with waits across streams only where the plan has
+    them."""
+
+    running: dict[str, int]
+    """The current instruction of each stream."""
+
+    def step(self) -> None:
+        """Raises Failed."""
+
+    def close(self) -> None: ...
+
+
+class DeviceKind(ABC):
+    name: ClassVar[str]
+    """The type of its torch.device."""
+    resource: ClassVar[str]
+    """The resource that Ray counts it as: `CPU`, or `GPU` for every accelerator."""
+    compiles: ClassVar[bool]
+    """Whether stage programs are compiled by default."""
+
+    @abstractmethod
+    def available(self) -> bool: ...
+
+    @abstractmethod
+    def claim(self, rank: int) -> torch.device:
+        """The device of a rank, made the current one of this process."""
+
+    @abstractmethod
+    def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams: ...
+
+    @abstractmethod
+    def memory(self) -> int:
+        """Bytes, as `Step.memory` reports them."""
+
+    def reset_peak(self) -> dict[str, int]:
+        """The peak memory since the last call, by kind, where the allocator counts it. Resets the peak, without memory
+        that earlier jobs left."""
+        return {}

@@ -1,0 +1,1 @@
+"""The user's optimizer on the shards of a device."""

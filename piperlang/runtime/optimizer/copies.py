@@ -1,0 +1,167 @@
+"""Copies of the user's optimizer: the same class, options and attributes, on the local shards of some weights."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn, optim
+from torch.utils import _pytree as pytree
+
+from piperlang.diagnostics import PiperError, error
+from piperlang.ir.layout import Box
+from piperlang.runtime.reference.boxes import take
+
+Refuse = Callable[[str, str], PiperError]
+"""Makes the error for a weight, from its name and the reason."""
+
+
+class Part(NamedTuple):
+    """The part of a weight that an update changes: a box of it and, where ZeRO shards further, a flat interval of that
+    box."""
+
+    weight: str
+    now: torch.Tensor
+    box: Box
+    flat: tuple[int, int] | None
+    partial: bool
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        local = take(whole, self.box)
+        return local if self.flat is None else local.flatten()[slice(*self.flat)]
+
+
+class LocalOptimizer:
+    """A copy, and the weights that it will step: it steps when all its updates of a training step have arrived."""
+
+    def __init__(self, optimizer: optim.Optimizer, updates: int) -> None:
+        self.optimizer, self.updates = optimizer, updates
+        self.arrived = 0
+        self.pending: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.lock = threading.Lock()
+
+    def update(
+        self,
+        parameters: Sequence[nn.Parameter | None],
+        weights: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        """Streams may be threads, so two updates may arrive at the same time."""
+        for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
+            if parameter is None:
+                continue
+            if parameter.dtype == weight.dtype:
+                parameter.data = weight
+            parameter.grad = gradient.view_as(weight).to(parameter.dtype)
+            self.pending.append((parameter, weight))
+        with self.lock:
+            self.arrived += 1
+            ready = self.arrived == self.updates
+        if ready:
+            self._step()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        _settle(self.updates > 1 and self.pending[0][1].is_cuda)
+        self.optimizer.step()
+        for parameter, weight in self.pending:
+            if parameter.data_ptr() != weight.data_ptr():  # a float32 master, or an optimizer that replaces `p.data`
+                weight.copy_(parameter)
+        _settle(self.updates > 1 and self.pending[0][1].is_cuda)
+        for parameter, _ in self.pending:
+            parameter.grad = None
+        self.pending.clear()
+        self.arrived = 0
+
+
+def _settle(several: bool) -> None:
+    """If updates come from several CUDA streams, all are stepped on one of them."""
+    if several:
+        torch.cuda.synchronize()
+
+
+def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter], known: dict[int, Any]) -> optim.Optimizer:
+    """A copy without groups and without the state of parameters. `local`: the parameters of the copy, by the id of the
+    original parameter. `known` receives the objects that are copied along, by the id of the original.
+
+    copy.copy is not used because it calls `__getstate__`, which drops most attributes."""
+    made: optim.Optimizer = type(user).__new__(type(user))
+    known |= {id(user): made, **local}
+    for name, value in vars(user).items():
+        # A learning rate schedule wraps `step` on the instance; that wrapper would step the user's own optimizer.
+        if name not in ("param_groups", "state", "step"):
+            try:
+                vars(made)[name] = copy.deepcopy(value, known)
+            except Exception as problem:
+                raise _no_copy(
+                    user, f"its attribute `{name}`: {problem}", "use attributes that copy.deepcopy can copy"
+                ) from problem
+    if any(
+        id(parameter) in known and id(parameter) not in local
+        for group in user.param_groups
+        for parameter in group["params"]
+    ):
+        raise _no_copy(
+            user,
+            "an attribute other than its groups references parameters",
+            "keep parameters only in `param_groups` and `state`",
+        )
+    made.state, made.param_groups = defaultdict(dict), []
+    for key, value in user.state.items():
+        if not isinstance(key, torch.Tensor):
+            made.state[key] = copy.deepcopy(value, known)
+    return made
+
+
+def _no_copy(user: optim.Optimizer, why: str, help: str) -> PiperError:
+    return error("P0601", f"{type(user).__name__} cannot be copied for each update", notes=[why], help=help)
+
+
+def copied_group(group: Mapping[str, Any], local: Mapping[int, nn.Parameter]) -> dict[str, Any]:
+    """The group with the parameters of the copy; parameters without one are left out."""
+    here = [i for i, parameter in enumerate(group["params"]) if id(parameter) in local]
+    made = copy.deepcopy(options(group))
+    made["params"] = [local[id(group["params"][i])] for i in here]
+    if "param_names" in group:
+        made["param_names"] = [group["param_names"][i] for i in here]
+    return made
+
+
+def copied_state(state: Any, part: Part, whole: nn.Parameter, parameter: nn.Parameter, refuse: Refuse) -> Any:
+    """The state that an optimizer has for a weight before the first step, sharded as the weight is."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if value.shape == whole.shape:
+            dtype = parameter.dtype if value.dtype == whole.dtype else value.dtype
+            return part.of(value).to(parameter.device, dtype, copy=True)
+        if part.partial and value.numel() > 1:
+            raise refuse(part.weight, f"is sharded, but its state of shape {list(value.shape)} cannot be")
+        return value.clone()
+
+    return pytree.tree_map(cut, state)
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def same_option(a: Any, b: Any) -> bool:
+    """Whether two options are equal; they may be tensors."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return bool(a == b)
+
+
+def set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    """Sets an option. A tensor is changed in place, as LRScheduler does."""
+    old = group.get(name)
+    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+        old.copy_(value)
+    else:
+        group[name] = copy.deepcopy(value)

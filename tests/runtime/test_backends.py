@@ -1,0 +1,80 @@
+"""The choice of a backend, and what each says about itself."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+
+from piperlang.runtime.comm import gloo, nccl, threads
+from piperlang.runtime.comm.registry import BACKENDS, Unusable, chosen, for_workers
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_name_is_a_file(name: str) -> None:
+    backend = import_module(f"piperlang.runtime.comm.{name}").BACKEND
+    assert backend.name == name
+    assert type(pickle.loads(pickle.dumps(backend))) is type(backend)  # workers receive it
+
+
+def test_the_executor_decides_if_no_backend_is_named() -> None:
+    workers = nccl.BACKEND if torch.cuda.is_available() else gloo.BACKEND
+    assert for_workers() is chosen("ray") is workers
+    assert chosen("inline") is threads.BACKEND
+
+
+def test_a_named_backend() -> None:
+    assert chosen("ray", "gloo") is gloo.BACKEND
+    assert chosen("inline", "threads") is threads.BACKEND
+    assert chosen("inline", "gloo") is threads.BACKEND  # both run on the CPU
+
+
+@pytest.mark.parametrize(
+    ("executor", "name", "why"),
+    [
+        ("inline", "nccl", "`--executor inline` runs on the CPU"),
+        ("ray", "threads", "it runs in one process, with `--executor inline`"),
+        ("ray", "mpi", "the backends are"),
+    ],
+)
+def test_a_backend_that_cannot_be_used(executor: str, name: str, why: str) -> None:
+    with pytest.raises(Unusable, match=f"cannot use backend '{name}': {why}"):
+        chosen(executor, name)
+
+
+def test_workers_that_share_a_gpu_look_like_different_hosts_to_nccl() -> None:
+    assert nccl.BACKEND.environment(3, shares_device=True) == {"NCCL_HOSTID": "piper-3"}
+    assert nccl.BACKEND.environment(3, shares_device=False) == {}
+    assert gloo.BACKEND.environment(3, shares_device=True) == {}
+    assert (nccl.BACKEND.buffered, gloo.BACKEND.buffered) == (False, True)
+
+
+def test_only_workers_need_ray() -> None:
+    """`--executor inline` runs where Ray is not installed."""
+    code = "import piperlang.runtime.api, sys; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+OPERATORS = """
+import importlib, pkgutil, sys, torch
+import piperlang.runtime.driver.worker
+def operators(): return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("piper::")}
+known = operators()
+assert "torch._dynamo" not in sys.modules
+import piperlang.capture
+for one in pkgutil.iter_modules(piperlang.capture.__path__): importlib.import_module(f"piperlang.capture.{one.name}")
+print(len(known), *sorted(operators() - known))
+"""
+
+
+def test_workers_know_all_operators_and_do_not_load_the_compiler() -> None:
+    """Graphs arrive pickled, and call operators by name."""
+    done = subprocess.run([sys.executable, "-c", OPERATORS], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    count, *missing = done.stdout.split()
+    assert int(count) >= 5
+    assert missing == []
