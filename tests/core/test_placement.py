@@ -27,7 +27,8 @@ from piperlang.ir.graph import Value
 from piperlang.ir.layout import Layout
 from piperlang.ir.model import Tensor
 from piperlang.ir.redistribute import exchanging, moves
-from piperlang.runtime.reference.boxes import boxes, move, take
+from piperlang.runtime.box import take
+from piperlang.runtime.reference.boxes import boxes, move
 from piperlang.source import Source, Span
 
 MESH = Mesh("gpu", (("a", 2), ("b", 2)), Span(Source("s", "mesh"), 0, 4))

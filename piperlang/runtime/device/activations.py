@@ -20,9 +20,9 @@ from piperlang.plan.instructions import (
     Receive,
     Send,
 )
+from piperlang.runtime.box import take
 from piperlang.runtime.device.splits import Splits, leaving
 from piperlang.runtime.device.values import DeviceValues, executes
-from piperlang.runtime.reference.boxes import take
 
 # ------------------------------------------------------------------------------------------------------- point to point
 

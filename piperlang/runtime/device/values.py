@@ -13,9 +13,9 @@ from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, ParameterShard, StageProgram
 from piperlang.plan.sums import reads, sums
+from piperlang.runtime.box import take
 from piperlang.runtime.comm.backend import Comm
 from piperlang.runtime.optimizer.optimize import Optimizers, added
-from piperlang.runtime.reference.boxes import take
 
 F = TypeVar("F", bound=Callable[..., None])
 Execute = Callable[["DeviceValues", Any], None]

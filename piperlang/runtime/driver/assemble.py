@@ -12,7 +12,7 @@ from torch import nn
 
 from piperlang.core.value_id import ValueId
 from piperlang.plan.plan import Plan
-from piperlang.runtime.reference.boxes import take
+from piperlang.runtime.box import take
 
 
 def assembled(

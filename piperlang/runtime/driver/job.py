@@ -22,6 +22,7 @@ from piperlang.diagnostics import error
 from piperlang.plan.instructions import Compute, Send
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.plan.verify import check
+from piperlang.runtime.box import take
 from piperlang.runtime.comm.process_group import ProcessBackend
 from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.device.failure import Failure, failed
@@ -31,7 +32,6 @@ from piperlang.runtime.driver.training import Captured, Step, Training, piece_of
 from piperlang.runtime.driver.worker import Setup
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
-from piperlang.runtime.reference.boxes import take
 
 
 class WorkerInputs:

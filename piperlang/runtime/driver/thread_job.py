@@ -16,6 +16,7 @@ from piperlang.capture.tensors import named_tensors
 from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Compute
 from piperlang.plan.plan import Plan
+from piperlang.runtime.box import take
 from piperlang.runtime.comm.threads import BACKEND, Switchboard, Threads
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.failure import failed, failure_of
@@ -23,7 +24,6 @@ from piperlang.runtime.driver.assemble import assembled, known_to, rest_of
 from piperlang.runtime.driver.training import Captured, Step, Training, piece_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
 from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
-from piperlang.runtime.reference.boxes import take
 
 
 class ThreadJob:

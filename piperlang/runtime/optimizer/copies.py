@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.diagnostics import PiperError, error
 from piperlang.ir.layout import Box
-from piperlang.runtime.reference.boxes import take
+from piperlang.runtime.box import take
 
 Refuse = Callable[[str, str], PiperError]
 """Makes the error for a weight, from its name and the reason."""

@@ -11,17 +11,11 @@ import torch
 from piperlang.core.placement import DEFERRED, PARTIAL, Placement
 from piperlang.ir.graph import Value
 from piperlang.ir.layout import Box, Layout, axes_of
+from piperlang.runtime.box import take
 
 
 def boxes(value: Value) -> list[Box]:
     return list(value.layout.boxes(value.tensor, value.first, value.samples, value.inner))
-
-
-def take(whole: torch.Tensor, box: Box, origin: Box | None = None) -> torch.Tensor:
-    """A box of a tensor whose own box is `origin` (from zero if it is left out)."""
-    for dim, (low, high) in enumerate(box):
-        whole = whole.narrow(dim, low - (origin[dim][0] if origin else 0), high - low)
-    return whole
 
 
 def move(sources: Sequence[tuple[Value, Sequence[torch.Tensor]]], target: Value) -> list[torch.Tensor]:

@@ -24,10 +24,11 @@ from piperlang.ir.layout import axes_of, devices_of
 from piperlang.ir.model import Sharding, Slot, Tensor
 from piperlang.ir.sort import topological
 from piperlang.ir.weight_layout import along
+from piperlang.runtime.box import take
 from piperlang.runtime.device.failure import failed, failure_of
 from piperlang.runtime.device.splits import leaving
 from piperlang.runtime.optimizer.optimize import Optimizers
-from piperlang.runtime.reference.boxes import boxes, move, take
+from piperlang.runtime.reference.boxes import boxes, move
 from piperlang.runtime.reference.shards import Shards
 
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)

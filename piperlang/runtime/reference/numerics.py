@@ -29,10 +29,10 @@ from piperlang.core.value_id import ValueId
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import coordinates, interval, local_box
+from piperlang.runtime.box import take
 from piperlang.runtime.hardware.room import threads_for
 from piperlang.runtime.optimizer.optimize import default_optimizer
 from piperlang.runtime.optimizer.user import call_optimizer, call_schedule
-from piperlang.runtime.reference.boxes import take
 from piperlang.runtime.reference.interpreter import Captured, GraphInterpreter
 
 STEPS = 2

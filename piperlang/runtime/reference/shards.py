@@ -11,9 +11,9 @@ from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import Graph, Node, WeightLayout
 from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import coordinates, dividing, flat_part, interval, local_box
+from piperlang.runtime.box import take
 from piperlang.runtime.optimizer.copies import Part
 from piperlang.runtime.optimizer.optimize import DeviceUpdate, Optimizers, added
-from piperlang.runtime.reference.boxes import take
 
 
 class Shards:
