@@ -97,7 +97,7 @@ def resident() -> int:
 
 
 def measure(size: str, device: str) -> dict[str, Any]:
-    from piperlang.capture.program import Captured, capture
+    from piperlang.capture.program import CutProgram, capture
     from piperlang.pipeline import schedule
     from piperlang.plan.lower import lower
     from piperlang.plan.verify import check
@@ -115,7 +115,7 @@ def measure(size: str, device: str) -> dict[str, Any]:
     found = schedule(capture(model, loss, batch), Source("guard.piper", SCRIPT))
     assert not found.problems, found.problems
     captured = found.captured
-    assert isinstance(captured, Captured)
+    assert isinstance(captured, CutProgram)
     plan = lower(found.graph())
     check(plan)
     for program in plan.programs:

@@ -28,7 +28,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.flop_counter import register_flop_formula
 
 from piperlang.capture.annotate import annotate
-from piperlang.capture.program import Captured, capture
+from piperlang.capture.program import CutProgram, capture
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import COMPUTE, Graph, Node
 from piperlang.pipeline import schedule
@@ -184,12 +184,12 @@ class Timed:
     """What the orders allow, if nothing but naps takes time."""
 
 
-def compiled(make: Callable[[], Network], samples: int, script: str) -> tuple[Graph, Captured]:
+def compiled(make: Callable[[], Network], samples: int, script: str) -> tuple[Graph, CutProgram]:
     found = schedule(capture(make, mse_loss, batch(samples)), Source("benchmark.piper", script))
     if found.problems:
         raise PiperError(*found.problems)
     captured = found.captured
-    assert isinstance(captured, Captured)
+    assert isinstance(captured, CutProgram)
     return found.graph(), captured
 
 
@@ -206,7 +206,7 @@ def timed(cluster: Cluster, make: partial[Network], samples: int, script: str, s
 class Asleep(Costs):
     """What nodes really take here: their naps, and nothing else."""
 
-    def __init__(self, graph: Graph, captured: Captured) -> None:
+    def __init__(self, graph: Graph, captured: CutProgram) -> None:
         super().__init__(graph)
         self.captured = captured
 

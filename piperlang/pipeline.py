@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import piperlang.directives  # noqa: F401  (a script can use all directives)
-from piperlang.build.schedule import Captured, Program
+from piperlang.build.schedule import HasModel, SupportsCut
 from piperlang.build.scheduler import Scheduler
 from piperlang.diagnostics import Diagnostic, PiperError
-from piperlang.elaborate.directive import Directive
-from piperlang.elaborate.directive import Graph as Applied
+from piperlang.elaborate.directive import Directive, ScheduleTarget
 from piperlang.elaborate.interpret import Interpreter
 from piperlang.elaborate.modules import Importer, from_source
 from piperlang.elaborate.outline import Outline
@@ -52,7 +51,7 @@ class Scheduled:
         return tuple(self.scheduler.schedule.directives)
 
     @property
-    def captured(self) -> Captured:
+    def captured(self) -> HasModel:
         """The model as the directives cut it into chunks."""
         return self.scheduler.schedule.captured
 
@@ -88,7 +87,7 @@ def outline(
 
 
 def schedule(
-    program: Program,
+    program: SupportsCut,
     source: Source,
     path: Path | None = None,
     overrides: Mapping[str, str] | None = None,
@@ -101,7 +100,7 @@ def schedule(
     return Scheduled(scheduler, found.problems or (tuple(scheduler.finish()) if after is None else ()), found.params)
 
 
-def replay(program: Program, directives: Iterable[Directive]) -> Scheduled:
+def replay(program: SupportsCut, directives: Iterable[Directive]) -> Scheduled:
     """Directives, applied to a captured model without the script that gave them."""
     scheduler = Scheduler(program)
     try:
@@ -127,7 +126,7 @@ def planned(graph: Graph, max_norm: float | None = None) -> Plan:
 
 
 def evaluate(
-    graph: Applied,
+    graph: ScheduleTarget,
     source: Source,
     path: Path | None,
     overrides: Mapping[str, str] | None,

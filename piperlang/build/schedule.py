@@ -14,7 +14,7 @@ from piperlang.elaborate.directive import Directive
 from piperlang.elaborate.lanes import Item
 from piperlang.elaborate.outline import Outline
 from piperlang.elaborate.placement import Chunk as Tagset
-from piperlang.elaborate.placement import Placement
+from piperlang.elaborate.placement import PlacedChunk
 from piperlang.ir.layout import axes_of
 from piperlang.ir.model import Chunk, Model
 from piperlang.source import Source
@@ -39,15 +39,15 @@ BUCKET = 25_000_000
 """Bytes of gradients reduced together, and of weights updated together, where no directive says otherwise."""
 
 
-class Captured(Protocol):
+class HasModel(Protocol):
     @property
     def model(self) -> Model: ...
 
 
-class Program(Protocol):
+class SupportsCut(Protocol):
     """A traced model, which tags cut into chunks."""
 
-    def cut(self, tags: Iterable[Tag]) -> Captured: ...
+    def cut(self, tags: Iterable[Tag]) -> HasModel: ...
 
     def check_tag(self, directive: Tag) -> None: ...
 
@@ -70,7 +70,7 @@ class Use:
 class Schedule:
     """What the directives so far have said. Each pass changes its own part of it; the graph is built from all of it."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: SupportsCut) -> None:
         self.program = program
         self.directives: list[Directive] = []
         self.tag_directives: list[Tag] = []
@@ -88,7 +88,7 @@ class Schedule:
         self.offloaded: dict[Tagset, Offload] = {}
 
     @cached_property
-    def captured(self) -> Captured:
+    def captured(self) -> HasModel:
         return self.program.cut(self.tag_directives)
 
     @cached_property
@@ -150,7 +150,7 @@ class Schedule:
         fitting = [s for s in self.outline.splits.values() if s.selector is None or s.selector.matches(dict(group))]
         return tuple(sorted(fitting, key=lambda s: s.selector is not None))
 
-    def places(self, group: Tagset) -> Sequence[tuple[Submesh, Placement | None]]:
+    def places(self, group: Tagset) -> Sequence[tuple[Submesh, PlacedChunk | None]]:
         if not self.meshes:
             return ((ALONE, None),)
         return [(p.where, p) for p in self.outline.placements.by_chunk.get(group, ())]

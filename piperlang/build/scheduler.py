@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from piperlang.build.complete import missing
 from piperlang.build.graph import build
-from piperlang.build.schedule import Program, Schedule
+from piperlang.build.schedule import Schedule, SupportsCut
 from piperlang.core.selector import Selector, TagValue
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.elaborate.directive import Directive
@@ -18,7 +18,7 @@ class Scheduler:
     """Implements `directive.Graph`. A schedule is the directives applied in order, so applying fewer of them is all
     that undo takes."""
 
-    def __init__(self, program: Program, limit: int | None = None) -> None:
+    def __init__(self, program: SupportsCut, limit: int | None = None) -> None:
         """`limit`: apply only so many directives, and let the others pass."""
         self.schedule = Schedule(program)
         self.limit = limit

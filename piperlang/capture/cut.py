@@ -25,7 +25,7 @@ Tags = tuple[tuple[str, int | str], ...]
 
 
 @dataclass(frozen=True)
-class Value:
+class EdgeTensor:
     """A tensor between chunks, identified by the name of the node that computes it."""
 
     name: str
@@ -35,7 +35,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Subgraph:
     """A part of the model that is scheduled as one unit: F maps `weights`, `batch` and `inputs` to `outputs`."""
 
     number: int
@@ -47,14 +47,14 @@ class Chunk:
     """Placeholders of the batch's tensors it reads."""
     random: bool
     """Whether it reads `rng`."""
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[EdgeTensor, ...]
+    outputs: tuple[EdgeTensor, ...]
     """Values that other chunks read, the loss, and the new values of buffers."""
     changes: tuple[tuple[int, int], ...] = ()
     """Buffers among `weights` that the chunk changes, each with the output that is its new value."""
 
 
-def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Chunk]:
+def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Subgraph]:
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     tags = _tags(nodes, list(directives), ancestors(list(traced.changes.values())))
     groups: list[list[fx.Node]] = []
@@ -78,7 +78,7 @@ def _chunk(
     owner: dict[fx.Node, int],
     differentiable: set[fx.Node],
     result: set[fx.Node],
-) -> Chunk:
+) -> Subgraph:
     read = list(
         dict.fromkeys(source for node in group for source in node.all_input_nodes if owner.get(source) != number)
     )
@@ -92,11 +92,11 @@ def _chunk(
     ]
     outputs += changed.values()
 
-    def value(node: fx.Node) -> Value:
-        return Value(node.name, traced.value(node), node in differentiable)
+    def value(node: fx.Node) -> EdgeTensor:
+        return EdgeTensor(node.name, traced.value(node), node in differentiable)
 
     weights = tuple(p for p in places if p in traced.weights)
-    return Chunk(
+    return Subgraph(
         number,
         tags,
         tuple(group),

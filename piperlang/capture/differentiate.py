@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from piperlang.capture.cost import bytes_of, cost
-from piperlang.capture.cut import Chunk
+from piperlang.capture.cut import Subgraph
 from piperlang.capture.functions import identity
 from piperlang.capture.joint import Joint, sources
 from piperlang.capture.pass_graph import PassGraph, PassGraphs
@@ -46,7 +46,7 @@ _VIEWS = {
 it."""
 
 
-def differentiate(traced: Traced, chunks: Sequence[Chunk]) -> list[PassGraphs]:
+def differentiate(traced: Traced, chunks: Sequence[Subgraph]) -> list[PassGraphs]:
     """The graphs of every chunk. Equal chunks get the same object."""
     known: dict[object, PassGraphs] = {}
     found: list[PassGraphs] = []
@@ -63,7 +63,7 @@ def divide(joint: Joint, local: Localize | None = None) -> PassGraphs:
     return _Division(joint, local).divide()
 
 
-def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> object:
+def signature(traced: Traced, chunk: Subgraph, sizes: Sizes | None = None) -> object:
     """Equal for chunks that compute the same: operators, constants, shapes and data flow; with `sizes`, at any batch
     size."""
     numbers: dict[fx.Node, int] = {}
@@ -83,7 +83,7 @@ def signature(traced: Traced, chunk: Chunk, sizes: Sizes | None = None) -> objec
     return tuple(parts)
 
 
-def value_name(chunk: Chunk, slot: Slot) -> str:
+def value_name(chunk: Subgraph, slot: Slot) -> str:
     """The name of the value in a slot of a chunk, unique in the whole graph. A gradient is named `grad:` and the name
     of its value."""
     kind, i = slot

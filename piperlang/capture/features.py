@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from piperlang.capture.cut import Chunk
+from piperlang.capture.cut import Subgraph
 from piperlang.capture.trace import Traced
 from piperlang.core.placement import REPLICATE, Placement, Shard
 from piperlang.diagnostics import PiperError, error
@@ -51,7 +51,7 @@ class Unfit(Exception):
 # ---------------------------------------------------------------------------------------------------------- features
 
 
-def features_of(traced: Traced, chunk: Chunk) -> dict[Slot, Features]:
+def features_of(traced: Traced, chunk: Subgraph) -> dict[Slot, Features]:
     """The feature dimensions of every weight of a chunk. Where operators disagree about a weight, the first one
     decides."""
     found: dict[str, Features] = {}

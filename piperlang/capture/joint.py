@@ -10,7 +10,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from piperlang.capture.cut import Chunk
+from piperlang.capture.cut import Subgraph
 from piperlang.capture.effects import without_effects
 from piperlang.capture.random import PLACE
 from piperlang.capture.sizes import Sizes
@@ -19,7 +19,7 @@ from piperlang.capture.untraceable import differentiating, refuse_sparse
 from piperlang.ir.model import Slot
 
 
-def sources(traced: Traced, chunk: Chunk) -> list[tuple[Slot, fx.Node, bool]]:
+def sources(traced: Traced, chunk: Subgraph) -> list[tuple[Slot, fx.Node, bool]]:
     """The inputs of a chunk: slot, node of the traced graph, and whether it requires a gradient."""
     nodes = {node.name: node for node in traced.graph.nodes}
     found: list[tuple[Slot, fx.Node, bool]] = [
@@ -45,7 +45,7 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
 class Joint:
     """Forward and backward of a chunk, for a batch of `samples`."""
 
-    def __init__(self, traced: Traced, chunk: Chunk, sizes: Sizes | None = None, samples: int = 0) -> None:
+    def __init__(self, traced: Traced, chunk: Subgraph, sizes: Sizes | None = None, samples: int = 0) -> None:
         self.traced, self.chunk, self.sizes = traced, chunk, sizes
         self.samples = samples or traced.samples
         self.sources = sources(traced, chunk)

@@ -5,16 +5,16 @@ Graphs call piperlang's own operators, which exist once their files have been im
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from piperlang.capture import effects, functions, keep, routed  # noqa: F401
 from piperlang.capture.cost import Cost
-from piperlang.ir.model import Slot
+from piperlang.ir.model import Sharding, Slot
 
 
 @dataclass(frozen=True)
@@ -65,3 +65,24 @@ class PassGraphs:
         return sum(cost.sizes[storage] for storage in apart), tuple(
             slot for slot, found in others if slot[0] in ("input", "output") and found & mine
         )
+
+
+class TracedModel(Protocol):
+    """What an executor needs of a model that is cut into chunks."""
+
+    @property
+    def batch_names(self) -> Sequence[str]: ...
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, Sequence[str]]: ...
+
+    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]: ...
+
+    def check_state(self) -> None: ...
+
+    def count(self, batch: Sequence[torch.Tensor]) -> float: ...
+
+    def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs: ...

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from piperlang.capture import routed
-from piperlang.capture.cut import Chunk, cut, matches, module_path
+from piperlang.capture.cut import Subgraph, cut, matches, module_path
 from piperlang.capture.differentiate import Localize, divide, signature
 from piperlang.capture.features import Unfit, features_of, operator_name, refusal
 from piperlang.capture.joint import Joint
@@ -31,7 +31,7 @@ from piperlang.ir.model import Sharding
 
 @dataclass
 class Program:
-    """The traced model and loss. Cutting it by tags returns a Captured; each distinct chunk is differentiated once."""
+    """The traced model and loss. `cut` by tags gives a CutProgram; each distinct chunk is differentiated once."""
 
     sizes: Sizes
     _known: dict[object, int] = field(default_factory=dict)
@@ -42,18 +42,18 @@ class Program:
     _promised: dict[tuple[int, Sharding], tuple[int, ir.Places]] = field(default_factory=dict)
     """The placements that passes were given, with the number of samples they were found for."""
 
-    def cut(self, tags: Iterable[Tag] = ()) -> Captured:
-        return Captured(self, cut(self.sizes.small, tags))
+    def cut(self, tags: Iterable[Tag] = ()) -> CutProgram:
+        return CutProgram(self, cut(self.sizes.small, tags))
 
     def check_tag(self, directive: Tag) -> None:
         for path in directive.paths:
             self._check_path(path)
 
-    def key(self, chunk: Chunk) -> int:
+    def key(self, chunk: Subgraph) -> int:
         """An identifier that is equal for chunks that compute the same."""
         return self._known.setdefault(signature(self.sizes.small, chunk, self.sizes), len(self._known))
 
-    def pass_graphs(self, chunk: Chunk, key: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
+    def pass_graphs(self, chunk: Subgraph, key: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
         known = (key, samples, sharding)
         if known not in self._pieces:
             made = divide(self._joint(chunk, key, samples), self._local(chunk, known) if sharding[0] else None)
@@ -70,12 +70,12 @@ class Program:
             self._pieces[known] = made
         return self._pieces[known]
 
-    def _joint(self, chunk: Chunk, key: int, samples: int) -> Joint:
+    def _joint(self, chunk: Subgraph, key: int, samples: int) -> Joint:
         if (key, samples) not in self._joints:
             self._joints[key, samples] = Joint(self.sizes.small, chunk, self.sizes, samples)
         return self._joints[key, samples]
 
-    def places(self, chunk: Chunk, key: int, samples: int, sharding: Sharding) -> ir.Places:
+    def places(self, chunk: Subgraph, key: int, samples: int, sharding: Sharding) -> ir.Places:
         """The placements of all values of a chunk whose weights are sharded.
 
         If the placements for a larger number of samples are known, those are returned: styles shard features, so the
@@ -94,7 +94,7 @@ class Program:
             self._promised.setdefault((key, sharding), promised)
         return promised[1]
 
-    def _local(self, chunk: Chunk, known: tuple[int, int, Sharding]) -> Localize:
+    def _local(self, chunk: Subgraph, known: tuple[int, int, Sharding]) -> Localize:
         divides = known[2][0]
         arriving = {
             slot: tuple(Shard(0) if place is DISPATCHED else place for place in places) for slot, places in known[2][1]
@@ -121,7 +121,7 @@ class Program:
 
     # ------------------------------------------------------------------------------------------------ routed tokens
 
-    def _rows(self, chunk: Chunk) -> frozenset[ir.Slot]:
+    def _rows(self, chunk: Subgraph) -> frozenset[ir.Slot]:
         """Inputs and outputs that are dispatched to the experts of their tokens, if this chunk has routed operators."""
         if not any(routed.operators(chunk.nodes)):
             return frozenset()
@@ -131,7 +131,7 @@ class Program:
         ]
         return frozenset(slot for slot, v in crossing if (dims := self.sizes.dims(nodes[v.name])) and dims[0][0])
 
-    def _unroutable(self, chunk: Chunk, rows: frozenset[ir.Slot]) -> Unfit | None:
+    def _unroutable(self, chunk: Subgraph, rows: frozenset[ir.Slot]) -> Unfit | None:
         """Why tokens cannot be dispatched to their experts; None if they can."""
         if not rows:
             return None
@@ -160,7 +160,7 @@ class Program:
             else None
         )
 
-    def _any_rows(self, chunk: Chunk, known: tuple[int, int, Sharding], made: PassGraphs) -> None:
+    def _any_rows(self, chunk: Subgraph, known: tuple[int, int, Sharding], made: PassGraphs) -> None:
         """Checks that the graphs are the same for any number of tokens, because that number depends on the data."""
         key, samples, sharding = known
         twice = (key, 2 * samples, sharding)
@@ -222,10 +222,10 @@ def capture(
         return Program(trace_sizes(make_model, loss, batch, seed))
 
 
-class Captured:
+class CutProgram:
     """The program cut into chunks."""
 
-    def __init__(self, program: Program, chunks: list[Chunk]) -> None:
+    def __init__(self, program: Program, chunks: list[Subgraph]) -> None:
         self.program, self.chunks = program, chunks
         self.keys = [program.key(chunk) for chunk in chunks]
         self.model = self._describe()
@@ -331,7 +331,7 @@ class Captured:
             node.name, dims, _dtype(value), value.element_size(), batch[0] if batch else None, buried, differentiable
         )
 
-    def _chunk(self, chunk: Chunk) -> ir.Chunk:
+    def _chunk(self, chunk: Subgraph) -> ir.Chunk:
         traced = self.program.sizes.small
         pieces = self.pass_graphs(chunk.number, self.program.sizes.samples)
         passes = {name: _pass(piece) for name in "FBIW" if (piece := getattr(pieces, name)) is not None}
@@ -358,7 +358,7 @@ class Captured:
         )
 
 
-def dispatch(chunk: Chunk) -> Dispatched | None:
+def dispatch(chunk: Subgraph) -> Dispatched | None:
     """The expert indices of a chunk's routed tokens: an input of the chunk, if there is one for all tokens."""
     choices = {Dispatched(*routed.choice_of(node)) for node in routed.operators(chunk.nodes)}
     return (

@@ -65,11 +65,11 @@ def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> t
         "chunks": len(graph.model.chunks),
     }
     if options.numerics:
-        from piperlang.capture.program import Captured
+        from piperlang.capture.program import CutProgram
         from piperlang.runtime.reference.numerics import compare
 
         cut = found.captured
-        assert isinstance(cut, Captured)
+        assert isinstance(cut, CutProgram)
         with doing("comparing two training steps"):
             compared = compare(file, program, graph, cut, options.seed)
         result |= {

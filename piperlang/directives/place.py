@@ -37,7 +37,7 @@ from piperlang.core.mesh import Submesh
 from piperlang.core.selector import Selector
 from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Directive
-from piperlang.elaborate.placement import MAX_CHUNKS, Placement, spread
+from piperlang.elaborate.placement import MAX_CHUNKS, PlacedChunk, spread
 from piperlang.syntax import tree
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Place(Directive):
                     raise error(
                         "P0208", f"more than {MAX_CHUNKS:,} chunks are placed", self.span, help="check the ranges"
                     )
-                outline.placements.add(Placement(chunk, box, self.where, devices, self))
+                outline.placements.add(PlacedChunk(chunk, box, self.where, devices, self))
                 outline.tagged.setdefault(chunk, self)
         outline.lanes.forget()
 

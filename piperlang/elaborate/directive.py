@@ -96,7 +96,7 @@ class Step(Written):
         return " & ".join(f"({item})" if len(item.alternatives) > 1 else str(item) for item in self.items)
 
 
-class Graph(Protocol):
+class ScheduleTarget(Protocol):
     """The evaluator's interface to the graph: it applies each directive, then queries the result.
 
     The outline of a script alone implements it (elaborate/outline.py), and so does the graph of a model.

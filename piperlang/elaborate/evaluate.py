@@ -9,7 +9,7 @@ from piperlang.core.mesh import Axis, Mesh, Submesh
 from piperlang.core.selector import Condition, Selector
 from piperlang.diagnostics import PiperError, did_you_mean, error, listed
 from piperlang.elaborate import arithmetic, picking
-from piperlang.elaborate.directive import Graph
+from piperlang.elaborate.directive import ScheduleTarget
 from piperlang.elaborate.modules import Module
 from piperlang.elaborate.values import Builtin, StepsValue, Value, kind
 from piperlang.source import Span
@@ -26,7 +26,7 @@ _BUILTINS = {name: Builtin(name) for name in BUILTINS}
 
 
 class Evaluator:
-    def __init__(self, graph: Graph, module: Module) -> None:
+    def __init__(self, graph: ScheduleTarget, module: Module) -> None:
         self.graph = graph
         self.module = module
         self.locals: dict[str, Value] | None = None

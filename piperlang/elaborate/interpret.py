@@ -10,7 +10,7 @@ from piperlang.core.selector import Selector
 from piperlang.diagnostics import LIMIT, Call, Diagnostic, PiperError, did_you_mean, error, listed
 from piperlang.elaborate.builtins import BUILTINS
 from piperlang.elaborate.calling import bind_arguments
-from piperlang.elaborate.directive import BY_NODE, Directive, Graph, Step
+from piperlang.elaborate.directive import BY_NODE, Directive, ScheduleTarget, Step
 from piperlang.elaborate.evaluate import Evaluator
 from piperlang.elaborate.modules import Importer, Module
 from piperlang.elaborate.names import bound_by
@@ -35,7 +35,7 @@ class _Returned(Exception):
 class Interpreter(Evaluator):
     def __init__(
         self,
-        graph: Graph,
+        graph: ScheduleTarget,
         module: Module,
         overrides: Mapping[str, str] | None = None,
         say: Callable[[str], None] = print,

@@ -27,7 +27,7 @@ MAX_PARTS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacedChunk:
     chunk: Chunk
     box: Box
     where: Submesh
@@ -41,7 +41,7 @@ def shown(chunk: Chunk) -> str:
 
 @dataclass
 class Placements:
-    by_chunk: dict[Chunk, list[Placement]] = field(default_factory=dict)
+    by_chunk: dict[Chunk, list[PlacedChunk]] = field(default_factory=dict)
     by_tag: dict[tuple[str, TagValue], list[Chunk]] = field(default_factory=dict)
     """The chunks by tag, so that a lookup visits only the matching ones."""
     open: list[Place] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Placements:
         )
         return [chunk for chunk in among if all(c.holds(dict(chunk)) for c in tags)]
 
-    def add(self, new: Placement) -> None:
+    def add(self, new: PlacedChunk) -> None:
         known = self.by_chunk.setdefault(new.chunk, [])
         if len(known) >= MAX_PARTS:
             raise error(
@@ -93,7 +93,7 @@ class Placements:
                 )
         known.append(new)
 
-    def here(self, chunk: Chunk, device: int) -> list[Placement]:
+    def here(self, chunk: Chunk, device: int) -> list[PlacedChunk]:
         return [p for p in self.by_chunk.get(chunk, ()) if device in p.devices]
 
 

@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from piperlang.capture.model_file import ModelFile, shipped
-from piperlang.capture.program import Captured, Program
+from piperlang.capture.program import CutProgram, Program
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of
 from piperlang.ir.sort import topological
 from piperlang.pipeline import planned, schedule
 from piperlang.plan.plan import Plan
-from piperlang.runtime.reference.numerics import InDouble, Planned, Trainer, capture_doubled, compare
+from piperlang.runtime.reference.numerics import Candidate, InDouble, Planned, capture_doubled, compare
 from piperlang.source import Source
 
 EXECUTORS = ("graph", "inline", "ray")
@@ -69,7 +69,7 @@ class Bench:
         except Exception as problem:
             return Outcome("raised", f"{type(problem).__name__}: {problem}", type(problem).__name__)
         cut = found.captured
-        assert isinstance(cut, Captured)
+        assert isinstance(cut, CutProgram)
         try:
             with self._trainer(graph, plan, cut) as trainer:
                 compared = compare(self.file, self.program, graph, cut, self.seed, trainer)
@@ -91,7 +91,7 @@ class Bench:
         )
 
     @contextmanager
-    def _trainer(self, graph: Graph, plan: Plan, cut: Captured) -> Iterator[Trainer | None]:
+    def _trainer(self, graph: Graph, plan: Plan, cut: CutProgram) -> Iterator[Candidate | None]:
         if self.executor == "graph":
             yield None
             return

@@ -13,7 +13,7 @@ from piperlang.ir.redistribute import moves
 GRADIENTS = (Kind.GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
-class Broken(Exception):
+class InvalidGraph(Exception):
     """A graph that would not train the model it was made from."""
 
     def __init__(self, faults: list[str]) -> None:
@@ -22,12 +22,12 @@ class Broken(Exception):
 
 
 def verify(graph: Graph, sketch: bool = False) -> None:
-    """Raise Broken with every fault found. A sketch has not all microbatches, so they are not counted."""
+    """Raise InvalidGraph with every fault found. A sketch has not all microbatches, so they are not counted."""
     faults = [*_flow(graph), *_places(graph), *_moves(graph), *_gradients(graph), *_updates(graph)]
     if not sketch:
         faults += _samples(graph)
     if faults:
-        raise Broken(faults)
+        raise InvalidGraph(faults)
 
 
 def _flow(graph: Graph) -> Iterator[str]:

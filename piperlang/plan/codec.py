@@ -18,11 +18,11 @@ from piperlang.core.value_id import ValueId
 Read = Callable[[Any], Any]
 
 
-class Broken(Exception):
+class InvalidRecord(Exception):
     """A file says something that no plan would say."""
 
-    def of(self, what: str) -> Broken:
-        return Broken(f"{what}: {self}")
+    def of(self, what: str) -> InvalidRecord:
+        return InvalidRecord(f"{what}: {self}")
 
 
 def encode(value: Any) -> Any:
@@ -69,9 +69,9 @@ def reader(kind: Any) -> Read:
     raise TypeError(f"no reader for {kind}")
 
 
-def _fail(wanted: str, got: Any) -> Broken:
+def _fail(wanted: str, got: Any) -> InvalidRecord:
     shown = repr(got)
-    return Broken(f"{shown if len(shown) < 60 else shown[:57] + '...'} is not {wanted}")
+    return InvalidRecord(f"{shown if len(shown) < 60 else shown[:57] + '...'} is not {wanted}")
 
 
 def _integer(data: Any) -> int:
@@ -133,7 +133,7 @@ def _either(kinds: tuple[Any, ...]) -> Read:
         for one in reads[:-1]:
             try:
                 return one(data)
-            except Broken:
+            except InvalidRecord:
                 continue
         return reads[-1](data)
 
@@ -167,14 +167,14 @@ def _named(every: Mapping[str, Read]) -> Read:
         if type(data) is not dict:
             raise _fail("an object", data)
         if missing := every.keys() - data.keys():
-            raise Broken(f"there is no `{min(missing)}`")
+            raise InvalidRecord(f"there is no `{min(missing)}`")
         found = {}
         for key, value in data.items():
             if key not in every:
-                raise Broken(f"unknown field `{key}`")
+                raise InvalidRecord(f"unknown field `{key}`")
             try:
                 found[sys.intern(key)] = every[key](value)
-            except Broken as problem:
+            except InvalidRecord as problem:
                 raise problem.of(f"`{key}`") from None
         return found
 

@@ -16,7 +16,7 @@ from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.diagnostics.files import unreadable
 from piperlang.elaborate.modules import Importer, Module
 from piperlang.elaborate.modules import load as load_module
-from piperlang.plan.codec import Broken, encode, reader
+from piperlang.plan.codec import InvalidRecord, encode, reader
 from piperlang.plan.instructions import INSTRUCTIONS, Instruction
 from piperlang.plan.plan import VERSION, Plan
 from piperlang.syntax import tree
@@ -64,7 +64,7 @@ def load(content: str, name: str = "the plan") -> Plan:
     gc.disable()
     try:
         return _plan(data)
-    except Broken as problem:
+    except InvalidRecord as problem:
         raise _unreadable(name, str(problem)) from None
     finally:
         if collecting:
@@ -81,11 +81,11 @@ def _plan(data: dict[str, Any]) -> Plan:
     content = {key: value for key, value in data.items() if key not in ("format", "version")}
     raw = content.get("devices")
     if not isinstance(raw, list):
-        raise Broken("it has no list of devices")
+        raise InvalidRecord("it has no list of devices")
     instructions = []
     for k, one in enumerate(raw):
         if not isinstance(one, dict) or not isinstance(one.get("instructions"), list):
-            raise Broken(f"entry {k} of its devices: there is no list of instructions")
+            raise InvalidRecord(f"entry {k} of its devices: there is no list of instructions")
         where = f"entry {k} of its devices: instruction"
         instructions.append([_instruction(x, f"{where} {i}") for i, x in enumerate(one["instructions"])])
         one["instructions"] = []
@@ -94,7 +94,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         if part in plan.about:
             try:
                 plan.about[part] = reader(dict[str, str])(plan.about[part])
-            except Broken as problem:
+            except InvalidRecord as problem:
                 raise problem.of(f"`about`: `{part}`") from None
     for device, its in zip(plan.devices, instructions, strict=True):
         device.instructions = its
@@ -104,13 +104,13 @@ def _plan(data: dict[str, Any]) -> Plan:
 def _instruction(data: Any, where: str) -> Instruction:
     try:
         if type(data) is not dict or type(data.get("op")) is not str:
-            raise Broken("it has no `op`")
+            raise InvalidRecord("it has no `op`")
         op = data.pop("op")
         if op not in INSTRUCTIONS:
-            raise Broken(f"unknown instruction `{op}`")
+            raise InvalidRecord(f"unknown instruction `{op}`")
         kind: Any = INSTRUCTIONS[op]
         return reader(kind)(data)  # type: ignore[no-any-return]
-    except Broken as problem:
+    except InvalidRecord as problem:
         raise problem.of(where) from None
 
 

@@ -29,7 +29,7 @@ from piperlang.syntax.parse import is_file, parse, read
 
 if TYPE_CHECKING:
     from piperlang.repl.model import OpenModel
-    from piperlang.repl.training import Training
+    from piperlang.repl.training import SessionTraining
     from piperlang.runtime.driver.cluster import Cluster
 
 KEPT = 40
@@ -63,7 +63,7 @@ class SessionCore:
         self.saved: tuple[str, ...] = ()
         self.last_code: str | None = None
         """Code of the last diagnostic, for `:explain`."""
-        self.training: Training | None = None
+        self.training: SessionTraining | None = None
         self.workers: Cluster | None = None
         """Started by the first `:run` and kept for later ones."""
         self._states: dict[tuple[str, ...], State] = {}

@@ -75,8 +75,8 @@ def statements(source: Source) -> list[str]:
     if not text:
         return []
     ends = []
-    for chunk in laid_out(source).chunks:
-        last = max(end(token) for token in chunk.tokens)
+    for statement in laid_out(source).statements:
+        last = max(end(token) for token in statement.tokens)
         newline = text.find("\n", last)
         ends.append(len(text) if newline < 0 else newline)
     ends = [*ends[:-1], len(text)]

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from piperlang.build.schedule import Captured, Program
+from piperlang.build.schedule import HasModel, SupportsCut
 from piperlang.build.scheduler import Scheduler
 from piperlang.core.selector import Selector, TagValue
 from piperlang.diagnostics import Diagnostic, PiperError
@@ -56,12 +56,12 @@ class Cuts:
     """A traced model that caches its cuts: the same tags give the same chunks, for any statement and
     any thread."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: SupportsCut) -> None:
         self.program = program
-        self._known: dict[Tagged, Captured] = {}
+        self._known: dict[Tagged, HasModel] = {}
         self._one = threading.Lock()
 
-    def cut(self, tags: Iterable[Tag]) -> Captured:
+    def cut(self, tags: Iterable[Tag]) -> HasModel:
         every = list(tags)
         known = tuple((tag.tags, tuple(map(str, tag.paths))) for tag in every)
         with self._one:
@@ -90,7 +90,7 @@ class Setting:
 class _Scheduler(Scheduler):
     """Applies directives; those that an earlier state has verified are not verified again."""
 
-    def __init__(self, program: Program, verified: int) -> None:
+    def __init__(self, program: SupportsCut, verified: int) -> None:
         super().__init__(program)
         self.verified = verified
 

@@ -17,7 +17,7 @@ import torch
 
 from piperlang.capture.batches import placed
 from piperlang.capture.model_file import shipped
-from piperlang.capture.program import Captured, capture
+from piperlang.capture.program import CutProgram, capture
 from piperlang.capture.user_code import located
 from piperlang.capture.where import line_of_function
 from piperlang.diagnostics import error
@@ -35,8 +35,7 @@ from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.start import start as start_job
 from piperlang.runtime.driver.thread_job import ThreadJob
-from piperlang.runtime.driver.training import Step
-from piperlang.runtime.driver.training import Training as JobTraining
+from piperlang.runtime.driver.training import Step, Training
 from piperlang.runtime.guard.program import verify
 from piperlang.runtime.optimizer.optimize import default_optimizer
 from piperlang.runtime.reference.numerics import compare
@@ -57,7 +56,7 @@ class Generators:
         np.random.set_state(self.numpy)
 
 
-class Training:
+class SessionTraining:
     """The training of a session's script."""
 
     def __init__(self, session: SessionCore, executor: str) -> None:
@@ -148,11 +147,11 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
             help="omit `inline`, or start the session with an empty CUDA_VISIBLE_DEVICES",
         )
     graph, captured = state.graph, state.scheduler.schedule.captured
-    assert isinstance(captured, Captured)
+    assert isinstance(captured, CutProgram)
     plan = planned(graph, model.file.max_norm)
     make = shipped(model.file, "model")
     assert make is not None
-    training = JobTraining(
+    training = Training(
         make,
         shipped(model.file, "optimizer") or default_optimizer,
         shipped(model.file, "lr_schedule"),
@@ -166,7 +165,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         cluster = None if isinstance(backend, Threads) else _workers(session, len(plan.devices))
         return start_job(backend, plan, captured, training, dtype, cluster=cluster)
 
-    def evaluation() -> tuple[Plan, Captured]:
+    def evaluation() -> tuple[Plan, CutProgram]:
         found = schedule(
             capture(Evaluated(model.file.model), model.file.loss, placed(first, backend.device.name), model.seed),
             state.source,
@@ -174,7 +173,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
             state.setting.overrides,
         )
         cut = found.captured
-        assert isinstance(cut, Captured)
+        assert isinstance(cut, CutProgram)
         return evaluation_plan(found.graph(), plan), cut
 
     return Trainer(graph, plan, start, evaluation, lambda: verify(captured, plan, first, training))
@@ -227,8 +226,8 @@ def trained(session: SessionCore, steps: int, executor: str) -> Shown:
     return Shown(block=f"{what} in {seconds:.1f} s{stopped}")
 
 
-def _started(session: SessionCore, executor: str) -> Training:
-    training = Training(session, executor)
+def _started(session: SessionCore, executor: str) -> SessionTraining:
+    training = SessionTraining(session, executor)
     session.screen.say(str(training.trainer.verified))
     try:
         _ = training.trainer.job
@@ -265,7 +264,7 @@ def compared(session: SessionCore) -> Shown:
     state = State(replace(session.setting, program=model.doubled), session.statements)
     assert state.scheduler is not None
     captured = state.scheduler.schedule.captured
-    assert isinstance(captured, Captured)
+    assert isinstance(captured, CutProgram)
     found = compare(model.file, model.doubled.program, state.graph, captured, model.seed)  # type: ignore[arg-type]
     noisy = found.judged_by_gradient
     more = f" and {len(noisy) - 3} more" if len(noisy) > 3 else ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from piperlang.capture.batches import detached, placed, wrong_batch
-from piperlang.capture.program import Captured, capture
+from piperlang.capture.program import CutProgram, capture
 from piperlang.capture.user_code import (
     Guarded,
     UserFunction,
@@ -63,7 +63,7 @@ class Trainer:
         graph: Graph,
         plan: Plan,
         start: Callable[[], Job | ThreadJob],
-        evaluation: Callable[[], tuple[Plan, Captured]],
+        evaluation: Callable[[], tuple[Plan, CutProgram]],
         verify: Callable[[], Verified],
         display: Display | None = None,
     ) -> None:
@@ -174,7 +174,7 @@ def compile(
     runs_on = chosen(executor, backend)
     overrides = {name: str(value) for name, value in (parameters or {}).items()}
 
-    def applied(make: Callable[[], Any]) -> tuple[Graph, Captured]:
+    def applied(make: Callable[[], Any]) -> tuple[Graph, CutProgram]:
         with phase("tracing the model", "traced") as tracing:
             program = capture(make, loss, placed(example, runs_on.device.name), seed)
             tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
@@ -183,7 +183,7 @@ def compile(
         if found.problems:
             raise PiperError(*found.problems)
         captured = found.captured
-        assert isinstance(captured, Captured)
+        assert isinstance(captured, CutProgram)
         return found.graph(), captured
 
     with _shown(display):
@@ -199,7 +199,7 @@ def compile(
     def start() -> Job | ThreadJob:
         return start_job(runs_on, plan, captured, training, dtype, timeout=timeout, address=address, compiles=compiles)
 
-    def evaluation() -> tuple[Plan, Captured]:
+    def evaluation() -> tuple[Plan, CutProgram]:
         graph, captured = applied(Evaluated(model))
         return evaluation_plan(graph, plan), captured
 

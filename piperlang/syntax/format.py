@@ -14,7 +14,7 @@ from lark import Token
 
 from piperlang.diagnostics import PiperError
 from piperlang.source import Source
-from piperlang.syntax.lines import Layout
+from piperlang.syntax.lines import TokenLayout
 from piperlang.syntax.parse import laid_out, parse
 from piperlang.syntax.tokens import end, start
 from piperlang.syntax.wrap import INDENT, comment_text, wrap
@@ -66,11 +66,11 @@ def _formatted(source: Source) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _logical_lines(layout: Layout) -> Iterator[_Logical]:
-    for chunk in layout.chunks:
+def _logical_lines(layout: TokenLayout) -> Iterator[_Logical]:
+    for statement in layout.statements:
         line = _Logical(0)
         depth = 0
-        for token in chunk.tokens:
+        for token in statement.tokens:
             if token.type == "INDENT":
                 depth += 1
             elif token.type == "DEDENT":
@@ -85,7 +85,7 @@ def _logical_lines(layout: Layout) -> Iterator[_Logical]:
                 line.tokens.append(token)
 
 
-def _entries(source: Source, layout: Layout) -> list[_Entry]:
+def _entries(source: Source, layout: TokenLayout) -> list[_Entry]:
     entries: list[_Entry] = []
     comments = layout.comments
     at = 0

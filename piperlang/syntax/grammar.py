@@ -9,6 +9,7 @@ This is the only file that depends on Lark's internals. Tested with lark 1.3.1:
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,8 @@ BUILDER = Builder()
 
 RAW = ("LINE_END", "COMMENT", "BAD_TEXT", "BAD_STRING", "BAD_NUMBER", "BAD_CHARACTER")
 """Terminals that no rule uses: lines.py reads them."""
+
+TABLES = f"grammar-{sys.implementation.cache_tag}.tables"
 
 
 class _KeepRaw:
@@ -53,12 +56,13 @@ def build(strict: bool = False, cache_file: str | None = None) -> Lark:
 
 
 def _cache_file() -> str | None:
-    """A file in the user's own cache folder; None if it is not writable."""
+    """A file in the user's own cache folder; None if it is not writable. Each Python has its own: they do not read each
+    other's tables, and would make them anew at every start."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(base) / "piperlang"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return str(folder / "grammar.tables") if os.access(folder, os.W_OK) else None
+        return str(folder / TABLES) if os.access(folder, os.W_OK) else None
     except OSError:
         return None
 

@@ -30,7 +30,7 @@ CLOSE = {")", "]", "}"}
 
 
 @dataclass
-class Chunk:
+class StatementTokens:
     """The tokens of one top-level statement, and the first thing wrong with their layout."""
 
     tokens: list[Token] = field(default_factory=list)
@@ -38,27 +38,27 @@ class Chunk:
 
 
 @dataclass
-class Layout:
-    chunks: list[Chunk]
+class TokenLayout:
+    statements: list[StatementTokens]
     comments: list[Token]
 
 
-def lay_out(source: Source, raw: Iterable[Token]) -> Layout:
+def lay_out(source: Source, raw: Iterable[Token]) -> TokenLayout:
     layer = _Layer(source)
     for token in raw:
         layer.take(token)
         if layer.full:
             break
     layer.finish()
-    return Layout(layer.chunks, layer.comments)
+    return TokenLayout(layer.statements, layer.comments)
 
 
 class _Layer:
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.chunks: list[Chunk] = []
+        self.statements: list[StatementTokens] = []
         self.comments: list[Token] = []
-        self.chunk = Chunk()
+        self.statement = StatementTokens()
         self.indents = [0]
         self.brackets: list[Token] = []
         self.line_start: Token | None = None
@@ -88,8 +88,8 @@ class _Layer:
     def _too_long(self, token: Token) -> None:
         """Replaces any other problem of the statement that exceeds the limit."""
         self.full = True
-        self.chunk.tokens.append(token)
-        self.chunk.problem = None
+        self.statement.tokens.append(token)
+        self.statement.problem = None
         self._complain(
             "P0108",
             "the script is too long",
@@ -106,12 +106,17 @@ class _Layer:
             self._close(token)
         elif text in ("=", "!=") and self.brackets and self.brackets[-1] == "[":
             self._make_key()
-        elif self.chunk.tokens and token.type != "NAME" and text in KEYWORDS and self.chunk.tokens[-1].type == "DOT":
+        elif (
+            self.statement.tokens
+            and token.type != "NAME"
+            and text in KEYWORDS
+            and self.statement.tokens[-1].type == "DOT"
+        ):
             token = retyped(token, "NAME")  # after a dot every word is a name: model.order
-        self.chunk.tokens.append(token)
+        self.statement.tokens.append(token)
 
     def _make_key(self) -> None:
-        before = self.chunk.tokens
+        before = self.statement.tokens
         if len(before) > 1 and before[-2].type in ("LSQB", "COMMA") and before[-1].isidentifier():
             before[-1] = retyped(before[-1], "KEY")
 
@@ -150,10 +155,10 @@ class _Layer:
 
     def _unclosed(self) -> None:
         opened = self.brackets[-1]
-        if self.chunk.problem is not None or self.rereads > LIMIT:
+        if self.statement.problem is not None or self.rereads > LIMIT:
             self.brackets.clear()
             return
-        string = next((t for t in self.chunk.tokens if t.type == "BAD_STRING" and start(t) > start(opened)), None)
+        string = next((t for t in self.statement.tokens if t.type == "BAD_STRING" and start(t) > start(opened)), None)
         if string is not None:  # the closing bracket is inside the unterminated string
             self._complain(
                 "P0106", "unterminated string", string, "no closing quote on this line", help=f"add `{string[0]}`"
@@ -170,7 +175,7 @@ class _Layer:
 
     def _reread_after(self, opened: Token) -> None:
         """Read the lines inside an unclosed bracket again, from the first one that starts in column one."""
-        swallowed = self.chunk.tokens
+        swallowed = self.statement.tokens
         back = next((i for i, t in enumerate(swallowed) if start(t) > start(opened) and self._column_one(t)), None)
         self.rereads += 1
         if back is None:
@@ -218,19 +223,19 @@ class _Layer:
         return behind.startswith(("=", "!="))
 
     def _begin_statement(self, token: Token) -> None:
-        if self.chunk.tokens:
+        if self.statement.tokens:
             self._newline()
             self._dedent_to(0, token)
-            if str(token) in ("elif", "else") and self.chunk.tokens[0] == "if":
+            if str(token) in ("elif", "else") and self.statement.tokens[0] == "if":
                 return
         self._flush()
 
     def _indent(self, token: Token, width: int) -> None:
-        if self.chunk.tokens:
+        if self.statement.tokens:
             self._newline()
         if width > self.indents[-1]:
             self.indents.append(width)
-            self.chunk.tokens.append(Token.new_borrow_pos("INDENT", "", token))
+            self.statement.tokens.append(Token.new_borrow_pos("INDENT", "", token))
             if len(self.indents) > MAX_DEPTH:
                 self._complain(
                     "P0107",
@@ -245,7 +250,7 @@ class _Layer:
     def _dedent_to(self, width: int, token: Token) -> None:
         while width < self.indents[-1]:
             self.indents.pop()
-            self.chunk.tokens.append(Token.new_borrow_pos("DEDENT", "", token))
+            self.statement.tokens.append(Token.new_borrow_pos("DEDENT", "", token))
         if width != self.indents[-1]:
             levels = ", ".join(str(level) for level in self.indents)
             self._complain(
@@ -258,24 +263,24 @@ class _Layer:
             self.indents.append(width)
 
     def _newline(self) -> None:
-        last = self.chunk.tokens[-1]
-        self.chunk.tokens.append(made("NEWLINE", end(last)))
+        last = self.statement.tokens[-1]
+        self.statement.tokens.append(made("NEWLINE", end(last)))
 
-    # ------------------------------------------------------------------------------------------------ chunks
+    # ------------------------------------------------------------------------------------------------ statements
 
     def _flush(self) -> None:
-        if self.chunk.tokens:
-            self.chunks.append(self.chunk)
-            if len(self.chunks) == MAX_STATEMENTS and not self.full:
-                self._too_long(self.chunk.tokens[-1])
-        self.chunk = Chunk()
+        if self.statement.tokens:
+            self.statements.append(self.statement)
+            if len(self.statements) == MAX_STATEMENTS and not self.full:
+                self._too_long(self.statement.tokens[-1])
+        self.statement = StatementTokens()
         self.indents = [0]
         self.brackets.clear()
 
     def finish(self) -> None:
-        if self.brackets and self.chunk.tokens and not self.full:
+        if self.brackets and self.statement.tokens and not self.full:
             self._unclosed()
-        if self.chunk.tokens:
+        if self.statement.tokens:
             self._newline()
             self._dedent_to(0, made("END", len(self.source.text)))
         self._flush()
@@ -283,6 +288,6 @@ class _Layer:
     def _complain(
         self, code: str, message: str, where: Token | Span, label: str, *, help: str = "", also: tuple[Label, ...] = ()
     ) -> None:
-        if self.chunk.problem is None:
+        if self.statement.problem is None:
             at = where if isinstance(where, Span) else span(self.source, where)
-            self.chunk.problem = Diagnostic(code, message, at, label, also, helps=(help,) if help else ())
+            self.statement.problem = Diagnostic(code, message, at, label, also, helps=(help,) if help else ())

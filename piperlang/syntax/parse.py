@@ -13,7 +13,7 @@ from piperlang.diagnostics.files import unreadable
 from piperlang.source import Source
 from piperlang.syntax import grammar, tree
 from piperlang.syntax.build import documentation
-from piperlang.syntax.lines import MAX_DEPTH, Chunk, Layout, lay_out
+from piperlang.syntax.lines import MAX_DEPTH, StatementTokens, TokenLayout, lay_out
 from piperlang.syntax.tokens import made, span, start
 
 MAX_BYTES = 1_000_000
@@ -82,20 +82,20 @@ def parse(source: Source) -> tuple[tree.Script, list[Diagnostic]]:
     statements: list[tree.Statement] = []
     problems: list[Diagnostic] = []
     broken: set[str] = set()
-    for chunk in layout.chunks:
+    for tokens in layout.statements:
         try:
-            statements.append(_statement(source, chunk))
+            statements.append(_statement(source, tokens))
         except PiperError as problem:
             problems.extend(problem.diagnostics)
             if len(problems) > LIMIT:
                 break  # more would not be shown
-            broken.update(str(token) for token in chunk.tokens if token.type == "NAME")
+            broken.update(str(token) for token in tokens.tokens if token.type == "NAME")
     doc = documentation(statements[0]) if statements else None
     body = tuple(statements[1:] if doc is not None else statements)
     return tree.Script(source, doc, body, frozenset(broken)), problems
 
 
-def laid_out(source: Source) -> Layout:
+def laid_out(source: Source) -> TokenLayout:
     _refuse_long_lines(source)
     return lay_out(source, grammar.tokens(source.text))
 
@@ -117,12 +117,12 @@ def _refuse_long_lines(source: Source) -> None:
         first = last + 1
 
 
-def _statement(source: Source, chunk: Chunk) -> tree.Statement:
-    if chunk.problem is not None:
-        raise PiperError(chunk.problem)
+def _statement(source: Source, written: StatementTokens) -> tree.Statement:
+    if written.problem is not None:
+        raise PiperError(written.problem)
     grammar.BUILDER.source = source
     parser = grammar.fresh()
-    tokens = chunk.tokens
+    tokens = written.tokens
     position = 0
     try:
         for position, token in enumerate(tokens):  # noqa: B007

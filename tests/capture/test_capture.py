@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from piperlang.capture.annotate import annotate
-from piperlang.capture.cut import Chunk, cut, matches
+from piperlang.capture.cut import Subgraph, cut, matches
 from piperlang.capture.differentiate import differentiate
 from piperlang.capture.model_file import load_model
 from piperlang.capture.pass_graph import PassGraph, PassGraphs
@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 
 
 @cache
-def captured(case: Case, samples: int = 4) -> tuple[Traced, list[Chunk], list[PassGraphs]]:
+def captured(case: Case, samples: int = 4) -> tuple[Traced, list[Subgraph], list[PassGraphs]]:
     traced = trace(case.model, case.loss, case.batch(samples))
     chunks = cut(traced)
     return traced, chunks, differentiate(traced, chunks)

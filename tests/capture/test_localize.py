@@ -13,7 +13,7 @@ import torch.nn.functional as f
 from torch import fx, nn
 
 from piperlang.capture.annotate import annotate
-from piperlang.capture.cut import Chunk, cut
+from piperlang.capture.cut import Subgraph, cut
 from piperlang.capture.features import features_of
 from piperlang.capture.joint import Joint
 from piperlang.capture.keep import keep, signed, uniform
@@ -37,7 +37,7 @@ class Given:
     """A chunk and its joint graph."""
 
     traced: Traced
-    chunk: Chunk
+    chunk: Subgraph
     joint: fx.GraphModule
     inputs: list[Slot]
     outputs: list[Slot | None]

@@ -80,7 +80,7 @@ replicate [pass=*] over gpu.dp with {level}=sharded
     ("stages", "schedule", "level"),
     [(2, "one_f_one_b", "params"), pytest.param(4, "zero_bubble", "grads", marks=pytest.mark.slow)],
 )
-@templates("gpt2", "qwen3-moe")  # examples/07_hf_llama has Llama
+@templates("gpt2")  # examples/07_hf_llama has Llama
 def test_scheduled_by_module_path(
     model: Callable[[], nn.Module],
     first: list[Any],

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from piperlang.syntax.grammar import TABLES
 from piperlang.syntax.parse import MAX_BYTES
 from tests.support.bounded import MEGABYTES, Text, both, bounded, measured, most, piperc, refused, save, texts
 
@@ -239,7 +240,7 @@ def test_reader_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"garbage", bytes(5_000)], ids=["empty", "garbage", "nuls"])
 def test_damaged_cache(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "piperlang").mkdir()
-    (tmp_path / "piperlang" / "grammar.tables").write_bytes(content)
+    (tmp_path / "piperlang" / TABLES).write_bytes(content)
     save(tmp_path, "let a = 1\n")
     outcome = piperc("check", "bad.piper", cwd=tmp_path, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert "Traceback" not in outcome.err

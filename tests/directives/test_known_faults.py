@@ -11,7 +11,7 @@ import torch
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import Graph, Node
 from piperlang.ir.layout import devices_of
-from piperlang.ir.verify import Broken, verify
+from piperlang.ir.verify import InvalidGraph, verify
 from piperlang.runtime.reference.boxes import boxes
 from piperlang.runtime.reference.interpreter import GraphInterpreter
 from tests.support.equivalence import SAMPLES, assert_same, compiled, optimizer, program
@@ -217,7 +217,7 @@ def test_the_verifier_misses_no_node(op: str) -> None:
     graph = graph_of("unet", FULL)
     verify(graph)
     for node in [node for node in graph.nodes if node.op == op][:4]:
-        with pytest.raises(Broken):
+        with pytest.raises(InvalidGraph):
             verify(without(graph, node))
 
 
@@ -225,17 +225,17 @@ def test_the_verifier_knows_who_reads_what() -> None:
     graph = graph_of("unet", FULL)
     backward = next(node for node in graph.nodes if node.op == "B" and any(len(keys) > 1 for keys in node.reads))
     fewer = tuple(keys[:1] for keys in backward.reads)
-    with pytest.raises(Broken, match="is read 0 times"):
+    with pytest.raises(InvalidGraph, match="is read 0 times"):
         verify(changed(graph, backward, reads=fewer))
     twice = tuple(keys * 2 if keys[0].kind is Kind.GRADIENT else keys for keys in backward.reads)
-    with pytest.raises(Broken, match="is read 2 times"):
+    with pytest.raises(InvalidGraph, match="is read 2 times"):
         verify(changed(graph, backward, reads=twice))
     send = next(node for node in graph.nodes if node.op == "send")
-    with pytest.raises(Broken):
+    with pytest.raises(InvalidGraph):
         verify(changed(graph, send, template=replace(send.template, op="all_gather")))
     update = next(node for node in graph.nodes if node.op == "update")
     assert set(devices_of(update.template.where)) == {2, 3}
-    with pytest.raises(Broken, match="updated 0 times"):
+    with pytest.raises(InvalidGraph, match="updated 0 times"):
         verify(changed(graph, update, template=replace(update.template, op="F")))
 
 
@@ -243,7 +243,7 @@ def test_the_verifier_counts_samples() -> None:
     graph = graph_of("unet", FULL)
     (template,) = (template for template in graph.templates if template.op == "F" and template.chunk == 0)
     templates = [replace(f, samples=2 * f.samples) if f is template else f for f in graph.templates]
-    with pytest.raises(Broken, match="chunk 0 sees 16 samples of 8"):
+    with pytest.raises(InvalidGraph, match="chunk 0 sees 16 samples of 8"):
         verify(replace(graph, templates=templates))
 
 
@@ -253,5 +253,5 @@ def test_the_verifier_compares_layouts() -> None:
     key = send.writes[0]
     values = dict(graph.values)
     values[key] = values[key]._replace(first=values[key].first + 1)
-    with pytest.raises(Broken, match="turns samples"):
+    with pytest.raises(InvalidGraph, match="turns samples"):
         verify(replace(graph, values=values))

@@ -63,7 +63,9 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize(("model", "mesh"), DRAWN)
+@pytest.mark.parametrize(
+    ("model", "mesh"), [pytest.param(*each, marks=pytest.mark.slow if each[1] == TP else ()) for each in DRAWN]
+)
 def test_everything_is_drawn(model: str, mesh: Mesh | None) -> None:
     """Experts where there are experts, features and sequences elsewhere; the library's schedules; both directions; two
     steps at once."""

@@ -11,7 +11,7 @@ import torch.nn.functional as f
 from torch import nn
 
 from piperlang.capture.annotate import annotate
-from piperlang.capture.program import Captured, Program, capture
+from piperlang.capture.program import CutProgram, Program, capture
 from piperlang.ir.graph import Graph
 from piperlang.plan.estimate.memory import peaks
 from piperlang.plan.lower import lower
@@ -64,7 +64,7 @@ def program(tokens: int) -> Program:
 
 def run(
     cluster: Cluster, script: str, tokens: int = 4, max_norm: float | None = None
-) -> tuple[Graph, Captured, Plan, list[Measured]]:
+) -> tuple[Graph, CutProgram, Plan, list[Measured]]:
     """The second step of a job: optimizer states are there from the first."""
     graph, captured = compiled(program(tokens), script)
     plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
@@ -156,7 +156,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("tokens", [4, 128])
+@pytest.mark.parametrize("tokens", [pytest.param(4, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_plan_foresees_it(cluster: Cluster, name: str, tokens: int) -> None:
     """Within 5%, where weights dominate and where activations do; and nothing is kept that nobody will read."""

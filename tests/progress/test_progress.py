@@ -451,6 +451,7 @@ def test_on_step_is_called_with_every_row(piperc: Callable[..., Said], tmp_path:
 # ---------------------------------------------------------------------------------------------------------- notebooks
 
 
+@pytest.mark.slow
 def test_a_trainer_in_a_notebook(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     write(tmp_path, "def optimizer(params): return torch.optim.SGD(params, lr=0.1)\n")

@@ -46,6 +46,18 @@ TRAINED = {"01_mlp", "04_zero", "08_dropless"}
 """Examples whose schedules are trained step by step in every run of the tests, and compared in float64 by hand; of the
 others it is the other way round. By example, because its model is traced once for either."""
 
+BY_HAND = {
+    "02_gpt/interleaved",
+    "03_moe/data_axis",
+    "05_tensor_parallel/columns_rows",
+    "05_tensor_parallel/pipeline",
+    "06_dualpipev/by_hand",
+    "07_hf_llama/one_f_one_b",
+    "07_hf_llama/zbv",
+    "08_dropless/data_axis",
+}
+"""Schedules that take long and differ from others of their example in what other tests vary."""
+
 INITIAL = "starter"
 """What `piperc init` writes: tests/cli/test_init.py compares it."""
 
@@ -55,13 +67,17 @@ def name_of(schedule: Path) -> str:
 
 
 def schedules(often: Callable[[str], bool]) -> pytest.MarkDecorator:
-    """Those of examples that are not run often are marked slow. All of an example go to one process, which traces its
-    model once."""
+    """Those of examples that are not run often, and those BY_HAND, are marked slow. All of an example go to one
+    process, which traces its model once."""
+
+    def every_time(path: Path) -> bool:
+        return often(path.parent.name) and name_of(path) not in BY_HAND
+
     params = [
         pytest.param(
             path,
             id=name_of(path),
-            marks=[pytest.mark.xdist_group(path.parent.name), *([] if often(path.parent.name) else [pytest.mark.slow])],
+            marks=[pytest.mark.xdist_group(path.parent.name), *([] if every_time(path) else [pytest.mark.slow])],
         )
         for path in SCHEDULES
     ]

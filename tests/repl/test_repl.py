@@ -92,6 +92,7 @@ order on gpu[pp=1]:
 """
 
 
+@pytest.mark.slow
 def test_scripted_session_on_the_gpt_example(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Place, split, a mistake, undo, order, numerics, three steps on workers of its own, save; what is saved gives the
     same graph."""

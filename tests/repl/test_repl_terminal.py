@@ -208,6 +208,7 @@ def block(kind: str) -> list[str]:
     return page.partition(f"```{kind}\n")[2].partition("\n```")[0].split("\n")
 
 
+@pytest.mark.slow
 def test_the_screen_of_the_documentation(terminal: Callable[..., Screen]) -> None:
     """Its lines are typed, and the screen is what the page shows."""
     screen = terminal("examples/02_gpt/model.py")

@@ -248,18 +248,14 @@ def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: P
     interrupted(job, temporary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "wait",
-    [
-        pytest.param(started, id="start-up"),
-        pytest.param(lambda job, _: trained(job), id="training", marks=pytest.mark.slow),
-    ],
+    "wait", [pytest.param(started, id="start-up"), pytest.param(lambda job, _: trained(job), id="training")]
 )
 def test_an_interrupt_that_is_repeated(
     wait: Callable[[subprocess.Popen[str], Path], None], temporary: Path, tmp_path: Path
 ) -> None:
-    """The second one arrives while the job is closed because of the first one; in every run of the tests during
-    start-up, because `test_an_interrupt` has one during training."""
+    """The second one arrives while the job is closed because of the first one."""
     job = endless(temporary, tmp_path)
     wait(job, temporary)
     interrupted(job, temporary, again=0.2)

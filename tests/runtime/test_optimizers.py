@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.model_file import load_model, shipped
-from piperlang.capture.program import Captured, Program, capture
+from piperlang.capture.program import CutProgram, Program, capture
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
@@ -91,7 +91,7 @@ def program() -> Program:
 
 
 @cache
-def scheduled(name: str) -> tuple[Graph, Captured, Plan]:
+def scheduled(name: str) -> tuple[Graph, CutProgram, Plan]:
     graph, captured = compiled(program(), SCRIPTS[name])
     return graph, captured, lower(graph)
 

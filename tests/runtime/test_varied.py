@@ -20,7 +20,11 @@ from tests.habits.run import CAUGHT, Outcome, Runner, clean
 from tests.support.equivalence import compiled
 
 SCHEDULES = ("ddp", "zero1", "zero3", "pp")
-NUMBERED = list(enumerate(HIDDEN.habits))
+NUMBERED = [
+    pytest.param(number, habit, id=habit.name, marks=pytest.mark.slow if number % 2 else ())
+    for number, habit in enumerate(HIDDEN.habits)
+]
+"""Every second one is run by hand: `pytest tests/runtime/test_varied.py -m slow`."""
 
 
 def outcome(habit: Habit, schedule: str) -> Outcome:
@@ -33,7 +37,7 @@ def outcome(habit: Habit, schedule: str) -> Outcome:
         runner.close()
 
 
-@pytest.mark.parametrize(("number", "habit"), NUMBERED, ids=[habit.name for habit in HIDDEN.habits])
+@pytest.mark.parametrize(("number", "habit"), NUMBERED)
 def test_what_the_first_batch_does_not_show(number: int, habit: Habit) -> None:
     found = outcome(habit, SCHEDULES[number % len(SCHEDULES)])
     allowed = {SAME: {SAME}, REFUSED: {REFUSED, CAUGHT}, EITHER: {SAME, REFUSED, CAUGHT}}[habit.expected]

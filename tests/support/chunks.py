@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piperlang.capture.cut import Chunk
+from piperlang.capture.cut import Subgraph
 from piperlang.capture.differentiate import value_name
 from piperlang.capture.pass_graph import PassGraph, PassGraphs
 from piperlang.capture.random import PLACE, mix
@@ -20,7 +20,7 @@ SPAN = Source("s.piper", "tag").span(0, 3)
 
 def run(
     traced: Traced,
-    chunks: list[Chunk],
+    chunks: list[Subgraph],
     pieces: list[PassGraphs],
     model: nn.Module,
     batch: Any,
@@ -34,7 +34,7 @@ def run(
     values |= dict(zip(traced.batch, torch.utils._pytree.tree_leaves(batch), strict=True))
     values[PLACE] = torch.tensor([mix(7, 0), first])
 
-    def execute(chunk: Chunk, piece: PassGraph) -> None:
+    def execute(chunk: Subgraph, piece: PassGraph) -> None:
         given = piece.run({slot: values[value_name(chunk, slot)] for slot in piece.inputs})
         for slot, value in given.items():
             name = value_name(chunk, slot)

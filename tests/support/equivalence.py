@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from piperlang.build.scheduler import Scheduler
-from piperlang.capture.program import Captured, Program, capture
+from piperlang.capture.program import CutProgram, Program, capture
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
 from piperlang.ir.sort import topological
@@ -32,7 +32,7 @@ def program(name: str) -> Program:
     return capture(case.model, case.loss, case.batch(SAMPLES))
 
 
-def compiled(traced: Program, script: str) -> tuple[Graph, Captured]:
+def compiled(traced: Program, script: str) -> tuple[Graph, CutProgram]:
     """The verified graph of a script, or its diagnostics as an error."""
     found = schedule(traced, Source("s.piper", script))
     if found.problems:
@@ -40,7 +40,7 @@ def compiled(traced: Program, script: str) -> tuple[Graph, Captured]:
     graph = found.graph()
     topological(graph)
     captured = found.captured
-    assert isinstance(captured, Captured)
+    assert isinstance(captured, CutProgram)
     return graph, captured
 
 
@@ -49,7 +49,7 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def differences(
-    case: Case, traced: Program, graph: Graph, captured: Captured, steps: int = 2
+    case: Case, traced: Program, graph: Graph, captured: CutProgram, steps: int = 2
 ) -> tuple[float, float, float]:
     """The largest relative difference of losses, gradients and weights over some steps, against plain training."""
     torch.manual_seed(0)

@@ -426,7 +426,7 @@ def whole(text: str) -> None:
     holds(text, spans_fit, examine_layout, clean_layout, examine_meaning)
 
 
-@some(60)
+@some(30)
 @given(programs())
 def test_programs(text: str) -> None:
     whole(text)
@@ -439,14 +439,14 @@ def test_a_thousand_programs(text: str) -> None:
     whole(text)
 
 
-@some(50)
+@some(30)
 @given(programs(), st.data())
 def test_programs_cut_anywhere(text: str, data: st.DataObject) -> None:
     """What an editor sees while somebody types."""
     holds(text[: data.draw(st.integers(0, len(text)))], examine_layout, examine_meaning)
 
 
-@some(50)
+@some(30)
 @given(programs(), programs(), st.data())
 def test_programs_spliced(first: str, second: str, data: st.DataObject) -> None:
     text = first[: data.draw(st.integers(0, len(first)))] + second[data.draw(st.integers(0, len(second))) :]
@@ -461,7 +461,7 @@ def noisy(text: str, noise: str, data: st.DataObject) -> None:
 NOISE = st.text(alphabet="\n \t\f\v\u00a0\u2028\ufeff#\"'()[]{}=\\$;", min_size=1, max_size=3)
 
 
-@some(50)
+@some(30)
 @given(programs(), NOISE, st.data())
 def test_programs_with_noise(text: str, noise: str, data: st.DataObject) -> None:
     noisy(text, noise, data)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from piperlang.capture.pass_graph import PassGraph
+from piperlang.capture.pass_graph import PassGraph, TracedModel
 from piperlang.capture.user_code import said
 from piperlang.capture.where import line_of_function
 from piperlang.core.value_id import ValueId
@@ -28,7 +28,7 @@ from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver.assemble import assembled, known_to
 from piperlang.runtime.driver.cluster import Cluster, Lost, pack
-from piperlang.runtime.driver.training import Captured, Step, Training, piece_of
+from piperlang.runtime.driver.training import Step, Training, piece_of
 from piperlang.runtime.driver.worker import Setup
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
@@ -37,7 +37,7 @@ from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
 class WorkerInputs:
     """A plan, and what its workers receive for it: stage programs once, parts of the batch in every step."""
 
-    def __init__(self, plan: Plan, captured: Captured) -> None:
+    def __init__(self, plan: Plan, captured: TracedModel) -> None:
         self.plan, self.captured = plan, captured
         self.packed: dict[tuple[int, ...], bytes] = {}
 
@@ -87,7 +87,7 @@ class Job:
     def __init__(
         self,
         plan: Plan,
-        captured: Captured,
+        captured: TracedModel,
         training: Training,
         digest: str = "",
         address: str | None = None,
@@ -178,7 +178,7 @@ class Job:
         self.progress = path.open("rb")
         return str(path)
 
-    def prepare(self, plan: Plan, captured: Captured) -> None:
+    def prepare(self, plan: Plan, captured: TracedModel) -> None:
         """Set up a plan for evaluation: forwards on the weights that are trained."""
         if not self.backend.buffered:
             check(plan, buffered=False, forward=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from piperlang.capture.pass_graph import TracedModel
 from piperlang.plan.files import digest
 from piperlang.plan.plan import Plan
 from piperlang.runtime.comm.backend import Backend
 from piperlang.runtime.comm.process_group import ProcessBackend
 from piperlang.runtime.comm.threads import Threads
 from piperlang.runtime.driver.thread_job import ThreadJob
-from piperlang.runtime.driver.training import Captured, Training
+from piperlang.runtime.driver.training import Training
 
 if TYPE_CHECKING:
     from piperlang.runtime.driver.cluster import Cluster
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def start(
     backend: Backend,
     plan: Plan,
-    captured: Captured,
+    captured: TracedModel,
     training: Training,
     loss_dtype: str,
     *,

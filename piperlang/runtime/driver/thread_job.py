@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from piperlang.capture.held import hold
-from piperlang.capture.pass_graph import PassGraph
+from piperlang.capture.pass_graph import PassGraph, TracedModel
 from piperlang.capture.seeding import seeded
 from piperlang.capture.tensors import named_tensors
 from piperlang.core.value_id import ValueId
@@ -21,7 +21,7 @@ from piperlang.runtime.comm.threads import BACKEND, Switchboard, Threads
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.failure import failed, failure_of
 from piperlang.runtime.driver.assemble import assembled, known_to, rest_of
-from piperlang.runtime.driver.training import Captured, Step, Training, piece_of
+from piperlang.runtime.driver.training import Step, Training, piece_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
 from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
 
@@ -32,7 +32,7 @@ class ThreadJob:
     def __init__(
         self,
         plan: Plan,
-        captured: Captured,
+        captured: TracedModel,
         training: Training,
         timeout: float = 60.0,
         loss_dtype: str = "float32",
@@ -69,7 +69,7 @@ class ThreadJob:
         self.evaluation: _PlanRun | None = None
         self.steps = 0
 
-    def prepare(self, plan: Plan, captured: Captured) -> None:
+    def prepare(self, plan: Plan, captured: TracedModel) -> None:
         pieces, board = _pieces(plan, captured), self.backend.switchboard(plan.groups, self.timeout)
         devices = [
             Device(
@@ -143,7 +143,7 @@ class ThreadJob:
         self.close()
 
 
-def _pieces(plan: Plan, captured: Captured) -> list[PassGraph]:
+def _pieces(plan: Plan, captured: TracedModel) -> list[PassGraph]:
     return [piece_of(captured, program) for program in plan.programs]
 
 
@@ -151,7 +151,7 @@ class _PlanRun:
     """A plan with its devices: for training or for evaluation."""
 
     def __init__(
-        self, plan: Plan, captured: Captured, board: Switchboard, devices: Sequence[Device], kind: DeviceKind
+        self, plan: Plan, captured: TracedModel, board: Switchboard, devices: Sequence[Device], kind: DeviceKind
     ) -> None:
         self.plan, self.captured, self.board, self.devices = plan, captured, board, devices
         self.streams = [kind.streams(device, device.execute) for device in devices]

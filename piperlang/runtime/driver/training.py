@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from piperlang.capture.pass_graph import PassGraph, PassGraphs
-from piperlang.ir.model import Sharding
+from piperlang.capture.pass_graph import PassGraph, TracedModel
 from piperlang.plan.plan import StageProgram
-
-
-class Captured(Protocol):
-    @property
-    def batch_names(self) -> Sequence[str]: ...
-
-    @property
-    def constants(self) -> Mapping[str, torch.Tensor]: ...
-
-    @property
-    def aliases(self) -> Mapping[str, Sequence[str]]: ...
-
-    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]: ...
-
-    def check_state(self) -> None: ...
-
-    def count(self, batch: Sequence[torch.Tensor]) -> float: ...
-
-    def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +33,7 @@ class Step:
     """Of the worker that uses the most."""
 
 
-def piece_of(captured: Captured, program: StageProgram) -> PassGraph:
+def piece_of(captured: TracedModel, program: StageProgram) -> PassGraph:
     """The graph of a stage program. Recomputation runs the forward."""
     pieces = captured.pass_graphs(program.chunk, program.samples, program.sharding)
     piece: PassGraph = getattr(pieces, "F" if program.op == "R" else program.op)

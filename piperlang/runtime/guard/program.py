@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.cut import Chunk
+from piperlang.capture.cut import Subgraph
 from piperlang.capture.differentiate import value_name
 from piperlang.capture.eager import Eager, forward_and_backward
 from piperlang.capture.held import hold, restore, saved
 from piperlang.capture.pass_graph import PassGraph
-from piperlang.capture.program import Captured
+from piperlang.capture.program import CutProgram
 from piperlang.capture.random import PLACE, mix
 from piperlang.capture.seeding import seeded
 from piperlang.capture.tensors import named_tensors
@@ -71,7 +71,7 @@ class Verified:
         )
 
 
-def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> Verified:
+def verify(captured: CutProgram, plan: Plan, batch: tuple[Any, Any], training: Training) -> Verified:
     """Raises P0608 if the captured program differs from the model."""
     for program in plan.programs:  # the job needs these graphs anyway, so their time is not the guard's
         captured.pass_graphs(program.chunk, program.samples, program.sharding)
@@ -93,7 +93,7 @@ def verify(captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Tra
 class Guard:
     """Compares the plain model with the captured program."""
 
-    def __init__(self, captured: Captured, plan: Plan, batch: tuple[Any, Any], training: Training) -> None:
+    def __init__(self, captured: CutProgram, plan: Plan, batch: tuple[Any, Any], training: Training) -> None:
         self.captured, self.plan, self.batch, self.training, self.seed = captured, plan, batch, training, training.seed
         self.traced = captured.program.sizes.small
         self.before: dict[str, torch.Tensor] | None = None
@@ -281,7 +281,7 @@ class Guard:
                 self.traced.weights[place].name: values[node.name] for place, node in self.traced.changes.items()
             }
 
-    def _pieces(self, chunk: Chunk) -> Any:
+    def _pieces(self, chunk: Subgraph) -> Any:
         return self.captured.pass_graphs(chunk.number, self.samples)
 
     # ------------------------------------------------------------------------------------------------- comparing
@@ -400,7 +400,7 @@ class _Ran:
             self.gradients[name] = gradient
 
 
-def _run(chunk: Chunk, piece: PassGraph, values: dict[str, Any], zeros: bool = False) -> None:
+def _run(chunk: Subgraph, piece: PassGraph, values: dict[str, Any], zeros: bool = False) -> None:
     """Runs one graph of a chunk. Gradients of values that several chunks read are summed; `zeros` replace gradients
     that no chunk computed."""
     given = {}

@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from piperlang.capture.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.pass_graph import PassGraph, TracedModel
 from piperlang.capture.random import mix
 from piperlang.capture.tensors import named_tensors
 from piperlang.core.placement import dispatched
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import COMPUTE, Graph, Node
 from piperlang.ir.layout import axes_of, devices_of
-from piperlang.ir.model import Sharding, Slot, Tensor
+from piperlang.ir.model import Slot, Tensor
 from piperlang.ir.sort import topological
 from piperlang.ir.weight_layout import along
 from piperlang.runtime.box import take
@@ -32,22 +32,6 @@ from piperlang.runtime.reference.boxes import boxes, move
 from piperlang.runtime.reference.shards import Shards
 
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
-
-
-class Captured(Protocol):
-    """Who has the pieces that compute nodes run."""
-
-    @property
-    def batch_names(self) -> Sequence[str]: ...
-
-    @property
-    def constants(self) -> Mapping[str, torch.Tensor]: ...
-
-    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]: ...
-
-    def count(self, batch: Sequence[torch.Tensor]) -> float: ...
-
-    def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +58,7 @@ class GraphInterpreter:
     def __init__(
         self,
         graph: Graph,
-        captured: Captured,
+        captured: TracedModel,
         model: nn.Module,
         optimizer: Callable[[Any], torch.optim.Optimizer],
         seed: int = 0,

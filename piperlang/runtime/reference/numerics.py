@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.eager import forward_and_backward
 from piperlang.capture.model_file import ModelFile
+from piperlang.capture.pass_graph import TracedModel
 from piperlang.capture.program import Program, capture
 from piperlang.capture.seeding import seed_all
 from piperlang.capture.user_code import eagerly, located
@@ -33,7 +34,7 @@ from piperlang.runtime.box import take
 from piperlang.runtime.hardware.room import threads_for
 from piperlang.runtime.optimizer.optimize import default_optimizer
 from piperlang.runtime.optimizer.user import call_optimizer, call_schedule
-from piperlang.runtime.reference.interpreter import Captured, GraphInterpreter
+from piperlang.runtime.reference.interpreter import GraphInterpreter
 
 STEPS = 2
 LIMIT = 1e-5
@@ -95,7 +96,7 @@ def capture_doubled(file: ModelFile, seed: int = 0) -> Program:
     return capture(make, file.loss, batches[0])
 
 
-class Trainer(Protocol):
+class Candidate(Protocol):
     """An implementation that trains under a schedule, to be compared."""
 
     def step(self, batch: tuple[Any, Any], expected: Mapping[str, torch.Tensor]) -> tuple[float, Mapping[str, float]]:
@@ -150,7 +151,12 @@ class InDouble:
 
 
 def compare(
-    file: ModelFile, program: Program, graph: Graph, captured: Captured, seed: int = 0, trainer: Trainer | None = None
+    file: ModelFile,
+    program: Program,
+    graph: Graph,
+    captured: TracedModel,
+    seed: int = 0,
+    trainer: Candidate | None = None,
 ) -> Compared:
     """`trainer`: trains under the schedule; by default, simulated devices."""
     make, batches = doubled(file, seed)
