@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TOGETHER = {
-    "test_matrix.py": "cluster",
+    "test_matrix.py": "ray",
     **dict.fromkeys(
         (
             "test_graph.py",
@@ -120,31 +120,31 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before
-    it looks at the collected items. So do those that start Ray themselves, one after the other: they mostly wait, while
-    other processes have other work. Slow tests may take their time."""
+    it looks at the collected items. So do those that start Ray themselves: two instances that start at once on two
+    cores take longer than one after the other. Slow tests may take their time."""
     if item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.timeout(0))
     if not item.get_closest_marker("xdist_group"):
-        fixtures = getattr(item, "fixturenames", ())
-        shared = [name for name in ("cluster", "worker", "alone") if name in fixtures]
-        group = shared[0] if shared else TOGETHER.get(item.path.name)
+        group = "ray" if _uses_of_ray(item) else TOGETHER.get(item.path.name)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
 
 
-FIRST = ("alone", "cluster")
-"""What takes long because it waits: other tests run beside it."""
+def _uses_of_ray(item: pytest.Item) -> list[int]:
+    fixtures = getattr(item, "fixturenames", ())
+    return [turn for turn, name in enumerate(("cluster", "worker", "alone")) if name in fixtures]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """xdist hands out groups in the order of the items (pyproject.toml asks for that): long ones first, and at the end
-    single tests, so that all processes end at about the same time."""
+    """xdist hands out groups in the order of the items (pyproject.toml asks for that): the long one of Ray first, and
+    at the end single tests, so that all processes end at about the same time."""
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
 
 
-def _turn(item: pytest.Item) -> int:
+def _turn(item: pytest.Item) -> tuple[int, list[int]]:
+    """Among those of Ray, the ones that share eight workers, then those with one, then those that start their own."""
     mark = item.get_closest_marker("xdist_group")
     if mark is None:
-        return len(FIRST) + 1
-    return FIRST.index(mark.args[0]) if mark.args[0] in FIRST else len(FIRST)
+        return 2, []
+    return (0, _uses_of_ray(item)) if mark.args[0] == "ray" else (1, [])

@@ -67,13 +67,31 @@ def load_model(path: Path) -> ModelFile:
 
 def from_text(path: Path, text: str) -> ModelFile:
     """Run a model file from its text."""
-    source, file = _run(path, text)
+    source, module, file = _run(path, text)
     remember(source)  # of the file loaded last: other files may have the same name
+    _enter(module)
     return file
 
 
+_entered: dict[str, ModuleType] = {}
+
+
+def model_modules() -> tuple[ModuleType, ...]:
+    """The modules that model files of this process have become."""
+    return tuple(_entered.values())
+
+
+def _enter(module: ModuleType) -> None:
+    """Makes the module of a model file known by its name, as an imported one is: dataclasses, pickle and
+    `sys.modules[__name__]` look there. A module that has the name already keeps it."""
+    name = module.__name__
+    if sys.modules.get(name) is not _entered.get(name):
+        name = module.__name__ = f"piperc_{name}"
+    sys.modules[name] = _entered[name] = module
+
+
 @lru_cache(maxsize=8)
-def _run(path: Path, text: str) -> tuple[Source, ModelFile]:
+def _run(path: Path, text: str) -> tuple[Source, ModuleType, ModelFile]:
     """Runs a model file once: operators that it defines can be registered only once."""
     source = Source(str(path), text)
     remember(source)
@@ -81,6 +99,7 @@ def _run(path: Path, text: str) -> tuple[Source, ModelFile]:
         sys.path.insert(0, str(path.parent.resolve()))  # it may import modules beside it, as if run by python
     module = ModuleType(path.stem)
     module.__file__ = str(path)
+    _enter(module)
     try:
         exec(compile(text, str(path), "exec"), module.__dict__)
     except (PiperError, KeyboardInterrupt):
@@ -90,7 +109,7 @@ def _run(path: Path, text: str) -> tuple[Source, ModelFile]:
     problems = [*_missing(source, module), *_unusable(source, module)]
     if problems:
         raise PiperError(*problems)
-    return source, _made(source, path, module)
+    return source, module, _made(source, path, module)
 
 
 def _made(source: Source, path: Path, module: ModuleType) -> ModelFile:

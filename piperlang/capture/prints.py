@@ -245,6 +245,6 @@ def is_users_own(value: FunctionType | type | ModuleType) -> bool:
     if isinstance(value, FunctionType):
         return is_users(value)
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
-    if module is None:  # a model file is executed, not imported
+    if module is None:  # of code that was executed, not imported
         return True
     return is_users_file(getattr(module, "__file__", None) or "<")

@@ -118,6 +118,7 @@ def test_transformers_may_be_divided(name: str) -> None:
     assert not found.weighted
 
 
+@pytest.mark.slow
 def test_transformers_that_mix_are_refused() -> None:
     """The balancing loss that Qwen3-MoE computes itself is a product of means over the batch."""
     transformers = pytest.importorskip("transformers")

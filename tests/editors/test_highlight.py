@@ -252,7 +252,7 @@ def test_the_grammar_agrees(path: Path) -> None:
     here = {at: token for at, token, value in raw(text) if value}
     layout = laid_out(Source(path.name, text))
     here |= _inside_names(text)
-    for token in [*layout.comments, *(t for chunk in layout.chunks for t in chunk.tokens)]:
+    for token in [*layout.comments, *(t for statement in layout.statements for t in statement.tokens)]:
         if token.type in ("NEWLINE", "INDENT", "DEDENT"):
             continue
         found = here.get(token.start_pos or 0, Error)

@@ -48,13 +48,17 @@ others it is the other way round. By example, because its model is traced once f
 
 BY_HAND = {
     "02_gpt/interleaved",
+    "02_gpt/tensor",
     "03_moe/data_axis",
     "05_tensor_parallel/columns_rows",
     "05_tensor_parallel/pipeline",
     "06_dualpipev/by_hand",
+    "06_dualpipev/dualpipev",
+    "06_dualpipev/one_f_one_b",
     "07_hf_llama/one_f_one_b",
     "07_hf_llama/zbv",
     "08_dropless/data_axis",
+    "08_dropless/own_mesh",
 }
 """Schedules that take long and differ from others of their example in what other tests vary."""
 

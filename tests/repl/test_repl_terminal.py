@@ -158,6 +158,7 @@ def test_completion_blocks_history_and_leaving(terminal: Callable[..., Screen]) 
     assert screen.ended() == 0
 
 
+@pytest.mark.slow
 def test_tags_are_cut_while_the_next_statement_is_typed(terminal: Callable[..., Screen]) -> None:
     screen = terminal("examples/02_gpt/model.py")
     screen.shows(r"^piper:1>", 120)

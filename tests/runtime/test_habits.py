@@ -18,7 +18,7 @@ from tests.habits.page import PAGE, listed
 from tests.habits.plain import plain
 from tests.habits.run import CAUGHT, CRASH, WRONG, clean, schedules
 
-OFTEN = 2
+OFTEN = 1
 """Of every category, those that run every time, evenly spread over it."""
 RECORDED = listed(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
 ALL = [(name, schedule) for name, habit in HABITS.items() for schedule in schedules(habit)]

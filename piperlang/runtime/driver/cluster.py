@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from piperlang.capture.model_file import model_modules
 from piperlang.diagnostics import error
 from piperlang.interrupts import uninterrupted
 from piperlang.progress import Workers, emit
@@ -45,6 +46,8 @@ os.register_at_fork(after_in_child=_open.clear)
 
 def pack(value: object) -> bytes:
     """Pickles a value for another process, including functions that it cannot import."""
+    for module in model_modules():
+        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     packed: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     return packed
 
