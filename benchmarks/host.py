@@ -18,8 +18,8 @@ import torch
 from torch import fx, nn
 
 from benchmarks.sleeping import optimizer, options, show
-from piperlang.capture.cost import Cost
-from piperlang.capture.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.autodiff.cost import Cost
+from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import Copy, Forward, Instruction
 from piperlang.plan.plan import DevicePlan, Feed, Plan, StageProgram

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piperlang.capture.routed import routed_linear
+from piperlang.capture.trace.routed import routed_linear
 
 
 def one_by_one(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:

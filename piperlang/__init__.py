@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from piperlang.capture.annotate import annotate
-    from piperlang.capture.routed import routed_linear
+    from piperlang.capture.trace.routed import routed_linear
     from piperlang.diagnostics import PiperError
     from piperlang.runtime.api import compile
 
 _HOME = {
     "PiperError": "piperlang.diagnostics",
     "annotate": "piperlang.capture.annotate",
-    "routed_linear": "piperlang.capture.routed",
+    "routed_linear": "piperlang.capture.trace.routed",
     "compile": "piperlang.runtime.api",
 }
 

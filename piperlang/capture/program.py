@@ -11,17 +11,17 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from piperlang.capture import routed
-from piperlang.capture.cut import Subgraph, cut, matches, module_path
-from piperlang.capture.differentiate import Localize, divide, signature
-from piperlang.capture.features import Unfit, features_of, operator_name, refusal
-from piperlang.capture.joint import Joint
-from piperlang.capture.localize import Tried, localize, written
-from piperlang.capture.pass_graph import PassGraph, PassGraphs
-from piperlang.capture.samples import Samples, samples
-from piperlang.capture.sizes import Sizes, trace_sizes
-from piperlang.capture.user_code import located
-from piperlang.capture.where import line_of_function, line_of_operator
+from piperlang.capture.autodiff.cut import Subgraph, cut, matches, module_path
+from piperlang.capture.autodiff.differentiate import Localize, divide, signature
+from piperlang.capture.autodiff.joint import Joint
+from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.batch.samples import Samples, samples
+from piperlang.capture.batch.sizes import Sizes, trace_sizes
+from piperlang.capture.spmd.features import Unfit, features_of, operator_name, refusal
+from piperlang.capture.spmd.localize import Tried, localize, written
+from piperlang.capture.trace import routed
+from piperlang.capture.user.user_code import located
+from piperlang.capture.user.where import line_of_function, line_of_operator
 from piperlang.core.placement import DISPATCHED, Dispatched, Placement, Shard
 from piperlang.diagnostics import Diagnostic, PiperError, did_you_mean, error
 from piperlang.directives.tag import ModulePath, Tag

@@ -18,8 +18,8 @@ from piperlang.progress import phase
 from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
-    from piperlang.capture.model_file import ModelFile
     from piperlang.capture.program import Program
+    from piperlang.capture.user.model_file import ModelFile
     from piperlang.runtime.comm.backend import Backend
 
 
@@ -35,7 +35,7 @@ def load(name: str) -> ModelFile:
     except OSError as problem:
         raise unreadable(Path(name), problem) from None
     with doing(f"loading {name}", f"loaded {Path(name).name}"):
-        from piperlang.capture.model_file import load_model
+        from piperlang.capture.user.model_file import load_model
 
         return load_model(Path(name))
 
@@ -52,7 +52,7 @@ class Batches:
     that ends starts over: a new epoch."""
 
     def __init__(self, file: ModelFile, seed: int) -> None:
-        from piperlang.capture.seeding import seed_all
+        from piperlang.capture.user.seeding import seed_all
 
         seed_all(seed)
         self.file = file
@@ -72,9 +72,9 @@ def captured(
 ) -> Program:
     """`backend`: by default, that of worker processes."""
     with doing(f"tracing {file.path.name}", "traced") as tracing:
-        from piperlang.capture.batches import placed
         from piperlang.capture.program import capture
-        from piperlang.capture.seeding import seeded
+        from piperlang.capture.user.batches import placed
+        from piperlang.capture.user.seeding import seeded
         from piperlang.runtime.comm.registry import for_workers
 
         if batch is None:

@@ -38,8 +38,8 @@ from piperlang.progress import Message, Row, emit, stepping
 from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
-    from piperlang.capture.model_file import ModelFile
-    from piperlang.capture.watched import WatchedModel
+    from piperlang.capture.user.model_file import ModelFile
+    from piperlang.capture.user.watched import WatchedModel
     from piperlang.pipeline import Scheduled
     from piperlang.plan.plan import Plan
     from piperlang.runtime.comm.backend import Backend
@@ -164,9 +164,9 @@ def _train(
     backend: Backend,
 ) -> None:
     with doing("importing the runtime"):
-        from piperlang.capture.held import refuse_use
-        from piperlang.capture.model_file import shipped
-        from piperlang.capture.watched import WatchedModel
+        from piperlang.capture.user.held import refuse_use
+        from piperlang.capture.user.model_file import shipped
+        from piperlang.capture.user.watched import WatchedModel
         from piperlang.runtime.driver.training import Training
         from piperlang.runtime.optimizer.optimize import default_optimizer
 
@@ -231,8 +231,8 @@ def _steps(
 ) -> Iterator[Row]:
     """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except for
     files with `on_step`, whose data may depend on it."""
-    from piperlang.capture.user_code import located
-    from piperlang.capture.where import line_of_function
+    from piperlang.capture.user.user_code import located
+    from piperlang.capture.user.where import line_of_function
 
     ahead = file.on_step is None
     for step in range(options.steps):
@@ -261,8 +261,8 @@ def _steps(
 def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], None]]:
     """Called before every step: what data and `on_step` must leave as it is, besides what the traced program and the
     optimizer read. `kept`: models that the file keeps."""
-    from piperlang.capture.state import Frozen
-    from piperlang.capture.where import line_of_function
+    from piperlang.capture.user.state import Frozen
+    from piperlang.capture.user.where import line_of_function
 
     line = line_of_function(file.data)
     norm = Frozen("the plan", [], [], line, {"max_norm": getattr(unwrap(file.data), "__globals__", {})})
@@ -363,10 +363,10 @@ def _evaluation(
     if file.validation is None:
         return None
 
-    from piperlang.capture.batches import draw_from_the_same
-    from piperlang.capture.seeding import restored
-    from piperlang.capture.user_code import located
-    from piperlang.capture.where import line_of_function
+    from piperlang.capture.user.batches import draw_from_the_same
+    from piperlang.capture.user.seeding import restored
+    from piperlang.capture.user.user_code import located
+    from piperlang.capture.user.where import line_of_function
     from piperlang.runtime.api import Evaluated, evaluation_plan
 
     found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed, batch, backend), options)
@@ -382,8 +382,8 @@ def _evaluation(
 
 def _validated(job: Any, file: ModelFile) -> float:
     """The mean loss over all batches of `validation`."""
-    from piperlang.capture.user_code import located
-    from piperlang.capture.where import line_of_function
+    from piperlang.capture.user.user_code import located
+    from piperlang.capture.user.where import line_of_function
 
     assert file.validation is not None
     with doing("validating"), located(line_of_function(file.validation)):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from piperlang.capture.model_file import ModelFile, shipped
 from piperlang.capture.program import CutProgram, Program
+from piperlang.capture.user.model_file import ModelFile, shipped
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of

@@ -17,7 +17,7 @@ from piperlang.progress import phase
 from piperlang.repl.state import Cuts
 
 if TYPE_CHECKING:
-    from piperlang.capture.model_file import ModelFile
+    from piperlang.capture.user.model_file import ModelFile
 
 NEEDED = ("torch", "ray", "numpy")
 """What `piperlang[run]` installs."""
@@ -52,7 +52,7 @@ class OpenModel:
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """The same batches as `piperc MODEL.py SCHEDULE.piper` uses: seeded, and starting over when
         they end."""
-        from piperlang.capture.seeding import seed_all
+        from piperlang.capture.user.seeding import seed_all
 
         seed_all(self.seed)
         while True:
@@ -64,10 +64,10 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
     with phase(f"loading {path.name}", f"loaded {path.name}"):
         try:
             with uninterrupted():
-                from piperlang.capture.batches import placed
-                from piperlang.capture.model_file import load_model
                 from piperlang.capture.program import capture
-                from piperlang.capture.seeding import seeded
+                from piperlang.capture.user.batches import placed
+                from piperlang.capture.user.model_file import load_model
+                from piperlang.capture.user.seeding import seeded
                 from piperlang.runtime.comm.registry import for_workers
 
                 device = for_workers().device.name

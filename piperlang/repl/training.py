@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from piperlang.capture.batches import placed
-from piperlang.capture.model_file import shipped
 from piperlang.capture.program import CutProgram, capture
-from piperlang.capture.user_code import located
-from piperlang.capture.where import line_of_function
+from piperlang.capture.user.batches import placed
+from piperlang.capture.user.model_file import shipped
+from piperlang.capture.user.user_code import located
+from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import error
 from piperlang.elaborate.resolved import resolved
 from piperlang.pipeline import planned, schedule

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from piperlang.capture.batches import detached, placed, wrong_batch
 from piperlang.capture.program import CutProgram, capture
-from piperlang.capture.user_code import (
+from piperlang.capture.user.batches import detached, placed, wrong_batch
+from piperlang.capture.user.user_code import (
     Guarded,
     UserFunction,
     located,
@@ -31,7 +31,7 @@ from piperlang.capture.user_code import (
     wrong_max_norm,
     wrong_signature,
 )
-from piperlang.capture.where import here
+from piperlang.capture.user.where import here
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import planned, schedule

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from piperlang.capture.annotate import annotate
-from piperlang.capture.cut import Subgraph, cut, matches
-from piperlang.capture.differentiate import differentiate
-from piperlang.capture.model_file import load_model
-from piperlang.capture.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.autodiff.cut import Subgraph, cut, matches
+from piperlang.capture.autodiff.differentiate import differentiate
+from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
 from piperlang.capture.program import capture
-from piperlang.capture.random import mix
-from piperlang.capture.trace import Traced, trace
+from piperlang.capture.trace.random import mix
+from piperlang.capture.trace.trace import Traced, trace
+from piperlang.capture.user.model_file import load_model
 from piperlang.diagnostics import PiperError
 from piperlang.diagnostics.codes import CODES
 from piperlang.diagnostics.explain import page
@@ -154,7 +154,7 @@ def test_constants_in_the_shape_of_an_activation_learn_nothing() -> None:
 
 def test_halves_repeat_nothing() -> None:
     """Operators of I and W together are those of B, views of weights aside."""
-    from piperlang.capture.differentiate import _VIEWS
+    from piperlang.capture.autodiff.differentiate import _VIEWS
 
     def work(piece: PassGraph) -> list[str]:
         return sorted(
@@ -193,7 +193,7 @@ def test_dropout_does_not_depend_on_how_the_batch_is_divided() -> None:
 
 
 def test_dropout_keeps_the_right_share() -> None:
-    from piperlang.capture.random import counter_dropout
+    from piperlang.capture.trace.random import counter_dropout
 
     x = torch.ones(1000, 100)
     kept = counter_dropout(x, torch.tensor([mix(1, 2), 0]), 3, 0.25, 1000)

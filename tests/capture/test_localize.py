@@ -13,13 +13,13 @@ import torch.nn.functional as f
 from torch import fx, nn
 
 from piperlang.capture.annotate import annotate
-from piperlang.capture.cut import Subgraph, cut
-from piperlang.capture.features import features_of
-from piperlang.capture.joint import Joint
-from piperlang.capture.keep import keep, signed, uniform
-from piperlang.capture.localize import Local, localize
-from piperlang.capture.random import mix
-from piperlang.capture.trace import Traced, trace
+from piperlang.capture.autodiff.cut import Subgraph, cut
+from piperlang.capture.autodiff.joint import Joint
+from piperlang.capture.spmd.features import features_of
+from piperlang.capture.spmd.localize import Local, localize
+from piperlang.capture.trace.keep import keep, signed, uniform
+from piperlang.capture.trace.random import mix
+from piperlang.capture.trace.trace import Traced, trace
 from piperlang.core.placement import PARTIAL, REPLICATE, Placement, Shard
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.ir.model import Divide, Slot

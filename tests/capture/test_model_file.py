@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from piperlang.capture.model_file import load_model
+from piperlang.capture.user.model_file import load_model
 from piperlang.cli.main import main
 from tests.support.jobs import Lent
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from piperlang.capture.cut import cut
-from piperlang.capture.differentiate import differentiate
+from piperlang.capture.autodiff.cut import cut
+from piperlang.capture.autodiff.differentiate import differentiate
 from piperlang.capture.program import capture
-from piperlang.capture.trace import trace
+from piperlang.capture.trace.trace import trace
 from tests.support.chunks import run, tag
 from tests.support.equivalence import SAMPLES, assert_same, relative
 from tests.support.models import Case

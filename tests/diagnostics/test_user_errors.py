@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional as f
 
 import piperlang
-from piperlang.capture.model_file import load_model, shipped
 from piperlang.capture.program import capture
+from piperlang.capture.user.model_file import load_model, shipped
 from piperlang.cli.main import main
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.plan.lower import lower

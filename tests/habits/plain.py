@@ -18,7 +18,7 @@ import torch.nn.functional as f
 from torch import nn
 from torch.utils import checkpoint as recompute
 
-from piperlang.capture.random import counter_dropout, mix
+from piperlang.capture.trace.random import counter_dropout, mix
 from tests.habits.habit import SAMPLES, STEPS, Habit
 
 SEED = 0

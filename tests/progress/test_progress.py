@@ -483,7 +483,7 @@ def test_a_trainer_in_a_notebook(tmp_path: Path) -> None:
 def test_a_trainer_in_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from piperlang.capture.model_file import load_model
+    from piperlang.capture.user.model_file import load_model
 
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "def optimizer(params): return torch.optim.SGD(params, lr=0.1)\n")

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from piperlang.capture.model_file import load_model
 from piperlang.capture.program import capture
+from piperlang.capture.user.model_file import load_model
 from piperlang.elaborate.resolved import resolved
 from piperlang.ir.text import text as graph_text
 from piperlang.pipeline import planned, schedule

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from piperlang.capture.model_file import load_model
+from piperlang.capture.user.model_file import load_model
 from piperlang.cli.main import main
 from piperlang.plan.estimate.summary import bytes_text as size_text
 from tests.support import ROOT

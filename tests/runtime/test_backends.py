@@ -66,7 +66,7 @@ def operators(): return {name for name in torch._C._dispatch_get_all_op_names() 
 known = operators()
 assert "torch._dynamo" not in sys.modules
 import piperlang.capture
-for one in pkgutil.iter_modules(piperlang.capture.__path__): importlib.import_module(f"piperlang.capture.{one.name}")
+for one in pkgutil.walk_packages(piperlang.capture.__path__, "piperlang.capture."): importlib.import_module(one.name)
 print(len(known), *sorted(operators() - known))
 """
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from piperlang.capture.model_file import load_model
 from piperlang.capture.program import capture
+from piperlang.capture.user.model_file import load_model
 from piperlang.cli.main import main
 from tests.support.jobs import Lent
 

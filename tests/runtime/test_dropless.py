@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import piperlang
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Program, capture
-from piperlang.capture.routed import routed_linear
+from piperlang.capture.trace.routed import routed_linear
 from piperlang.core.placement import dispatched
 from piperlang.core.value_id import ValueId, parse
 from piperlang.diagnostics import PiperError

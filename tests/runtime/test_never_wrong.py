@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from piperlang.capture import learning, observed, trace
 from piperlang.capture.program import capture
+from piperlang.capture.trace import learning, observed, trace
 from piperlang.diagnostics import PiperError
 from piperlang.plan.lower import lower
 from piperlang.plan.verify import check

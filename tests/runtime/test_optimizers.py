@@ -20,8 +20,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from piperlang.capture.annotate import annotate
-from piperlang.capture.model_file import load_model, shipped
 from piperlang.capture.program import CutProgram, Program, capture
+from piperlang.capture.user.model_file import load_model, shipped
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph

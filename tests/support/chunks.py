@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from piperlang.capture.cut import Subgraph
-from piperlang.capture.differentiate import value_name
-from piperlang.capture.pass_graph import PassGraph, PassGraphs
-from piperlang.capture.random import PLACE, mix
-from piperlang.capture.trace import Traced
+from piperlang.capture.autodiff.cut import Subgraph
+from piperlang.capture.autodiff.differentiate import value_name
+from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.trace.random import PLACE, mix
+from piperlang.capture.trace.trace import Traced
 from piperlang.directives.tag import ModulePath, Tag
 from piperlang.source import Source
 

@@ -11,7 +11,7 @@ import torch.nn.functional as f
 from torch import nn
 
 from piperlang.capture.annotate import annotate
-from piperlang.capture.routed import routed_linear
+from piperlang.capture.trace.routed import routed_linear
 
 WIDTH, WORDS, LENGTH = 16, 40, 6
 

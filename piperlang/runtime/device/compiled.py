@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from piperlang.capture.pass_graph import PassGraph
+from piperlang.capture.autodiff.pass_graph import PassGraph
 from piperlang.plan.plan import StageProgram
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from piperlang.capture.random import mix
+from piperlang.capture.trace.random import mix
 from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Backward, Compute, Forward, InputGradient, Recompute, WeightGradient
 from piperlang.plan.plan import StageProgram

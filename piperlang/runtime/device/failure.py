@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torch import fx
 
-from piperlang.capture.pass_graph import PassGraph
-from piperlang.capture.random import module_of
-from piperlang.capture.user_code import said
-from piperlang.capture.where import line_of, line_of_operator
+from piperlang.capture.autodiff.pass_graph import PassGraph
+from piperlang.capture.trace.random import module_of
+from piperlang.capture.user.user_code import said
+from piperlang.capture.user.where import line_of, line_of_operator
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.source import Span
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from piperlang.capture.routed import by_expert
+from piperlang.capture.trace.routed import by_expert
 
 
 class Splits(NamedTuple):

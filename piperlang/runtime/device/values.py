@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.pass_graph import PassGraph
+from piperlang.capture.autodiff.pass_graph import PassGraph
 from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, ParameterShard, StageProgram

@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from piperlang.capture.model_file import model_modules
+from piperlang.capture.user.model_file import model_modules
 from piperlang.diagnostics import error
 from piperlang.interrupts import uninterrupted
 from piperlang.progress import Workers, emit

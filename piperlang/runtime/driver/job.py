@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from piperlang.capture.pass_graph import PassGraph, TracedModel
-from piperlang.capture.user_code import said
-from piperlang.capture.where import line_of_function
+from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
+from piperlang.capture.user.user_code import said
+from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import error
 from piperlang.plan.instructions import Compute, Send

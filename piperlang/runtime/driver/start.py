@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from piperlang.capture.pass_graph import TracedModel
+from piperlang.capture.autodiff.pass_graph import TracedModel
 from piperlang.plan.files import digest
 from piperlang.plan.plan import Plan
 from piperlang.runtime.comm.backend import Backend

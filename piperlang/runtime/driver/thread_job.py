@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from piperlang.capture.held import hold
-from piperlang.capture.pass_graph import PassGraph, TracedModel
-from piperlang.capture.seeding import seeded
-from piperlang.capture.tensors import named_tensors
+from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
+from piperlang.capture.user.held import hold
+from piperlang.capture.user.seeding import seeded
+from piperlang.capture.user.tensors import named_tensors
 from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Compute
 from piperlang.plan.plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from piperlang.capture.pass_graph import PassGraph, TracedModel
+from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
 from piperlang.plan.plan import StageProgram
 
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from piperlang.capture.seeding import seed_all
-from piperlang.capture.state import Frozen, Library
-from piperlang.capture.tensors import named_tensors
-from piperlang.capture.user_code import said
-from piperlang.capture.where import line_of, line_of_function
+from piperlang.capture.user.seeding import seed_all
+from piperlang.capture.user.state import Frozen, Library
+from piperlang.capture.user.tensors import named_tensors
+from piperlang.capture.user.user_code import said
+from piperlang.capture.user.where import line_of, line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import error
 from piperlang.plan.instructions import Instruction

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn, optim
 
-from piperlang.capture.state import Frozen
-from piperlang.capture.user_code import eagerly, said
-from piperlang.capture.where import line_of, line_of_function
+from piperlang.capture.user.state import Frozen
+from piperlang.capture.user.user_code import eagerly, said
+from piperlang.capture.user.where import line_of, line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import ParameterUpdate, Update
 from piperlang.plan.plan import DevicePlan, Plan

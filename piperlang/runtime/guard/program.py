@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.cut import Subgraph
-from piperlang.capture.differentiate import value_name
-from piperlang.capture.eager import Eager, forward_and_backward
-from piperlang.capture.held import hold, restore, saved
-from piperlang.capture.pass_graph import PassGraph
+from piperlang.capture.autodiff.cut import Subgraph
+from piperlang.capture.autodiff.differentiate import value_name
+from piperlang.capture.autodiff.pass_graph import PassGraph
 from piperlang.capture.program import CutProgram
-from piperlang.capture.random import PLACE, mix
-from piperlang.capture.seeding import seeded
-from piperlang.capture.tensors import named_tensors
-from piperlang.capture.where import line_of_function
+from piperlang.capture.trace.eager import Eager, forward_and_backward
+from piperlang.capture.trace.random import PLACE, mix
+from piperlang.capture.user.held import hold, restore, saved
+from piperlang.capture.user.seeding import seeded
+from piperlang.capture.user.tensors import named_tensors
+from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.plan import Plan
 from piperlang.runtime.driver.training import Training

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.sample_table import name_of
+from piperlang.capture.batch.sample_table import name_of
 
 CONVERTS = ("to", "_to_copy", "type_as", "type")
 

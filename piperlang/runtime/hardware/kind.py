@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from piperlang.capture.user_code import said
+from piperlang.capture.user.user_code import said
 from piperlang.plan.instructions import Instruction
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn, optim
 
-from piperlang.capture.state import Frozen
-from piperlang.capture.watched import WatchedModel
-from piperlang.capture.where import line_of_function
+from piperlang.capture.user.state import Frozen
+from piperlang.capture.user.watched import WatchedModel
+from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.elaborate.directive import Written

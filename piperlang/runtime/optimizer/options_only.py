@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn, optim
 
-from piperlang.capture.prints import Prints
-from piperlang.capture.state import Frozen, globals_of
-from piperlang.capture.where import here, line_of_function
+from piperlang.capture.user.prints import Prints
+from piperlang.capture.user.state import Frozen, globals_of
+from piperlang.capture.user.where import here, line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.runtime.optimizer.copies import options, same_option
 from piperlang.runtime.optimizer.user import step_hooks

@@ -14,9 +14,9 @@ from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.hooks import refuse_hooks
-from piperlang.capture.user_code import said
-from piperlang.capture.where import line_of, line_of_function
+from piperlang.capture.trace.hooks import refuse_hooks
+from piperlang.capture.user.user_code import said
+from piperlang.capture.user.where import line_of, line_of_function
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.elaborate.directive import Written
 from piperlang.source import Span

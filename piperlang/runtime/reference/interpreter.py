@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from piperlang.capture.pass_graph import PassGraph, TracedModel
-from piperlang.capture.random import mix
-from piperlang.capture.tensors import named_tensors
+from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
+from piperlang.capture.trace.random import mix
+from piperlang.capture.user.tensors import named_tensors
 from piperlang.core.placement import dispatched
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import COMPUTE, Graph, Node

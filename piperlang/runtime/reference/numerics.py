@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.eager import forward_and_backward
-from piperlang.capture.model_file import ModelFile
-from piperlang.capture.pass_graph import TracedModel
+from piperlang.capture.autodiff.pass_graph import TracedModel
 from piperlang.capture.program import Program, capture
-from piperlang.capture.seeding import seed_all
-from piperlang.capture.user_code import eagerly, located
-from piperlang.capture.where import line_of_function
+from piperlang.capture.trace.eager import forward_and_backward
+from piperlang.capture.user.model_file import ModelFile
+from piperlang.capture.user.seeding import seed_all
+from piperlang.capture.user.user_code import eagerly, located
+from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.ir.graph import Graph
 from piperlang.ir.layout import devices_of

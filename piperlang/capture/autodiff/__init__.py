@@ -1,0 +1,1 @@
+"""Chunks, and the F, B, I and W graphs of each."""

@@ -1,0 +1,219 @@
+"""Compiles the backward: explicit F, B, I and W graphs of a chunk. None recomputes what another computed.
+
+The joint graph of a chunk (joint.py) is partitioned by dependency alone. F is what the outputs need. Of the rest, I is
+what the gradients of the inputs need, and W is what remains. B is I and W in one graph.
+
+Graphs identify their values by slot (the third weight, the first input) instead of by name, so equal chunks share them:
+sixteen equal layers are differentiated, and later compiled, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from piperlang.capture.autodiff.cost import bytes_of, cost
+from piperlang.capture.autodiff.cut import Subgraph
+from piperlang.capture.autodiff.joint import Joint, sources
+from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.batch.sizes import Sizes
+from piperlang.capture.trace.functions import identity
+from piperlang.capture.trace.random import PLACE
+from piperlang.capture.trace.trace import Traced
+from piperlang.ir.model import Slot
+
+Localize: TypeAlias = Callable[[fx.GraphModule, Sequence[Slot], Sequence[Slot | None]], fx.GraphModule]
+"""Turns a joint graph, with its inputs and outputs, into the graph that each device runs."""
+
+_VIEWS = {
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.reshape.default,
+}
+"""View operators. A view of a weight or of the batch is not an activation; the backward recomputes it instead of saving
+it."""
+
+
+def differentiate(traced: Traced, chunks: Sequence[Subgraph]) -> list[PassGraphs]:
+    """The graphs of every chunk. Equal chunks get the same object."""
+    known: dict[object, PassGraphs] = {}
+    found: list[PassGraphs] = []
+    for chunk in chunks:
+        key = signature(traced, chunk)
+        if key not in known:
+            known[key] = divide(Joint(traced, chunk))
+        found.append(known[key])
+    return found
+
+
+def divide(joint: Joint, local: Localize | None = None) -> PassGraphs:
+    """The graphs of a chunk; with `local`, for one of the devices that shard its weights."""
+    return _Division(joint, local).divide()
+
+
+def signature(traced: Traced, chunk: Subgraph, sizes: Sizes | None = None) -> object:
+    """Equal for chunks that compute the same: operators, constants, shapes and data flow; with `sizes`, at any batch
+    size."""
+    numbers: dict[fx.Node, int] = {}
+    parts: list[object] = []
+    for slot, node, learns in sources(traced, chunk):
+        numbers[node] = len(numbers)
+        value = traced.value(node)
+        parts.append((slot, tuple(value.shape), value.dtype, value.stride(), learns))
+    for node in chunk.nodes:
+        numbers[node] = len(numbers)
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+        parts.append((node.op, str(node.target), identity(node.target), repr(arguments)))
+        if sizes is not None:
+            parts.append(repr(sizes.arguments(node, sizes.large.samples, lambda _: None)))
+    names = {node.name: node for node in chunk.nodes}
+    parts.append(tuple((numbers[names[v.name]], v.differentiable) for v in chunk.outputs))
+    return tuple(parts)
+
+
+def value_name(chunk: Subgraph, slot: Slot) -> str:
+    """The name of the value in a slot of a chunk, unique in the whole graph. A gradient is named `grad:` and the name
+    of its value."""
+    kind, i = slot
+    if kind.startswith("grad_"):
+        return f"grad:{value_name(chunk, (kind.removeprefix('grad_'), i))}"
+    if kind in ("saved", "kept"):
+        return f"{kind}:{chunk.number}:{i}"
+    if kind == "rng":
+        return PLACE
+    values = {"weight": chunk.weights, "batch": chunk.batch}
+    if kind in values:
+        return values[kind][i]
+    return (chunk.inputs if kind == "input" else chunk.outputs)[i].name
+
+
+def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    return graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+
+
+def _copies(results: Sequence[tuple[Slot, fx.Node]]) -> list[bool]:
+    """Which gradients have to be copied: those that cross between chunks and are not contiguous, and those that would
+    share a tensor with another.
+
+    Optimizers and sums change gradients in place, so each gradient needs a tensor of its own."""
+    given: set[fx.Node] = set()
+    found = []
+    for slot, node in results:
+        gradient = slot[0].startswith("grad_")
+        shared = gradient and (node in given or (slot[0] == "grad_weight" and node.op == "placeholder"))
+        found.append(shared or (slot[0] == "grad_input" and not node.meta["val"].is_contiguous()))
+        given |= {node} if gradient else set()
+    return found
+
+
+class _Division:
+    def __init__(self, joint: Joint, local: Localize | None) -> None:
+        self.mode = joint.traced.mode
+        self.joint = joint.module if local is None else local(joint.module, joint.inputs, joint.outputs)
+        places = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
+        self.slots: dict[fx.Node, Slot] = dict(zip(places, joint.inputs, strict=True))
+        (output,) = (node for node in self.joint.graph.nodes if node.op == "output")
+        results = [(slot, node) for slot, node in zip(joint.outputs, output.args[0], strict=True) if slot is not None]
+        self.outputs = [(slot, node) for slot, node in results if slot[0] == "output"]
+        self.grads = [(slot, node) for slot, node in results if slot[0] != "output"]
+        self.nodes = [node for node in self.joint.graph.nodes if node.op not in ("placeholder", "output")]
+
+    # ------------------------------------------------------------------------------------------------ division
+
+    def divide(self) -> PassGraphs:
+        forward = self._needed(node for _, node in self.outputs)
+        f_made = {node for node in forward if not self._is_view_of_given(node)}
+        back = self._needed((node for _, node in self.grads), f_made)
+        input_grads = [(slot, node) for slot, node in self.grads if slot[0] == "grad_input"]
+        weight_grads = [(slot, node) for slot, node in self.grads if slot[0] == "grad_weight"]
+        half = self._needed((node for _, node in input_grads), f_made)
+        rest = [node for node in back if node not in set(half)]
+        views = {node for node in half if self._is_view_of_given(node)}
+        again = [node for node in self._needed((node for _, node in weight_grads), set(half) - views) if node in views]
+
+        saved = self._read(back, self.grads, f_made)
+        kept = self._read(rest, weight_grads, set(half) - views)
+        name_saved: list[tuple[Slot, fx.Node]] = [(("saved", i), node) for i, node in enumerate(saved)]
+        name_kept: list[tuple[Slot, fx.Node]] = [(("kept", i), node) for i, node in enumerate(kept)]
+        given = {node: slot for slot, node in name_saved}
+        f = self._piece(forward, [*self.outputs, *name_saved], {})
+        if not self.grads:
+            return PassGraphs(f, None, None, None, 0, 0)
+        b = self._piece(back, self.grads, given)
+        i = self._piece(half, [*input_grads, *name_kept], given) if input_grads else None
+        w = (
+            self._piece([*again, *rest], weight_grads, given | {node: slot for slot, node in name_kept})
+            if weight_grads
+            else None
+        )
+        return PassGraphs(f, b, i, w, bytes_of(saved), bytes_of(kept) if i and w else 0)
+
+    def _needed(self, targets: Iterable[fx.Node], stop: set[fx.Node] | None = None) -> list[fx.Node]:
+        """The operators that `targets` depend on, in order, not searching past `stop`."""
+        found: set[fx.Node] = set()
+        todo = list(targets)
+        while todo:
+            node = todo.pop()
+            if node in found or node.op == "placeholder" or (stop and node in stop):
+                continue
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+        return [node for node in self.nodes if node in found]
+
+    def _read(self, users: Iterable[fx.Node], results: list[tuple[Slot, fx.Node]], made: set[fx.Node]) -> list[fx.Node]:
+        """The nodes in `made` that `users` read or that are `results`."""
+        read = {source for node in users for source in node.all_input_nodes if source in made}
+        read |= {node for _, node in results if node in made}
+        return [node for node in self.nodes if node in read]
+
+    def _is_view_of_given(self, node: fx.Node) -> bool:
+        """Whether a node is a view of a weight or of the batch, through any number of views."""
+        while node.target in _VIEWS:
+            node = node.all_input_nodes[0]
+            if node.op == "placeholder":
+                return self.slots[node][0] in ("weight", "batch")
+        return False
+
+    # -------------------------------------------------------------------------------------------------- graphs
+
+    def _piece(
+        self, nodes: list[fx.Node], results: list[tuple[Slot, fx.Node]], given: dict[fx.Node, Slot]
+    ) -> PassGraph:
+        graph = fx.Graph()
+        inside = set(nodes)
+        wanted = {source for node in nodes for source in node.all_input_nodes} | {node for _, node in results}
+        outer = [node for node in self.joint.graph.nodes if node in wanted and node not in inside]
+        slots = [self.slots[node] if node in self.slots else given[node] for node in outer]
+        copied = {node: graph.placeholder("_".join(map(str, slot))) for node, slot in zip(outer, slots, strict=True)}
+        for node in self.joint.graph.nodes:
+            if node in inside:
+                copied[node] = graph.node_copy(node, lambda n: copied[n])
+                if node.target is torch.ops.aten.view.default:
+                    # Some kernels return a memory layout that differs from the traced one. A view may then be
+                    # impossible where a copy works.
+                    copied[node].target = torch.ops.aten.reshape.default
+        graph.output(
+            tuple(
+                _contiguous(graph, copied[node]) if copy else copied[node]
+                for (_, node), copy in zip(results, _copies(results), strict=True)
+            )
+        )
+        module = fx.GraphModule(self.joint, graph)
+        return PassGraph(
+            module,
+            tuple(slots),
+            tuple(slot for slot, _ in results),
+            cost(module, [node.meta["val"] for node in outer], self.mode),
+        )

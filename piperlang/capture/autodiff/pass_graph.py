@@ -1,0 +1,88 @@
+"""Stage programs: the F, B, I and W graphs of a chunk, as values. Workers run them; what makes them (differentiate.py)
+imports a compiler, which workers need not load.
+
+Graphs call piperlang's own operators, which exist once their files have been imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from piperlang.capture.autodiff.cost import Cost
+from piperlang.capture.trace import effects, functions, keep, routed  # noqa: F401
+from piperlang.ir.model import Sharding, Slot
+
+
+@dataclass(frozen=True)
+class PassGraph:
+    """One stage program (an F, B, I or W graph) that maps slots to slots."""
+
+    module: fx.GraphModule
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    cost: Cost
+
+    def run(self, values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        return dict(zip(self.outputs, self.call([values[slot] for slot in self.inputs]), strict=True))
+
+    def call(self, taken: Sequence[Any]) -> Sequence[Any]:
+        """Calls `forward` directly: a GraphModule called as a module prints its code when an operator raises, and loses
+        the location."""
+        function = self.module.forward if isinstance(self.module, fx.GraphModule) else self.module
+        return function(*taken)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class PassGraphs:
+    """All graphs of a chunk. I is None where no input requires a gradient, W where no weight does, B where neither
+    does."""
+
+    F: PassGraph
+    B: PassGraph | None
+    I: PassGraph | None
+    W: PassGraph | None
+    saved_bytes: int
+    """Activations that F saves for the backward, without weights, their views and tensors of the batch."""
+    kept_bytes: int
+    """Residuals for the weight gradient, which I saves for W when the two run separately."""
+
+    def saved(self) -> tuple[int, tuple[Slot, ...]]:
+        """Of the activations saved for the backward: the bytes that nothing else keeps alive, and the inputs and
+        outputs of F that they keep alive because they share their memory."""
+        cost = self.F.cost
+        mine = frozenset[int]().union(
+            *(found for slot, found in zip(self.F.outputs, cost.gave, strict=True) if slot[0] == "saved")
+        )
+        others = [
+            *zip(self.F.inputs, cost.given, strict=True),
+            *((slot, found) for slot, found in zip(self.F.outputs, cost.gave, strict=True) if slot[0] != "saved"),
+        ]
+        apart = mine.difference(*(found for _, found in others))
+        return sum(cost.sizes[storage] for storage in apart), tuple(
+            slot for slot, found in others if slot[0] in ("input", "output") and found & mine
+        )
+
+
+class TracedModel(Protocol):
+    """What an executor needs of a model that is cut into chunks."""
+
+    @property
+    def batch_names(self) -> Sequence[str]: ...
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, Sequence[str]]: ...
+
+    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]: ...
+
+    def check_state(self) -> None: ...
+
+    def count(self, batch: Sequence[torch.Tensor]) -> float: ...
+
+    def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs: ...

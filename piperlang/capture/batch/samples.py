@@ -1,0 +1,470 @@
+"""Whether the batch may be divided, and how the losses of its parts combine into the loss of the whole batch.
+
+Two traces of one program, at two batch sizes, are compared node by node: a dimension whose size differs is a batch
+dimension. A rule per operator (`sample_rules.py`, by name in `sample_table.py`) propagates the samples to the loss. An
+operator without a rule is decomposed; one that cannot be decomposed is judged by its shapes and a trial on numbers.
+
+Private API, kept in this file: `torch._decomp.decomposition_table` (tried on torch 2.11 and 2.13)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.batch.mixing import Along, Call, Free, Mixed, Mixing, Operand, Placed, Repair, State, growing
+from piperlang.capture.batch.sample_constants import finds_its_sample, loses_samples, place_of, stays_uniform
+from piperlang.capture.batch.sample_rules import CLASSES, unknown
+from piperlang.capture.batch.sample_table import KEPT, NUMBERED, PERMUTED, name_of, rule_of
+from piperlang.capture.trace.functions import Applied, backward_graph
+from piperlang.capture.trace.random import module_of
+from piperlang.capture.trace.trace import Traced
+from piperlang.diagnostics import Diagnostic
+
+States: TypeAlias = State | tuple[State, ...]
+"""One state; for an operator with several outputs, one per output."""
+_DEEPEST = 4
+"""The depth of nested decompositions beyond which an operator is not decomposed further."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    loss: str
+    """`mean` or `sum`: how the losses of the parts of the batch combine into the loss of the whole batch."""
+    dims: dict[str, tuple[int, int]]
+    """By node: its batch dimension, and how many consecutive elements of it belong to one sample."""
+    mixing: Diagnostic | None
+    """Why the batch cannot be divided."""
+    weighted: tuple[str, ...]
+    """Means over the targets that are not ignored. Where parts of the batch ignore different numbers of targets, their
+    weights differ."""
+    free: frozenset[str] = frozenset()
+    """Nodes whose values do not depend on how the batch is divided."""
+
+
+def samples(small: Traced, large: Traced) -> Samples:
+    """`small` and `large`: one program traced at two batch sizes, both at least 2."""
+    assert large.samples > small.samples > 1
+    assert large.samples % small.samples == 0
+    if not _same(small.graph, large.graph):
+        return Samples("mean", {}, _two_programs(small, large), ())
+    walk = _Walk((small.mode, large.mode), small.samples, large.samples // small.samples)
+    walk.run(
+        small.graph,
+        large.graph,
+        [_given(small, large, a, b, walk) for a, b in _pairs(small.graph, large.graph) if a.op == "placeholder"],
+    )
+    (output,) = (node for node in small.graph.nodes if node.op == "output")
+    state = walk.states[output.all_input_nodes[0]]
+    if isinstance(state, Along):
+        state = Mixing("the loss is not a scalar", Repair.LAST)
+    if isinstance(state, Mixed) and state.degree not in (0, -1):
+        state = Mixing("the loss is neither a sum nor a mean over the samples", Repair.LAST)
+    loss = "sum" if isinstance(state, Mixed) and state.degree == 0 else "mean"
+    weighted = tuple(node.name for node in small.graph.nodes if _is_weighted(node, walk.states))
+    mixing = _diagnostic(state, walk, output.all_input_nodes[0]) if isinstance(state, Mixing) else None
+    free = frozenset(
+        node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True)
+    )
+    return Samples(loss, _dims(small, large, walk), mixing, weighted, free)
+
+
+def _two_programs(small: Traced, large: Traced) -> Diagnostic:
+    counts = (
+        f"with {small.samples} samples it runs {len(small.graph.nodes)} operators, with {large.samples} samples it runs"
+        f" {len(large.graph.nodes)}"
+    )
+    return Diagnostic(
+        "P0805",
+        "the model runs different operators for different batch sizes",
+        notes=(counts,),
+        helps=(Repair.ALIKE.value,),
+    )
+
+
+def _pairs(small: fx.Graph, large: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    return list(zip(small.nodes, large.nodes, strict=True))
+
+
+def _same(small: fx.Graph, large: fx.Graph) -> bool:
+    """The same operators in the same order, reading the same values."""
+    if len(small.nodes) != len(large.nodes):
+        return False
+    partner = dict(_pairs(small, large))
+    alike = ((a.op, name_of(a.target)) == (b.op, name_of(b.target)) for a, b in partner.items())
+    return all(alike) and all(
+        [partner[node] for node in a.all_input_nodes] == b.all_input_nodes for a, b in partner.items()
+    )
+
+
+def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) -> State:
+    """The state of a placeholder: tensors of the batch depend on data, weights do not. A constant that differs between
+    the two traces depends on the batch size."""
+    if a.name in small.weights:
+        one, two = small.weights[a.name].fake, large.weights[b.name].fake
+        same = isinstance(one, FakeTensor) or isinstance(two, FakeTensor) or torch.equal(one, two)
+        return Free(0 if same else None)
+    value = a.meta.get("val")
+    if a.name not in small.batch or not isinstance(value, torch.Tensor):
+        return Free()
+    grown = growing(value, b.meta["val"])
+    if len(grown) > 1:
+        return Mixing("a tensor of the batch has two dimensions that grow with the batch size", Repair.PAIRS)
+    return Along(grown[0], value.shape[grown[0]] // walk.samples) if grown else Free()
+
+
+def _dims(small: Traced, large: Traced, walk: _Walk) -> dict[str, tuple[int, int]]:
+    found = {}
+    for a, b in _pairs(small.graph, large.graph):
+        state, value = walk.states.get(a), a.meta.get("val")
+        if isinstance(state, Along):
+            found[a.name] = (state.dim, state.inner)
+        elif (
+            isinstance(state, Free)
+            and isinstance(value, torch.Tensor)
+            and len(grown := growing(value, b.meta["val"])) == 1
+        ):
+            found[a.name] = (grown[0], value.shape[grown[0]] // small.samples)
+    return found
+
+
+def _is_weighted(node: fx.Node, states: dict[fx.Node, States]) -> bool:
+    if name_of(node.target) not in CLASSES or not isinstance(states[node], Mixed):
+        return False
+    arguments = _arguments(node)
+    return arguments["reduction"] == 1 and not arguments["target"].meta["val"].is_floating_point()
+
+
+def _diagnostic(state: Mixing, walk: _Walk, last: fx.Node) -> Diagnostic:
+    node = walk.causes.get(id(state), last)
+    stack = node.meta.get("nn_module_stack") or {}
+    place = "in the loss" if [path for path, _ in stack.values()][-1:] == [""] else module_of(node)
+    return Diagnostic("P0805", f"the batch cannot be divided: {state.message}", notes=(place,), helps=(state.help,))
+
+
+# ------------------------------------------------------------------------------------------------------------- walk
+
+
+@dataclass
+class _Walk:
+    """One pass over the graphs of both traces."""
+
+    modes: tuple[FakeTensorMode, FakeTensorMode]
+    samples: int
+    times: int
+    shown: str = ""
+    """The operator that this graph is the decomposition of; empty for the whole program."""
+    depth: int = 0
+    states: dict[fx.Node, States] = field(default_factory=dict)
+    causes: dict[int, fx.Node] = field(default_factory=dict)
+    """The node that caused each Mixing, by the id of the Mixing."""
+    known: dict[Any, fx.Graph | None] = field(default_factory=dict)
+
+    def run(self, small: fx.Graph, large: fx.Graph, given: Sequence[States]) -> None:
+        places = iter(given)
+        for a, b in _pairs(small, large):
+            if a.op == "placeholder":
+                self.states[a] = self._blamed(next(places), a)
+            elif a.op == "call_function":
+                self.states[a] = self._after(a, b)
+                self._write(a, b)
+            elif a.op != "output":
+                self.states[a] = Free(zero=_is_zero(a))
+
+    def _after(self, a: fx.Node, b: fx.Node) -> States:
+        if a.target is operator.getitem:
+            whole = self.states[a.args[0]]  # type: ignore[index]
+            return whole[a.args[1]] if isinstance(whole, tuple) else whole  # type: ignore[index]
+        causes = [
+            state for node in a.all_input_nodes for state in _several(self.states[node]) if isinstance(state, Mixing)
+        ]
+        if causes:  # the first of them in the order of the program
+            order = list(self.causes)
+            return min(causes, key=lambda state: order.index(id(state)))
+        try:
+            found = self._ruled(a, b)
+        except Mixing as problem:
+            found = problem.with_traceback(None)
+        return self._blamed(found, a)
+
+    def _blamed(self, states: States, node: fx.Node) -> States:
+        self.causes |= {id(state): node for state in _several(states) if isinstance(state, Mixing)}
+        return states
+
+    def _ruled(self, a: fx.Node, b: fx.Node) -> States:
+        results = tuple((x, y) for x, y in zip(_tensors(a), _tensors(b), strict=True))
+        name = name_of(a.target)
+        call = Call(
+            name,
+            self.shown or name.strip("_"),
+            a.target,
+            self._operands(a, a, b),
+            self._operands(b, a, b),
+            results,
+            self.samples,
+            self.times,
+        )
+        if not call.data and name != "counter_dropout":
+            if isinstance(a.target, Applied):
+                self._check_backward(a, b, tuple(Free() for _ in results), call)
+            return _free(call)
+        if not results:
+            raise Mixing(f"{call.shown} reads values of the batch as Python numbers", Repair.NUMBERS)
+        rule = rule_of(a.target)
+        if any(
+            isinstance(o.state, Free) and not o.state.uniform and not finds_its_sample(call, o.state.place)
+            for o in call.operands
+        ):
+            raise call.placed()
+        states = rule(call) if rule else self._decomposed(a, b, call)
+        if isinstance(a.target, Applied):
+            self._check_backward(a, b, states, call)
+        every = states if isinstance(states, tuple) else (states,) * len(results)
+        checked = tuple(_checked(call, state, *result) for state, result in zip(every, results, strict=True))
+        return checked if isinstance(a.meta["val"], tuple | list) else checked[0]
+
+    def _operands(self, node: fx.Node, a: fx.Node, b: fx.Node) -> dict[str, Any]:
+        """The arguments by name, tensors as operands."""
+        operands = {}
+        for own, one, two in zip(node.all_input_nodes, a.all_input_nodes, b.all_input_nodes, strict=True):
+            state, value = self.states[one], one.meta.get("val")
+            operands[own] = (
+                Operand(state, value, two.meta["val"])
+                if isinstance(value, torch.Tensor) and not isinstance(state, tuple)
+                else None
+            )
+        return {name: _replaced(value, operands) for name, value in _arguments(node).items()}
+
+    # ----------------------------------------------------------------------------------------------- decomposition
+
+    def _decomposed(self, a: fx.Node, b: fx.Node, call: Call) -> States:
+        graphs = [self._graph(node, mode) for node, mode in zip((a, b), self.modes, strict=True)]
+        if self.depth == _DEEPEST or graphs[0] is None or graphs[1] is None:
+            return unknown(call)
+        if not _same(graphs[0], graphs[1]):  # a loop over the samples
+            raise call.through()
+        inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
+        inside.run(
+            graphs[0],
+            graphs[1],
+            [self.states[leaf] for leaf in pytree.tree_leaves((a.args, a.kwargs)) if isinstance(leaf, fx.Node)],
+        )
+        (output,) = (node for node in graphs[0].nodes if node.op == "output")
+        found = pytree.tree_leaves(output.args)
+        states = tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
+        if any(isinstance(state, Placed) for state in states):  # grid_sample indexes samples by their position
+            return unknown(call)
+        return states
+
+    def _graph(self, node: fx.Node, mode: FakeTensorMode) -> fx.Graph | None:
+        """The operator decomposed into a graph of other operators; None if it has no decomposition."""
+        flat, layout = pytree.tree_flatten((node.args, node.kwargs))
+        tensors: list[torch.Tensor] = [leaf.meta["val"] for leaf in flat if isinstance(leaf, fx.Node)]
+        key = (
+            node.target,
+            layout,
+            *(repr(leaf) for leaf in flat if not isinstance(leaf, fx.Node)),
+            *(f"{t.shape} {t.stride()} {t.dtype}" for t in tensors),
+        )
+        if key in self.known:
+            return self.known[key]
+
+        def call(*given: torch.Tensor) -> Any:
+            rest = iter(given)
+            args, kwargs = pytree.tree_unflatten(
+                [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in flat], layout
+            )
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        try:
+            with mode, torch.no_grad():
+                graph: fx.Graph | None = make_fx(call, decomposition_table=_table())(*tensors).graph
+        except Exception:  # an operator that cannot be decomposed has no known rule
+            graph = None
+        if graph is not None and any(inner.target == node.target for inner in graph.nodes):
+            graph = None
+        self.known[key] = graph
+        return graph
+
+    # ------------------------------------------------------------------------------ backwards of autograd Functions
+
+    def _check_backward(self, a: fx.Node, b: fx.Node, states: States, call: Call) -> None:
+        """A user-defined backward must process each sample independently, as autograd's own backward does where the
+        forward does."""
+        given = [self.states[leaf] for leaf in a.args if isinstance(leaf, fx.Node)]
+        # The gradient of a value that does not depend on data, such as a weight, is a sum over the samples.
+        coming = [Along(s.dim, s.inner) if isinstance(s, Along) else Mixed(0) for s in _several(states)]
+        graphs = [backward_graph(node, mode, _table()) for node, mode in zip((a, b), self.modes, strict=True)]
+        if not _same(graphs[0], graphs[1]):
+            raise Mixing(f"the backward of {call.shown} depends on the batch size", Repair.ALIKE)
+        inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
+        inside.run(graphs[0], graphs[1], [*given, *coming])
+        (output,) = (node for node in graphs[0].nodes if node.op == "output")
+        for state, gradient in zip(
+            given, pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None), strict=True
+        ):
+            found = inside.states[gradient] if isinstance(gradient, fx.Node) else Free(zero=True)
+            along = (
+                isinstance(state, Along)
+                and isinstance(found, Along | Free)
+                and (isinstance(found, Free) or found.dim == state.dim)
+            )
+            summed = not isinstance(state, Along) and (found == Mixed(0) or (isinstance(found, Free) and found.zero))
+            if not (along or summed):
+                raise Mixing(f"the backward of {call.shown} mixes the gradients of samples", Repair.WITHIN)
+
+    # ------------------------------------------------------------------------------------------------------ writes
+
+    def _write(self, a: fx.Node, b: fx.Node) -> None:
+        """A write into a view changes the tensor it views, and the other views of that tensor."""
+        schema = getattr(a.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        new, twin = self.states[a], dict(_pairs(a.graph, b.graph))
+        part = not any(
+            large == small * self.times
+            for x, y in zip(_tensors(a), _tensors(b), strict=True)
+            for small, large in zip(x.shape, y.shape, strict=True)
+        )
+        for node in [node for node in self.states if node is not a and _root(node) is _root(a)]:
+            if not isinstance(new, tuple) and not isinstance(old := self.states[node], tuple):
+                self.states[node] = self._blamed(
+                    _merged(
+                        old,
+                        new,
+                        growing(node.meta["val"], twin[node].meta["val"]),
+                        node.meta["val"],
+                        self.samples,
+                        part,
+                    ),
+                    a,
+                )
+
+
+def _merged(old: State, new: State, grown: list[int], value: torch.Tensor, samples: int, part: bool) -> State:
+    """The state of a value after a value of another state was written into it; `part`: into some of the samples
+    only."""
+    if isinstance(new, Mixing) or isinstance(old, Mixing):
+        return new if isinstance(new, Mixing) else old
+    if isinstance(old, Free) and isinstance(new, Free):
+        return Free(
+            old.degree if old.degree == new.degree else None,
+            old.zero and new.zero,
+            old.uniform and new.uniform and not (part and grown),
+        )
+    kept, other = (new, old) if isinstance(old, Free) else (old, new)
+    if isinstance(kept, Mixed):
+        fits = not grown and ((isinstance(other, Free) and (other.zero or kept.degree == -1)) or other == kept)
+    else:
+        fits = len(grown) == 1 and (
+            other == Free(zero=True) or (not isinstance(other, Mixed) and other.degree == kept.degree)
+        )
+    if not fits:
+        return Mixing("a part of a value that combines all samples is overwritten", Repair.ALONE)
+    return (
+        Along(grown[0], value.shape[grown[0]] // samples, kept.degree)
+        if isinstance(old, Free) and isinstance(kept, Along)
+        else kept
+    )
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The tensor at the start of a chain of views and writes."""
+    schema = getattr(node.target, "_schema", None)
+    while (
+        schema is not None
+        and schema.arguments
+        and schema.arguments[0].alias_info is not None
+        and isinstance(node.args[0], fx.Node)
+    ):
+        node = node.args[0]
+        schema = getattr(node.target, "_schema", None)
+    return node
+
+
+@cache
+def _table() -> dict[Any, Any]:
+    return {target: function for target, function in decomposition_table.items() if rule_of(target) is None}
+
+
+def _several(states: States) -> tuple[State, ...]:
+    return states if isinstance(states, tuple) else (states,)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments by name, with defaults filled in."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {str(i): value for i, value in enumerate(node.args)} | node.kwargs
+    found = {}
+    for i, argument in enumerate(schema.arguments):
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        found[argument.name] = given
+    return found
+
+
+def _replaced(value: Any, operands: dict[fx.Node, Operand | None]) -> Any:
+    if isinstance(value, fx.Node):
+        return operands[value]
+    return [_replaced(item, operands) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _free(call: Call) -> Free:
+    """The state of an operator whose operands do not depend on data. If it reduces a dimension of the batch size, or
+    creates a tensor from a number, the result may depend on the batch size."""
+    number = call.small.get("fill_value", call.small.get("s"))
+    zero = call.name in ("zeros", "new_zeros", "zeros_like") or (isinstance(number, int | float) and number == 0)
+    states = [operand.state for operand in call.operands if isinstance(operand.state, Free)]
+    given = [state.degree for state in states]
+    grows = any(growing(*result) for result in call.results)
+    if states and call.name in (*KEPT, *NUMBERED, *PERMUTED):
+        return states[0] if grows or states[0].uniform else replace(states[0], degree=None, uniform=True, place=0)
+    if "fill_value" in call.small and all(degree == 0 for degree in given):
+        return Free(call.degree("fill_value"), zero)
+    changes = (
+        any(degree != 0 for degree in given)
+        or loses_samples(call)
+        or (not grows and (call.changed or not all(state.uniform for state in states)))
+    )
+    return Free(None if changes else 0, zero, not grows or stays_uniform(call), place_of(call) if grows else 0)
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Whether a node is the constant 0."""
+    value = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, FakeTensor)
+        and value.numel() == 1
+        and not value.item()
+    )
+
+
+def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor) -> State:
+    """Checks the state of a result against its shapes in both traces."""
+    grown = growing(small, large)
+    if isinstance(state, Mixed) and grown:
+        return Mixing(f"{call.shown} broadcasts a {state} over the samples to every sample", Repair.ALONE)
+    if not isinstance(state, Along):
+        return state
+    if len(grown) > 1:
+        return call.against()
+    fits = (
+        grown == [state.dim]
+        and large.shape[state.dim] == small.shape[state.dim] * call.times
+        and small.shape[state.dim] % (call.samples * state.inner) == 0
+    )
+    return state if fits else Mixing(f"{call.shown} selects some of the samples", Repair.EACH)

@@ -1,0 +1,1 @@
+"""The graphs of a sharded chunk, as one device runs them."""

@@ -1,0 +1,1 @@
+"""One graph of model and loss: what tracing records, keeps or rejects."""

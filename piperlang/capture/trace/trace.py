@@ -1,0 +1,345 @@
+"""A model and its loss as one aten graph, traced on fake tensors.
+
+Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` and its shape environment (tried on torch
+2.11 and 2.13), and how fake tensors are copied (2.13). Fake tensors on the device that will run, not meta ones, because
+operators such as attention choose their kernel by device while they are traced."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.export.graph_signature import InputKind
+from torch.fx import traceback
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.trace.buffers import make_functional, new_values
+from piperlang.capture.trace.counted import take_count
+from piperlang.capture.trace.dims import name_dims
+from piperlang.capture.trace.functions import Call, recorded, refuse_backward_state, restore
+from piperlang.capture.trace.hooks import only_forward, refuse_hooks
+from piperlang.capture.trace.inline import drop_unread, inline_regions
+from piperlang.capture.trace.learning import learning
+from piperlang.capture.trace.observed import Observed, refuse_replaced, refuse_shared_storage
+from piperlang.capture.trace.random import make_counted, module_of, number_dropouts
+from piperlang.capture.trace.untraceable import quiet, refuse_mistraced, untraceable
+from piperlang.capture.user.held import add_part, hold
+from piperlang.capture.user.seeding import seeded
+from piperlang.capture.user.state import Frozen, Library, refuse_state
+from piperlang.capture.user.tensors import named_tensors
+from piperlang.capture.user.where import line_of_function, line_of_operator
+from piperlang.diagnostics import PiperError, error
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer. Tied weights are one Weight with several names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    fake: torch.Tensor
+    requires_grad: bool
+    buffer: bool
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The training computation of one batch: weights and batch in, loss out."""
+
+    graph: fx.Graph
+    root: fx.GraphModule
+    mode: FakeTensorMode
+    weights: dict[str, Weight]
+    """By the name of the graph's placeholder; tied weights share one Weight."""
+    batch: tuple[str, ...]
+    """Placeholders of the batch's tensors, in the order of the flattened (input, target)."""
+    samples: int
+    """The batch size it was traced with."""
+    random: bool
+    """Whether the graph reads `rng`."""
+    count: fx.GraphModule | None
+    """Computes the count that the graph's sum is divided by from the batch; None where the loss is not a sum over a
+    count."""
+    changes: dict[str, fx.Node]
+    """Buffers that the model changes, by placeholder, and their new values, which are outputs of the graph after the
+    loss."""
+    loss: Callable[[Any, Any], Any]
+    frozen: Frozen
+    """Python state that the program has captured."""
+
+    def value(self, node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    @cached_property
+    def learning(self) -> set[fx.Node]:
+        """Values that receive a gradient."""
+        return learning(
+            self.graph, self.root, self.mode, {name for name, weight in self.weights.items() if weight.requires_grad}
+        )
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """Names of weights that receive a gradient: only those are ever updated."""
+        return {self.weights[node.name].name for node in self.learning if node.name in self.weights}
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that the forward creates from numbers in the code. They belong to the program, not to the model."""
+        return {weight.name: weight.fake for weight in self.weights.values() if not isinstance(weight.fake, FakeTensor)}
+
+    @property
+    def result(self) -> fx.Node:
+        """The loss."""
+        (output,) = (node for node in self.graph.nodes if node.op == "output")
+        loss: fx.Node = output.args[0][0]
+        return loss
+
+
+def trace(
+    make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
+) -> Traced:
+    """Trace model and loss on the shapes of `batch`. No weight is allocated. `seed`: for random numbers that the
+    constructor draws."""
+    mode = _fake_mode()
+    flat, layout = pytree.tree_flatten(batch)
+    device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
+    with seeded(seed):
+        with mode, _building(), device:  # operators choose their kernels by device while they are traced
+            model = make_model()
+            hold(model)
+            inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
+        refuse_hooks(model)
+        if isinstance(loss, nn.Module):
+            add_part(loss)
+        training = Observed(model, loss)
+        training.layout = layout
+        with only_forward(), recorded() as calls:
+            program = _export(training, inputs)
+            refuse_replaced(training)
+            if training.seen.watch.changed:
+                _refuse_state(program, training, inputs, mode)
+    samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
+    return _traced(program, training, mode, samples, device, calls)
+
+
+def _refuse_state(
+    program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...], mode: FakeTensorMode
+) -> None:
+    """Calls the model again, in the state in which a call left it. State that changes again, or that leads to a
+    different program, would be frozen by the trace and is refused.
+
+    These are two calls outside of export, which reverts some, but not all, of the changes of a forward."""
+    watches = []
+    for _ in range(2):
+        with mode, _numbers_unknown(mode), torch.enable_grad():
+            training(*inputs)
+        watches.append(training.seen.watch)
+    first, second = watches
+    evolving = {name for name in first.changed if first.after.get(name) != second.after.get(name)} | (
+        second.changed - first.changed
+    )
+    if evolving or written(program.graph) != written(_export(training, inputs).graph):
+        raise refuse_state(evolving or first.changed, training.model)
+
+
+def _fake_mode() -> FakeTensorMode:
+    """A mode that copies of its fake tensors share. `copy.deepcopy` would copy the mode, too, with all tensors that it
+    references, and memory is corrupted when those are freed (torch 2.13)."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]
+    return mode
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """Lets constructors convert and copy modules, which torch does not fully support for fake tensors.
+
+    `.to(dtype)` swaps parameters with converted copies, which fails if a weak reference to a parameter exists: here
+    their contents are exchanged, as those of real parameters are. `copy.deepcopy` would turn the constant that a fake
+    tensor records into a fake tensor: the tensor is copied outside of the mode."""
+    swap, deepcopy = torch.utils.swap_tensors, torch.Tensor.__deepcopy__
+
+    def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+        if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
+            swap(one, other)  # type: ignore[no-untyped-call]
+            return
+        contents = [(tensor.detach(), tensor.fake_device) for tensor in (other, one)]
+        for tensor, (content, device) in zip((one, other), contents, strict=True):
+            tensor.data, tensor.fake_device = content, device
+
+    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        with unset_fake_temporarily(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does that
+            return deepcopy(tensor, memo)  # type: ignore[no-any-return, no-untyped-call]
+
+    torch.utils.swap_tensors, torch.Tensor.__deepcopy__ = exchange, copied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors, torch.Tensor.__deepcopy__ = swap, deepcopy  # type: ignore[method-assign]
+
+
+@contextmanager
+def _numbers_unknown(mode: FakeTensorMode) -> Iterator[None]:
+    """`item()` returns a symbol, as it does in export."""
+    old, mode.shape_env = mode.shape_env, ShapeEnv()
+    try:
+        yield
+    finally:
+        mode.shape_env = old
+
+
+def written(graph: fx.Graph) -> list[str]:
+    """A graph as text, equal for equal programs."""
+    return [
+        f"{node.op} {node.target if node.op != 'get_attr' else ''} {node.args} {node.kwargs}" for node in graph.nodes
+    ]
+
+
+def _export(training: Observed, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    try:
+        with quiet(), traceback.preserve_node_meta():
+            program = torch.export.export(training, inputs, strict=False)
+    except PiperError:
+        raise
+    except Exception as problem:
+        raise untraceable(problem, training.model, training.loss) from problem
+    return program
+
+
+def _traced(
+    program: torch.export.ExportedProgram,
+    training: Observed,
+    mode: FakeTensorMode,
+    samples: int,
+    device: torch.device,
+    calls: Sequence[Call],
+) -> Traced:
+    _refuse_numbers(program)
+    tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(
+        training.named_buffers(remove_duplicate=False)
+    )
+    shared: dict[int, list[str]] = {}
+    for path, tensor in tensors.items():
+        shared.setdefault(id(tensor), []).append(path)
+    weights: dict[str, Weight] = {}
+    made: dict[int, Weight] = {}
+    batch: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        place: str = spec.arg.name
+        if spec.kind == InputKind.USER_INPUT:
+            batch.append(place)
+            continue
+        tensor = tensors[spec.target] if spec.target in tensors else program.constants[str(spec.target)]
+        if id(tensor) not in made:
+            first, *others = (path.removeprefix("model.") for path in shared.get(id(tensor), [str(spec.target)]))
+            buffer = spec.kind != InputKind.PARAMETER
+            made[id(tensor)] = Weight(first, tuple(others), tensor, not buffer and tensor.requires_grad, buffer)
+        weights[place] = made[id(tensor)]
+    with mode:
+        rng = torch.empty(2, dtype=torch.int64, device=device)
+    graph = program.graph_module.graph
+    inline_regions(program.graph_module)
+    restore(graph, calls)
+    name_dims(graph)
+    refuse_mistraced(graph)
+    refuse_backward_state(graph, mode)
+    changes = _changes(program, training, weights)
+    try:
+        count = take_count(
+            program.graph_module,
+            batch,
+            training.seen.leaves,
+            {place: weight.fake for place, weight in weights.items() if not isinstance(weight.fake, FakeTensor)},
+        )
+    except PiperError as problem:
+        raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None
+    number_dropouts(graph)
+    drop_unread(graph)
+    _refuse_strangers(graph, weights, named_tensors(training.model).keys())
+    read = {
+        weights[node.name].name: weights[node.name].fake
+        for node in graph.nodes
+        if node.op == "placeholder" and node.users and node.name in weights
+    }
+    refuse_shared_storage(training.model, read)
+    if not read.keys().isdisjoint(training.seen.reassigned):
+        raise refuse_state({f"tensor `{name}`" for name in training.seen.reassigned if name in read}, training.model)
+    random = make_counted(graph, samples, rng)
+    classes = {type(module) for module in training.model.modules()}
+    own = named_tensors(training.model).keys()
+    constants = {id(w.fake): w.fake for place, w in weights.items() if w.name not in own and place not in changes}
+    frozen = Frozen(
+        "the traced program",
+        [unwrap(training.loss)],
+        classes,
+        line_of_function(training.loss),
+        tensors=list(constants.values()),
+        environment=sorted(set(training.seen.environment)),
+        library=Library(training.model),
+    )
+    return Traced(
+        graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, frozen
+    )
+
+
+def _changes(
+    program: torch.export.ExportedProgram, training: Observed, weights: dict[str, Weight]
+) -> dict[str, fx.Node]:
+    """The new values of buffers. Leaves the loss and these as outputs of the graph."""
+    graph = program.graph_module.graph
+    buffers = {
+        place: weight.name
+        for place, weight in weights.items()
+        if weight.buffer and weight.name in training.seen.buffers
+    }
+    statistics = make_functional(graph, {place: weight.name for place, weight in weights.items()}, buffers)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    loss, now = output.args[0][: training.seen.leaves], output.args[0][training.seen.leaves :]
+    places = {name: place for place, name in buffers.items()}
+    values = {places[name]: node for name, node in zip(training.seen.buffers, now, strict=True) if name in places}
+    changes = new_values(values | statistics, buffers)
+    output.args = ((*loss, *changes.values()),)
+    return changes
+
+
+def _refuse_strangers(graph: fx.Graph, weights: dict[str, Weight], known: Collection[str]) -> None:
+    """Refuse a tensor that exists only in this trace, such as the `.data` of a parameter: workers could not create
+    it."""
+    for node in graph.nodes:
+        weight = weights.get(node.name) if node.op == "placeholder" and node.users else None
+        if weight is not None and weight.name not in known and isinstance(weight.fake, FakeTensor):
+            raise error(
+                "P0802",
+                "the model reads a tensor that is neither a parameter nor a buffer",
+                line_of_operator(next(iter(node.users))),
+                "reads it",
+                notes=[module_of(next(iter(node.users)))],
+                help=(
+                    "use `.detach()` instead of `.data`; register tensors with `register_buffer`, or create them in the"
+                    " forward"
+                ),
+            )
+
+
+def _refuse_numbers(program: torch.export.ExportedProgram) -> None:
+    """Refuse a Python number read from a tensor: it is known only when the model runs."""
+    for node in program.graph.nodes:
+        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            raise error(
+                "P0802",
+                "the model reads a Python number from a tensor",
+                line_of_operator(node),
+                "item() here",
+                notes=[module_of(node)],
+                help="compute with the tensor itself",
+            )

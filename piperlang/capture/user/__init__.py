@@ -1,0 +1,1 @@
+"""The user's code: the model file, its functions, batches and lines, and the Python state that it keeps."""

@@ -1,0 +1,176 @@
+"""Batches of the user's `data` and `validation`, each checked before it is used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from inspect import unwrap
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.user.state import globals_of
+from piperlang.capture.user.user_code import Guarded, Wrong, kind, mistake
+from piperlang.diagnostics import PiperError
+
+_PAIRS = "yield (input, target) pairs"
+
+
+class UserBatches(Guarded):
+    """`data` or `validation`. A call returns an iterator over checked batches."""
+
+    def __call__(self) -> Iterator[tuple[Any, Any]]:
+        first: Any = None
+        for number, batch in enumerate(self._batches(), 1):
+            wrong = wrong_batch(batch, f"a batch of `{self.name}`") or (
+                wrong_change(batch, first, f"batch {number} of `{self.name}`") if number > 1 else None
+            )
+            if wrong is not None:
+                raise PiperError(mistake("P0801", wrong, self.line))
+            first = batch if first is None else first
+            yield detached((batch[0], batch[1]))
+        if first is None:
+            raise PiperError(mistake("P0801", Wrong(f"`{self.name}` yields no batches", _PAIRS), self.line))
+
+    def _batches(self) -> Iterator[Any]:
+        with self.guarded():
+            every = self.function()
+            wrong = _no_batches(every, self.name)
+            if wrong is not None:
+                raise PiperError(mistake("P0801", wrong, self.line))
+            yield from every
+
+
+_POSITIONED = (Iterator, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def draw_from_the_same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether two functions may share an iterator or a generator of random numbers: then a batch of one of them changes
+    the batches of the other. Variables in closures may be shared."""
+    functions = unwrap(one), unwrap(other)
+    if any(getattr(function, "__closure__", None) for function in functions):
+        return True
+    mine, theirs = ({(name, id(scope)): scope.get(name) for name, scope in globals_of([f])} for f in functions)
+    return any(isinstance(value, _POSITIONED) for key, value in mine.items() if key in theirs)
+
+
+def placed(batch: Any, device: str) -> Any:
+    """The batch on the device that runs the program: a trace records the device of its inputs."""
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, detached(batch))
+
+
+def detached(batch: Any) -> Any:
+    """A batch without the autograd graph that it was made with. Training changes the model's parameters; the gradient
+    of a batch changes nothing, and a graph can be gone through only once. Views that conjugate or negate lazily become
+    plain tensors, which can be sent."""
+    return pytree.tree_map_only(torch.Tensor, _plain, batch)
+
+
+def _plain(leaf: torch.Tensor) -> torch.Tensor:
+    leaf = leaf.detach() if leaf.requires_grad else leaf
+    return leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
+
+
+def _no_batches(every: Any, name: str) -> Wrong | None:
+    one = isinstance(every, torch.Tensor | dict) or (
+        isinstance(every, tuple | list) and len(every) == 2 and any(isinstance(part, torch.Tensor) for part in every)
+    )
+    if one:
+        return Wrong(
+            f"`{name}` returned one batch instead of an iterator over batches",
+            "write `yield input, target` instead of `return input, target`, in a loop if there are several batches",
+        )
+    if not isinstance(every, Iterable) or isinstance(every, str | bytes):
+        return Wrong(
+            f"`{name}` returned {kind(every)}, not an iterator over batches",
+            f"{_PAIRS}, or return an iterator over them such as a torch DataLoader",
+        )
+    return None
+
+
+def wrong_batch(batch: Any, where: str) -> Wrong | None:
+    """Why a value is not an (input, target) pair of tensors whose first dimension is the batch dimension; None if it
+    is.
+
+    `where`: how messages name the value."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        return Wrong(f"{where} is {kind(batch)}, not an (input, target) pair", _pairs_from(batch))
+    leaves = pytree.tree_leaves(batch)
+    other = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)), batch)
+    if other is not batch:
+        return Wrong(
+            f"{where} contains {kind(other)}",
+            "make every part of a batch a tensor whose first dimension is the batch dimension, with torch.as_tensor or"
+            " torch.stack",
+        )
+    unusual = next((wrong for leaf in leaves if (wrong := _unusual(leaf, where)) is not None), None)
+    if unusual is not None:
+        return unusual
+    counts = {leaf.shape[0]: leaf for leaf in leaves if leaf.dim()}
+    if not counts:
+        return Wrong(
+            f"{where} has no tensor with a batch dimension",
+            "make every part of a batch a tensor whose first dimension is the batch dimension",
+        )
+    if 0 in counts:
+        return Wrong(f"{where} has no samples: it contains {kind(counts[0])}", "skip empty batches")
+    if len(counts) > 1:
+        shapes = " and ".join(str(list(leaf.shape)) for leaf in list(counts.values())[:2])
+        return Wrong(
+            f"tensors of {where} have different numbers of samples: shapes {shapes}",
+            "make the first dimension of every tensor the batch dimension, with the same number of samples",
+        )
+    return None
+
+
+def _unusual(leaf: torch.Tensor, where: str) -> Wrong | None:
+    """A tensor that cannot be divided among devices and sent as a block of numbers."""
+    if leaf.is_nested:
+        return Wrong(f"{where} contains a nested tensor", "pad it: `torch.nested.to_padded_tensor(x, 0)`")
+    if leaf.layout is not torch.strided:
+        return Wrong(f"{where} contains a tensor of layout {leaf.layout}", "make it dense: `x.to_dense()`")
+    if leaf.is_quantized:
+        return Wrong(f"{where} contains a quantized tensor", "yield its numbers: `x.dequantize()` or `x.int_repr()`")
+    if leaf.is_meta:
+        return Wrong(f"{where} contains a tensor on device `meta`, which has no values", "yield a tensor with values")
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        return Wrong(
+            f"{where} contains a {type(leaf).__name__}, a subclass of torch.Tensor",
+            "yield a plain tensor: `x.as_subclass(torch.Tensor)`",
+        )
+    return None
+
+
+def _pairs_from(batch: Any) -> str:
+    if isinstance(batch, tuple | list) and len(batch) == 1:
+        return f"{_PAIRS}: `TensorDataset(inputs, targets)`, or `(x, x)` where the target is computed from the input"
+    if isinstance(batch, dict):
+        return f"{_PAIRS}; the input may be a dict, whose entries become keyword arguments of the model"
+    if isinstance(batch, tuple | list):
+        return f"{_PAIRS}; put several inputs into one tuple: `(a, b), target`"
+    return _PAIRS
+
+
+def wrong_change(batch: Any, first: Any, where: str) -> Wrong | None:
+    """How a batch differs from the first batch, which the model was traced with; None if it does not."""
+    leaves, layout = pytree.tree_flatten(tuple(batch))
+    known, before = pytree.tree_flatten(tuple(first))
+    for leaf, other in zip(leaves, known, strict=False):
+        if leaf.shape != other.shape:
+            help = "give all batches the same shape: drop the last one (`DataLoader(..., drop_last=True)`) or pad it"
+            return Wrong(
+                f"{where} has a tensor of shape {list(leaf.shape)}, but the first batch had {list(other.shape)}", help
+            )
+        if leaf.dtype != other.dtype:
+            return Wrong(
+                f"{where} has a tensor of dtype {leaf.dtype}, but the first batch had {other.dtype}",
+                "give all batches the same dtype, with `.to(dtype)`",
+            )
+    if layout != before:
+        return Wrong(
+            f"{where} has a different structure than the first batch",
+            "give all batches the same tuples, lists and dict keys",
+        )
+    return None
