@@ -54,7 +54,8 @@ def on_step(step):
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of a model file is put there
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     (tmp_path / "alone.piper").write_text("")

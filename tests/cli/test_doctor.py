@@ -35,7 +35,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     torch = pytest.importorskip("torch")
     ray = pytest.importorskip("ray")
     code, data, found = told(capsys)
-    assert (code, data["ok"]) == (0, True)
+    assert (code, data["ok"]) == (0, True), data
     assert found["Python"]["found"].startswith(".".join(map(str, sys.version_info[:3])))
     assert found["torch"]["found"] == torch.__version__
     assert found["ray"]["found"] == ray.__version__
