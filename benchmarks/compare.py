@@ -86,10 +86,8 @@ def main() -> None:
     parser.add_argument("--only", choices=BENCHMARKS, action="append", help="may be given several times")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     for name in chosen.only or BENCHMARKS:
-        rows += compare(name, chosen.before.resolve(), chosen.rounds)
-    show(rows, chosen.json)
+        show(compare(name, chosen.before.resolve(), chosen.rounds), chosen.json)
 
 
 if __name__ == "__main__":

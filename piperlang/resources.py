@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent
 
 
 def resource(*parts: str) -> Path:
     """The file or folder `parts`, of an installed wheel (force-included) or of the checkout."""
-    inside = _PACKAGE.joinpath("_data", *parts)
-    return inside if inside.exists() else _PACKAGE.parent.joinpath(*parts)
+    inside = PACKAGE.joinpath("_data", *parts)
+    return inside if inside.exists() else PACKAGE.parent.joinpath(*parts)

@@ -229,14 +229,15 @@ def _steps(
     checks: Sequence[Callable[[], None]],
     trained: list[int],
 ) -> Iterator[Row]:
-    """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except for
-    files with `on_step`, whose data may depend on it."""
+    """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except before
+    a validation, and for files with `on_step`: the data may depend on either."""
     from piperlang.capture.user.user_code import located
     from piperlang.capture.user.where import line_of_function
 
-    ahead = file.on_step is None
     for step in range(options.steps):
         last = step + 1 == options.steps
+        validated = validates and (last or (step + 1) % (options.validate_every or options.steps) == 0)
+        ahead = file.on_step is None and not validated
         for check in checks:
             check()
         with doing("running the first step") if step == 0 else nullcontext():  # it may compile chunks
@@ -250,7 +251,7 @@ def _steps(
             done = job.finish(begun)
             trained.append(step)
         row = Row(step, done.loss, round(done.seconds, 6), round(plan.samples / done.seconds, 2), done.memory)
-        if validates and (last or (step + 1) % (options.validate_every or options.steps) == 0):
+        if validated:
             row = replace(row, validation_loss=_validated(job, file))
         yield row
         if problem is not None:
@@ -265,7 +266,7 @@ def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], 
     from piperlang.capture.user.where import line_of_function
 
     line = line_of_function(file.data)
-    norm = Frozen("the plan", [], [], line, {"max_norm": getattr(unwrap(file.data), "__globals__", {})})
+    norm = Frozen("the plan", [], [], line, [("max_norm", getattr(unwrap(file.data), "__globals__", {}))])
     checks: list[Callable[[], None]] = [norm.check, *(partial(model.check, "between steps", line) for model in kept)]
     if file.lr_schedule is not None:
         schedule = Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule))
@@ -363,7 +364,7 @@ def _evaluation(
     if file.validation is None:
         return None
 
-    from piperlang.capture.user.batches import draw_from_the_same
+    from piperlang.capture.user.batches import may_share_state
     from piperlang.capture.user.seeding import restored
     from piperlang.capture.user.user_code import located
     from piperlang.capture.user.where import line_of_function
@@ -373,11 +374,11 @@ def _evaluation(
     if found.problems:
         raise PiperError(*found.problems)
     cut: Any = found.captured
-    if not draw_from_the_same(file.data, file.validation):
+    if not may_share_state(file.data, file.validation):
         # A batch that cannot be used is reported before training, not after it.
         with restored(), located(line_of_function(file.validation)):
             cut.flatten(next(file.validation()))
-    return evaluation_plan(found.graph(), plan), cut
+    return evaluation_plan(found.graph(), plan, cut), cut
 
 
 def _validated(job: Any, file: ModelFile) -> float:

@@ -174,7 +174,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         )
         cut = found.captured
         assert isinstance(cut, CutProgram)
-        return evaluation_plan(found.graph(), plan), cut
+        return evaluation_plan(found.graph(), plan, cut), cut
 
     return Trainer(graph, plan, start, evaluation, lambda: verify(captured, plan, first, training))
 

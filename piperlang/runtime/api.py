@@ -31,7 +31,7 @@ from piperlang.capture.user.user_code import (
     wrong_max_norm,
     wrong_signature,
 )
-from piperlang.capture.user.where import here
+from piperlang.capture.user.where import here, line_of_operator
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import planned, schedule
@@ -201,7 +201,7 @@ def compile(
 
     def evaluation() -> tuple[Plan, CutProgram]:
         graph, captured = applied(Evaluated(model))
-        return evaluation_plan(graph, plan), captured
+        return evaluation_plan(graph, plan, captured), captured
 
     def verified() -> Verified:
         return compare_with_eager(captured, plan, example, training) if verify else Verified(skipped="verify=False")
@@ -258,8 +258,18 @@ class Evaluated:
             return self.make().eval()
 
 
-def evaluation_plan(graph: Graph, trained: Plan) -> Plan:
+def evaluation_plan(graph: Graph, trained: Plan, captured: CutProgram) -> Plan:
     """The plan of a graph's forward, on the weights that another plan trains."""
+    traced = captured.program.sizes.small
+    for place, new in traced.changes.items():
+        name = traced.weights[place].name
+        raise error(
+            "P0606",
+            f"buffer {name} changes in evaluation mode",
+            line_of_operator(new),
+            notes=["training would depend on how often the model is evaluated"],
+            help="change it in training only: `if self.training: ...`",
+        )
     plan = forward(planned(graph))
     check(plan, forward=True)
     for device, other in zip(plan.devices, trained.devices, strict=True):

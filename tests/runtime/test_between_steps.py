@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import timeit
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ def data():
 def validation(): yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
 """,
     "gradients that are only measured": "max_norm = float('inf')\n",
+    "gradients that are only measured, by a number of NumPy": "import numpy as np\nmax_norm = np.float32(1e9)\n",
     "spectral norm": """
 class S(M):
     def __init__(self):
@@ -587,6 +589,167 @@ def model(): return N()
         "P0808",
         "environment variable `PIPER_TEST_CALLS`",
     ),
+    "an attribute of a class of torch": (
+        """
+nn.Module.piper_factor = 1.0
+class N(M):
+    def forward(self, x): return super().forward(x) * self.piper_factor
+def model(): return N()
+def on_step(row): setattr(nn.Module, "piper_factor", 2.0)
+UNDO = (nn.Module, "piper_factor", 1.0)
+""",
+        "P0808",
+        "`Module.piper_factor`",
+    ),
+    "an attribute of builtins": (
+        """
+import builtins
+builtins.PIPER_FACTOR = 1.0
+class N(M):
+    def forward(self, x): return super().forward(x) * PIPER_FACTOR
+def model(): return N()
+def on_step(row): setattr(builtins, "PIPER_FACTOR", 2.0)
+""",
+        "P0808",
+        "`PIPER_FACTOR`",
+    ),
+    "an attribute of a metaclass": (
+        """
+class Kind(type): factor = 1.0
+class K(metaclass=Kind): pass
+class N(M):
+    def forward(self, x): return super().forward(x) * K.factor
+def model(): return N()
+def on_step(row): setattr(Kind, "factor", 2.0)
+""",
+        "P0808",
+        "`K`",
+    ),
+    "an attribute of a base class": (
+        """
+class One: factor = 1.0
+class K(One): pass
+class N(M):
+    def forward(self, x): return super().forward(x) * K.factor
+def model(): return N()
+def on_step(row): setattr(One, "factor", 2.0)
+""",
+        "P0808",
+        "`K`",
+    ),
+    "other base classes": (
+        """
+class One: factor = 1.0
+class Two: factor = 2.0
+class K(One): pass
+class N(M):
+    def forward(self, x): return super().forward(x) * K.factor
+def model(): return N()
+def on_step(row): setattr(K, "__bases__", (Two,))
+""",
+        "P0808",
+        "`K`",
+    ),
+    "what a weak reference refers to": (
+        """
+import weakref
+class K: factor = 1.0
+k = K()
+REF = weakref.ref(k)
+class N(M):
+    def forward(self, x): return super().forward(x) * REF().factor
+def model(): return N()
+def on_step(row): setattr(k, "factor", 2.0)
+""",
+        "P0808",
+        "`REF`",
+    ),
+    "mapped memory": (
+        """
+import mmap
+MAP = mmap.mmap(-1, 16)
+MAP[0] = 1
+class N(M):
+    def forward(self, x): return super().forward(x) * MAP[0]
+def model(): return N()
+def on_step(row): MAP.__setitem__(0, 2)
+""",
+        "P0808",
+        "`MAP`",
+    ),
+    "the environment as bytes": (
+        """
+import os
+os.environ["PIPER_TEST_BYTES"] = "1"
+class N(M):
+    def forward(self, x): return super().forward(x) * float(os.environb[b"PIPER_TEST_BYTES"])
+def model(): return N()
+def on_step(row): os.environ.__setitem__("PIPER_TEST_BYTES", "2")
+""",
+        "P0808",
+        "environment variable `PIPER_TEST_BYTES`",
+    ),
+    "a global that the backward of an operator reads": (
+        """
+FACTOR = [1.0]
+@torch.library.custom_op("piper_test::backward_reads", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor: return x * 1.0
+@op.register_fake
+def _(x): return torch.empty_like(x)
+op.register_autograd(lambda ctx, g: FACTOR[0] * g, setup_context=lambda ctx, inputs, output: None)
+class N(M):
+    def forward(self, x): return torch.ops.piper_test.backward_reads(super().forward(x))
+def model(): return N()
+def on_step(row): FACTOR[0] *= 0.5
+""",
+        "P0808",
+        "`FACTOR`",
+    ),
+    "a global that an operator reads": (
+        """
+FACTOR = [1.0]
+@torch.library.custom_op("piper_test::forward_reads", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor: return x * FACTOR[0]
+@op.register_fake
+def _(x): return torch.empty_like(x)
+op.register_autograd(lambda ctx, g: g * 1.0, setup_context=lambda ctx, inputs, output: None)
+class N(M):
+    def forward(self, x): return op(super().forward(x))
+def model(): return N()
+def on_step(row): FACTOR[0] *= 0.5
+""",
+        "P0808",
+        "`FACTOR`",
+    ),
+    "a buffer that changes in evaluation mode": (
+        """
+class N(M):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, x):
+        with piperlang.annotate("stage", 0):
+            self.calls += 1
+            x = torch.tanh(self.a(x)) * (1 + self.calls)
+        with piperlang.annotate("stage", 1):
+            return self.b(x)
+def model(): return N()
+def validation():
+    for _ in range(2): yield torch.ones(8, 4), torch.ones(8, dtype=torch.long)
+""",
+        "P0606",
+        "buffer calls changes in evaluation mode",
+    ),
+    "a loss that is not finite": (
+        "def loss(o, t): return o.square().mean() * float('nan')\n",
+        "P0608",
+        "on the first batch the loss is not finite",
+    ),
+    "a gradient that is not finite": (
+        "def loss(o, t): return (o - o.detach()).square().sum(1).sqrt().mean()\n",
+        "P0608",
+        "is not finite, so the captured program cannot be compared",
+    ),
     "a tensor without elements between stages": (
         """
 class N(M):
@@ -783,6 +946,72 @@ def test_statistics_with_validation(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert_plain(tmp_path, losses, weights)
 
 
+NEIGHBOUR = """
+from neighbour_of_model import factor
+FACTOR = 1.0
+class N(M):
+    def forward(self, x): return super().forward(x) * FACTOR * factor()
+def model(): return N()
+def on_step(row):
+    import neighbour_of_model
+    neighbour_of_model.FACTOR = 2.0
+"""
+
+
+def test_two_globals_of_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour_of_model.py").write_text("FACTOR = 1.0\ndef factor(): return FACTOR\n")
+    code, _, _ = job(tmp_path, NEIGHBOUR, PIPELINE, "--executor", "inline")
+    assert (code, sys.modules.pop("neighbour_of_model").FACTOR) == (1, 2.0)
+    assert "error[P0808]: global `FACTOR` of module `neighbour_of_model`" in capsys.readouterr().err
+
+
+CURSORS = {
+    "a list": "at = [0]\ndef draw():\n    at[0] += 1\n    return at[0]\n",
+    "a number": "at = 0\ndef draw():\n    global at\n    at += 1\n    return at\n",
+}
+
+
+@pytest.mark.parametrize("watched", ["", "def on_step(row): pass\n"], ids=["ahead", "with on_step"])
+@pytest.mark.parametrize("name", CURSORS)
+def test_validation_that_moves_the_data(
+    name: str, watched: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Batches are drawn in the order in which a plain loop draws them."""
+    text = (
+        CURSORS[name]
+        + watched
+        + """
+def numbered():
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(draw()))
+    return x, x.argmax(1) % 3
+def data():
+    while True: yield numbered()
+def validation():
+    for _ in range(2): yield numbered()
+"""
+    )
+    code, losses, _ = job(tmp_path, text, PIPELINE, "--executor", "inline", "--validate-every", "1")
+    assert code == 0, capsys.readouterr().err
+    scope: dict[str, Any] = {}
+    exec(BASE + text, scope)
+    seed(0)
+    model = scope["model"]()
+    optimizer = scope["optimizer"](model.parameters())
+    batches, expected = scope["data"](), []
+    for _ in range(3):
+        inputs, target = next(batches)
+        optimizer.zero_grad()
+        loss = scope["loss"](model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+        list(scope["validation"]())
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, code, words = REFUSED[name]
@@ -825,8 +1054,7 @@ def test_a_class_attribute_of_the_optimizer_that_the_schedule_changes(
     exit_code, _, _ = job(tmp_path, SCALED.format(scale=scale), script, "--executor", "inline")
     err = capsys.readouterr().err
     assert exit_code == 1
-    assert "error[P0808]" in err or "error[P0601]" in err
-    assert "`My`" in err
+    assert "error[P0808]: class attribute `My.scale`" in err or "error[P0601]: class `My`" in err
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
 
 from piperlang.capture.batch.mixing import Along, Call, Free, Mixing, Operand, Placed, Repair, State, growing
+from piperlang.capture.user.operators import is_of_user
 
 LARGEST = 5e7
 """An operator with more elements in an operand or a result is not tried, because it might take too long."""
@@ -87,9 +87,7 @@ def _is_of_python(call: Call) -> bool:
     """Whether the operator was made by torch.library.custom_op. A C++ operator could end the process on an index that
     is out of range."""
     schema = getattr(call.target, "_schema", None)
-    return (
-        schema is not None and schema.name in OPDEFS and not schema.name.startswith("piper::") and not schema.is_mutable
-    )
+    return schema is not None and is_of_user(schema.name) and not schema.is_mutable
 
 
 def _results(call: Call, size: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:

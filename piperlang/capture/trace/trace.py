@@ -33,6 +33,7 @@ from piperlang.capture.trace.observed import Observed, refuse_replaced, refuse_s
 from piperlang.capture.trace.random import make_counted, module_of, number_dropouts
 from piperlang.capture.trace.untraceable import quiet, refuse_mistraced, untraceable
 from piperlang.capture.user.held import add_part, hold
+from piperlang.capture.user.operators import functions_of_operators
 from piperlang.capture.user.seeding import seeded
 from piperlang.capture.user.state import Frozen, Library, refuse_state
 from piperlang.capture.user.tensors import named_tensors
@@ -280,7 +281,7 @@ def _traced(
     constants = {id(w.fake): w.fake for place, w in weights.items() if w.name not in own and place not in changes}
     frozen = Frozen(
         "the traced program",
-        [unwrap(training.loss)],
+        [unwrap(training.loss), *functions_of_operators()],
         classes,
         line_of_function(training.loss),
         tensors=list(constants.values()),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from inspect import unwrap
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.user.state import globals_of
+from piperlang.capture.user.state import globals_assigned, globals_of
 from piperlang.capture.user.user_code import Guarded, Wrong, kind, mistake
 from piperlang.diagnostics import PiperError
 
@@ -43,17 +43,24 @@ class UserBatches(Guarded):
             yield from every
 
 
-_POSITIONED = (Iterator, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_FIXED = (
+    *(bool, int, float, complex, str, bytes, type(None), type),
+    *(FunctionType, BuiltinFunctionType, ModuleType, torch.Tensor, np.ndarray),
+)
+"""What a function does not change as long as it does not assign it. Of others, an iterator, a list or a data set, a
+batch may leave something behind."""
 
 
-def draw_from_the_same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Whether two functions may share an iterator or a generator of random numbers: then a batch of one of them changes
-    the batches of the other. Variables in closures may be shared."""
+def may_share_state(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether a batch of one function may change the batches of the other, by a variable that both of them use: an
+    iterator, a generator of random numbers, a count. Variables in closures may be shared."""
     functions = unwrap(one), unwrap(other)
     if any(getattr(function, "__closure__", None) for function in functions):
         return True
     mine, theirs = ({(name, id(scope)): scope.get(name) for name, scope in globals_of([f])} for f in functions)
-    return any(isinstance(value, _POSITIONED) for key, value in mine.items() if key in theirs)
+    kept = [{id(value) for value in found.values() if not isinstance(value, _FIXED)} for found in (mine, theirs)]
+    assigned = globals_assigned(functions)
+    return bool(kept[0] & kept[1]) or any(name in assigned for name, _ in mine.keys() & theirs.keys())
 
 
 def placed(batch: Any, device: str) -> Any:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from piperlang.resources import PACKAGE
+
 _MAPPING = (os.__file__, "<frozen os>", "<frozen _collections_abc>", "_collections_abc.py")
-_NOT_RECORDED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+_NOT_RECORDED = (str(Path(torch.__file__).parent) + os.sep, str(PACKAGE) + os.sep)
 """torch reads settings of its own while it traces, and sets some of them later."""
 
 
@@ -26,8 +28,8 @@ def recorded_reads(keys: list[str]) -> Iterator[None]:
     plain = kind.__getitem__
 
     def read(self: Any, key: Any) -> Any:
-        if self is os.environ and isinstance(key, str) and not _reader().startswith(_NOT_RECORDED):
-            keys.append(key)
+        if isinstance(key, str | bytes) and not _reader().startswith(_NOT_RECORDED):  # `os.environb` is one, too
+            keys.append(os.fsdecode(key))
         return plain(self, key)
 
     kind.__getitem__ = read

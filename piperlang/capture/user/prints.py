@@ -13,9 +13,11 @@ import ctypes
 import functools
 import gc
 import io
+import mmap
 import random
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -31,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from piperlang.capture.user.held import is_part_of_model
+from piperlang.capture.user.operators import OPERATOR
 from piperlang.capture.user.where import is_users, is_users_file
 
 BUDGET = 20_000
@@ -42,8 +45,7 @@ SAMPLED = 1 << 20
 step."""
 
 _ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-_OPERATOR = torch.library.CustomOpDef  # type: ignore[attr-defined]
-_OPAQUE = (BuiltinFunctionType, CodeType, FrameType, torch.optim.Optimizer, _OPERATOR)
+_OPAQUE = (BuiltinFunctionType, CodeType, FrameType, torch.optim.Optimizer, OPERATOR)
 """Of the user's own operators torch keeps what it has found out about them."""
 _ITERATORS = ("builtins", "itertools")
 """Modules of the types whose `__reduce__` contains the position of an iterator."""
@@ -149,6 +151,10 @@ class Prints:
         """The attributes of a class or a module."""
         return self.items({name: item for name, item in list(vars(value).items()) if not name.startswith("__")})
 
+    def kind(self, value: type) -> object:
+        """A class, with those that it inherits attributes from, and the class that it is an instance of."""
+        return self.names(value), tuple(self.of(base) for base in (*value.__mro__[1:], type(value)))
+
     def cached(self, value: Any) -> object:
         """The contents of a cache, regardless of the order of use. A bounded cache consists of links, which contain key
         and result."""
@@ -234,7 +240,9 @@ _LOOKS: dict[type, Callable[[Prints, Any], object]] = {
     torch.Generator: _torch_generator,
     FunctionType: Prints.function,
     GeneratorType: Prints.generator,
-    type: Prints.names,
+    type: Prints.kind,
+    weakref.ref: lambda prints, value: prints.of(value()),
+    mmap.mmap: lambda prints, value: "closed" if value.closed else value[:SAMPLED],
     ModuleType: Prints.names,
     functools._lru_cache_wrapper: Prints.cached,
 }

@@ -6,6 +6,7 @@ flag) is allowed, if the program of the second call is the same."""
 
 from __future__ import annotations
 
+import builtins
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ HELP = (
     "let the forward compute it: register a buffer and change it there, an average of weights too"
     " (`self.average.lerp_(self.layer.weight.detach(), 0.01)`); pass what depends on the step alone in with the batch"
 )
+Global: TypeAlias = tuple[str, Mapping[str, Any]]
+"""A name, and the scope that has it: two modules may have the same."""
 Snapshot: TypeAlias = Mapping[str, object]
 """Fingerprints of state, by the name that the user knows."""
 
@@ -56,7 +59,7 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
                 for name, value in shared.items()
             }
     functions = _functions_of(model, loss)
-    found |= {f"global `{name}`": prints.of(scope[name]) for name, scope in globals_of(functions) if name in scope}
+    found |= {one.label: one.print(prints) for one in labelled(globals_of(functions)) if one.name in one.scope}
     found |= {one.label: one.print(prints) for one in attributes_of(functions)}
     found |= {f"environment variable `{name}`": value for name, value in os.environ.items()}
     found["a variable of the loss"] = prints.of(_closed_over(unwrap(loss)))
@@ -72,11 +75,7 @@ def snapshot_of(kind: type) -> Snapshot:
         for name, value in vars(kind).items()
         if not name.startswith("__")
     }
-    return (
-        found
-        | {f"global `{name}`": prints.of(scope.get(name)) for name, scope in globals_of(vars(kind).values())}
-        | _generators()
-    )
+    return found | {one.label: one.print(prints) for one in labelled(globals_of(vars(kind).values()))} | _generators()
 
 
 def _generators() -> dict[str, object]:
@@ -108,7 +107,7 @@ class Frozen:
         functions: Iterable[Any],
         classes: Iterable[type],
         line: Span | None,
-        names: Mapping[str, dict[str, Any]] | None = None,
+        names: Iterable[Global] = (),
         tensors: Sequence[torch.Tensor] = (),
         environment: Iterable[str] = (),
         library: Library | None = None,
@@ -123,8 +122,8 @@ class Frozen:
         functions = list(functions)
         self.closures = [one for one in functions if _closed_over(one) is not None]
         every = [*functions, *(item for kind in self.classes for item in vars(kind).values())]
-        self.names = dict(names or {}) | dict(globals_of(every))
-        self.attributes = attributes_of(every)
+        self.names = [*names, *globals_of(every)]
+        self.attributes = labelled(self.names) + attributes_of(every)
         self.attributes += [one for function in functions for one in _attributes_read_by(function)]
         self.library = library
         self.renew()
@@ -135,7 +134,7 @@ class Frozen:
 
     def _prints(self) -> dict[str, object]:
         prints = Prints(contents=True)
-        found = {f"global `{name}`": prints.of(scope.get(name)) for name, scope in self.names.items()}
+        found: dict[str, object] = {}
         for kind in self.classes:
             found |= {
                 f"class attribute `{kind.__qualname__}.{name}`": prints.of(value)
@@ -204,13 +203,29 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def globals_of(functions: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def globals_of(functions: Iterable[Any]) -> Iterator[Global]:
     """The global names that user functions, and the functions they call, read, with their scopes; also those that do
     not exist yet. Values that are not functions are skipped."""
     for function in _called(functions):
         scope, code = function.__globals__, function.__code__
         for name in dict.fromkeys((*(one for one in _names(code) if one in scope), *_globals_named(code))):
-            yield name, scope
+            yield name, vars(builtins) if name not in scope and hasattr(builtins, name) else scope
+
+
+def globals_assigned(functions: Iterable[Any]) -> set[str]:
+    """The global names that user functions, and the functions they call, assign."""
+    return {name for function in _called(functions) for name in _stored(function.__code__, "STORE_GLOBAL")}
+
+
+def labelled(names: Iterable[Global]) -> list[Attribute]:
+    """Globals by the names that the user knows; one of another module, with the same name, says which."""
+    found: dict[str, Attribute] = {}
+    for name, scope in names:
+        label = f"global `{name}`"
+        if label in found and found[label].scope is not scope:
+            label += f" of module `{scope.get('__name__')}`"
+        found[label] = Attribute(label, scope, name)
+    return list(found.values())
 
 
 def _called(functions: Iterable[Any]) -> Iterator[FunctionType]:
@@ -290,24 +305,22 @@ def _modules_named(function: FunctionType, names: set[str]) -> list[ModuleType]:
 
 
 class Library:
-    """torch as a model has used it: methods of the classes of its modules, torch.nn.functional, and global settings.
-    There are hundreds of functions, so they are compared by identity, without a loop in Python."""
+    """torch as a model has used it: attributes of the classes of its modules, torch.nn.functional, and global settings.
+    There are hundreds of them, so they are compared by identity, without a loop in Python."""
 
     def __init__(self, model: nn.Module) -> None:
         kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
         scopes = [(kind.__qualname__, vars(kind)) for kind in kinds if not is_users_own(kind)]
         self.scopes: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
-            (label, scope, {name: value for name, value in scope.items() if isinstance(value, _FUNCTIONS)})
-            for label, scope in [*scopes, ("torch.nn.functional", vars(nn.functional))]
+            (label, scope, dict(scope)) for label, scope in [*scopes, ("torch.nn.functional", vars(nn.functional))]
         ]
-
         self.settings = _settings()
 
     def changed(self) -> str | None:
-        """The first function that another one has replaced, or setting that has changed."""
-        for label, scope, functions in self.scopes:
-            if not all(map(is_, map(scope.get, functions), functions.values())):
-                return next(f"`{label}.{name}`" for name, was in functions.items() if scope.get(name) is not was)
+        """The first attribute that is another object now, or setting that has changed."""
+        for label, scope, values in self.scopes:
+            if not all(map(is_, map(scope.get, values), values.values())):
+                return next(f"`{label}.{name}`" for name, was in values.items() if scope.get(name) is not was)
         now = _settings()
         return next((name for name, was in self.settings.items() if now[name] != was), None)
 
@@ -343,12 +356,19 @@ def _globals_named(code: CodeType) -> Iterator[str]:
 
 def _set_later(code: CodeType) -> Iterator[str]:
     """Attributes that code sets, or may ask for with `getattr`."""
-    yield from (one.argval for one in get_instructions(code) if one.opname == "STORE_ATTR")
+    yield from _stored(code, "STORE_ATTR")
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _set_later(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             yield constant
+
+
+def _stored(code: CodeType, operation: str) -> Iterator[str]:
+    yield from (one.argval for one in get_instructions(code) if one.opname == operation)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _stored(constant, operation)
 
 
 def refuse_state(names: set[str], model: nn.Module) -> PiperError:

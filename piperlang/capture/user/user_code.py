@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Real
 from traceback import walk_tb
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -331,7 +332,7 @@ _RESULTS: Mapping[str, Callable[[object], Wrong | None]] = {
 
 def wrong_max_norm(value: object) -> Wrong | None:
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    if number is None or (isinstance(number, int | float) and not isinstance(number, bool) and number > 0):
+    if number is None or (isinstance(number, Real) and not isinstance(number, bool) and float(number) > 0):
         return None
     return Wrong(
         f"`max_norm` is {_shortened(repr(value))}, not a positive number",

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import fx
 
+from piperlang.resources import PACKAGE
 from piperlang.source import Source, Span
 
-_OTHERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[1]) + os.sep, "<")
+_OTHERS = (sysconfig.get_path("stdlib") + os.sep, str(PACKAGE) + os.sep, "<")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TEXTS: dict[str, Source] = {}
 _BOUND: dict[int, tuple[object, Span]] = {}

@@ -234,7 +234,7 @@ class Worker:
     def optimizer_reads(self) -> tuple[str, ...]:
         """Names of the globals that a step of the optimizer reads."""
         reads = self.runs["train"].device.optimizers.reads
-        return tuple(reads.names) if reads is not None else ()
+        return tuple(name for name, _ in reads.names) if reads is not None else ()
 
     def rest(self) -> Rest | None:
         return self.rest_of_model

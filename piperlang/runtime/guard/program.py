@@ -146,9 +146,23 @@ class Guard:
         for name, version in self._versions().items():
             if versions.get(name) != version:
                 raise self._refused(f"the forward or the backward changes parameter {name} in place", name, call)
+        self._check_finite(plain)
         ours = self._captured(before, pytree.tree_leaves(batch), call, plain)
         self.gradients = plain.gradients
         return self._difference(plain, ours, before, call)
+
+    def _check_finite(self, plain: Eager) -> None:
+        """Where plain PyTorch has no numbers, there is nothing to compare."""
+        infinite = [name for name, gradient in plain.gradients.items() if not gradient.isfinite().all()]
+        if math.isfinite(plain.loss) and not infinite:
+            return
+        what = f"the gradient of {infinite[0]} is" if math.isfinite(plain.loss) else "the loss is"
+        raise error(
+            "P0608",
+            f"on the first batch {what} not finite, so the captured program cannot be compared with the model",
+            line_of_function(self.traced.loss),
+            help="begin with a batch and weights that give finite numbers; `--no-verify` skips this check",
+        )
 
     def compare_varied(self) -> float | None:
         """One more call, with different numbers; None if the model accepts no others. Rounding may flip a decision of

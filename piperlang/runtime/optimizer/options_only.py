@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 from piperlang.capture.user.prints import Prints
-from piperlang.capture.user.state import Frozen, globals_of
+from piperlang.capture.user.state import Frozen, Global, globals_of, labelled
 from piperlang.capture.user.where import here, line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.runtime.optimizer.copies import options, same_option
@@ -144,19 +144,19 @@ def what_steps_read(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Fro
 
 def what_steps_read_elsewhere(known: Collection[str], make: Callable[..., Any]) -> Frozen:
     """The same in a process that has no optimizer. `known`: globals that its steps read."""
-    reached = {name: scope for name, scope in globals_of([unwrap(make)]) if name in known}
-    names = reached | tensors_read_by(make)
+    reached = [(name, scope) for name, scope in globals_of([unwrap(make)]) if name in known]
+    names = [*reached, *tensors_read_by(make)]
     return Frozen("a step of the optimizer", [], [], line_of_function(make), names, help=IN_OPTIONS)
 
 
-def tensors_read_by(make: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+def tensors_read_by(make: Callable[..., Any]) -> list[Global]:
     """Tensors and arrays that the function which makes the optimizer names: the optimizer may hold them, and its copies
     hold copies of them."""
-    return {
-        name: scope
+    return [
+        (name, scope)
         for name, scope in globals_of([unwrap(make)])
         if isinstance(scope.get(name), torch.Tensor | np.ndarray)
-    }
+    ]
 
 
 class SharedState:
@@ -172,7 +172,7 @@ class SharedState:
             f"step hook `{getattr(hook, '__name__', type(hook).__name__)}`": hook for hook in step_hooks(optimizer)
         }
         functions = [*(item for kind in type(optimizer).__mro__ for item in vars(kind).values()), *self.hooks.values()]
-        self.names = dict(globals_of(functions)) if devices > 1 else {}
+        self.globals = labelled(globals_of(functions)) if devices > 1 else []
         self.kind = type(optimizer)
         self.watched = devices > 1
         self.before = self._prints()
@@ -183,7 +183,7 @@ class SharedState:
         prints = Prints(contents=True)
         found = {name: prints.of(hook) for name, hook in self.hooks.items()}
         found |= {f"class `{self.kind.__qualname__}`": prints.of(self.kind)}
-        return found | {f"global `{name}`": prints.of(scope.get(name)) for name, scope in self.names.items()}
+        return found | {one.label: one.print(prints) for one in self.globals}
 
     def check(self) -> None:
         for name, now in self._prints().items():

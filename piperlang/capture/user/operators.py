@@ -1,0 +1,35 @@
+"""Operators that the user has made with `torch.library.custom_op`.
+
+Private API, kept in this file: `torch._library.custom_ops.OPDEFS`, all of them by name (torch 2.11 and 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+
+from piperlang.capture.user.where import is_users
+
+OPERATOR: Any = torch.library.CustomOpDef  # type: ignore[attr-defined]
+_OURS = "piper::"
+
+
+def is_of_user(name: str) -> bool:
+    """`name`: that of the operator's schema."""
+    return name in OPDEFS and not name.startswith(_OURS)
+
+
+def functions_of_operators() -> Iterator[FunctionType]:
+    """The functions that users' operators consist of: implementations, backwards, shapes. torch has operators of this
+    kind, too."""
+    for name, operator in list(OPDEFS.items()):
+        if is_of_user(name):
+            for held in vars(operator).values():
+                yield from (one for one in _members(held) if isinstance(one, FunctionType) and is_users(one))
+
+
+def _members(held: Any) -> list[Any]:
+    return list(held.values()) if isinstance(held, dict) else [held]
