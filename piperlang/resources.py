@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).parent
+"""As Python writes it in tracebacks, symbolic links included."""
 
 
 def resource(*parts: str) -> Path:

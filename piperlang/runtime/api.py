@@ -261,11 +261,11 @@ class Evaluated:
 def evaluation_plan(graph: Graph, trained: Plan, captured: CutProgram) -> Plan:
     """The plan of a graph's forward, on the weights that another plan trains."""
     traced = captured.program.sizes.small
-    for place, new in traced.changes.items():
-        name = traced.weights[place].name
+    if traced.changes:
+        place, new = next(iter(traced.changes.items()))
         raise error(
             "P0606",
-            f"buffer {name} changes in evaluation mode",
+            f"buffer {traced.weights[place].name} changes in evaluation mode",
             line_of_operator(new),
             notes=["training would depend on how often the model is evaluated"],
             help="change it in training only: `if self.training: ...`",
