@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 import timeit
 from pathlib import Path
 from typing import Any
@@ -1087,8 +1088,9 @@ def test_the_check_before_a_step_is_quick(tmp_path: Path) -> None:
     file = load_model(tmp_path / "model.py")
     frozen = capture(file.model, file.loss, next(file.data())).sizes.small.frozen
     frozen.check()
-    seconds = min(timeit.repeat(frozen.check, number=20, repeat=20)) / 20
-    assert seconds < 500e-6  # 50 us on a machine that does nothing else
+    # Of this process alone: other work on the machine does not count. On a quiet one it is 90 us.
+    seconds = min(timeit.repeat(frozen.check, timer=time.process_time, number=20, repeat=20)) / 20
+    assert seconds < 500e-6
 
 
 def test_a_seed_at_the_top_of_the_file_on_workers(
