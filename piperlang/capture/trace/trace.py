@@ -281,7 +281,7 @@ def _traced(
     constants = {id(w.fake): w.fake for place, w in weights.items() if w.name not in own and place not in changes}
     frozen = Frozen(
         "the traced program",
-        [unwrap(training.loss), *functions_of_operators()],
+        [unwrap(training.loss), *functions_of_operators(program.graph_module.graph)],
         classes,
         line_of_function(training.loss),
         tensors=list(constants.values()),

@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import fx
 from torch._library.custom_ops import OPDEFS
 
 from piperlang.capture.user.where import is_users
@@ -22,12 +23,12 @@ def is_of_user(name: str) -> bool:
     return name in OPDEFS and not name.startswith(_OURS)
 
 
-def functions_of_operators() -> Iterator[FunctionType]:
-    """The functions that users' operators consist of: implementations, backwards, shapes. torch has operators of this
-    kind, too."""
-    for name, operator in list(OPDEFS.items()):
+def functions_of_operators(graph: fx.Graph) -> Iterator[FunctionType]:
+    """The functions that users' operators in a graph consist of: implementations, backwards, shapes."""
+    schemas = (getattr(node.target, "_schema", None) for node in graph.nodes)
+    for name in dict.fromkeys(schema.name for schema in schemas if schema is not None):
         if is_of_user(name):
-            for held in vars(operator).values():
+            for held in vars(OPDEFS[name]).values():
                 yield from (one for one in _members(held) if isinstance(one, FunctionType) and is_users(one))
 
 
