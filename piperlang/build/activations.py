@@ -19,7 +19,7 @@ from piperlang.elaborate import directive as d
 from piperlang.ir.graph import LOCAL, NodeTemplate, Value
 from piperlang.ir.layout import Layout, axes_of
 from piperlang.ir.model import Tensor
-from piperlang.ir.redistribute import exchanging, moves
+from piperlang.ir.redistribute import alike, exchanging, moves
 
 
 class Edge(NamedTuple):
@@ -84,7 +84,7 @@ class Flow:
     def _move(self, edge: Edge, have: ValueId, point: Point) -> ValueId:
         if edge.have == edge.want:
             return have
-        if edge.tensor.buried and not _alike(edge.have, edge.want):
+        if edge.tensor.buried and not alike(edge.have, edge.want):
             raise _buried(edge)
         value = self.nodes.values[have]
         for hop in self._route(edge):
@@ -184,13 +184,6 @@ class Flow:
                 NodeTemplate(op, site.chunk.tags, layout.where, dims, phase=edge.phase)
             )
         return self._cut[known]
-
-
-def _alike(have: Layout, want: Layout) -> bool:
-    """Whether every device of one has a counterpart in the other, so that nothing is redistributed."""
-    return have.placements == want.placements and [size for _, size in axes_of(have.where)] == [
-        size for _, size in axes_of(want.where)
-    ]
 
 
 def _buried(edge: Edge) -> PiperError:

@@ -18,7 +18,7 @@ def moves(source: Layout, target: Layout) -> list[tuple[str, Layout]]:
     if dispatched(target.placements):
         return [*moves(source, target.unrouted()), ("all_to_all", target)]
     shares = DEFERRED in source.placements or DEFERRED in target.placements
-    if shares and not _alike(source, target):
+    if shares and not alike(source, target):
         # Parts of a gradient that do not match one to one: added up, moved whole, and kept by the first of those that
         # share it.
         whole = source.placed([PARTIAL if place is DEFERRED else place for place in source.placements])
@@ -31,8 +31,8 @@ def moves(source: Layout, target: Layout) -> list[tuple[str, Layout]]:
     return [*steps, ("p2p", target)]
 
 
-def _alike(source: Layout, target: Layout) -> bool:
-    """Whether devices match one to one."""
+def alike(source: Layout, target: Layout) -> bool:
+    """Whether every device of one has a counterpart in the other that has the same part."""
     sizes = [[size for _, size in axes_of(layout.where)] for layout in (source, target)]
     return sizes[0] == sizes[1] and source.placements == target.placements
 

@@ -77,8 +77,8 @@ _entered: dict[str, ModuleType] = {}
 
 
 def model_modules() -> tuple[ModuleType, ...]:
-    """The modules that model files of this process have become."""
-    return tuple(_entered.values())
+    """The modules that model files of this process have become, unless somebody has taken their names since."""
+    return tuple(module for name, module in _entered.items() if sys.modules.get(name) is module)
 
 
 def _enter(module: ModuleType) -> None:
