@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Words:
+class OneOf:
     """One of a few words."""
 
     words: tuple[str, ...]
@@ -50,11 +50,11 @@ class Anything:
     """A value without candidates: a number, NAME=VALUE."""
 
 
-Value = Words | Files | Anything
+Value = OneOf | Files | Anything
 
 
 @dataclass(frozen=True)
-class Option:
+class CompletedOption:
     flags: tuple[str, ...]
     help: str
     value: Value | None
@@ -62,14 +62,14 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Command:
+class CompletedCommand:
     name: str
     summary: str
-    options: tuple[Option, ...]
+    options: tuple[CompletedOption, ...]
     operand: Value | None
 
 
-def commands() -> list[Command]:
+def commands() -> list[CompletedCommand]:
     """All commands, from their parsers."""
     from piperlang.cli.main import COMMANDS, command_parser
 
@@ -77,11 +77,15 @@ def commands() -> list[Command]:
     for name, summary in COMMANDS.items():
         actions = command_parser(name).described()
         options = tuple(
-            Option(tuple(a.option_strings), _plain(a.help or ""), _value(a)) for a in actions if a.option_strings
+            CompletedOption(tuple(a.option_strings), _plain(a.help or ""), _value(a))
+            for a in actions
+            if a.option_strings
         )
         operands = [_value(action) for action in actions if not action.option_strings]
         found.append(
-            Command(name, _plain(summary), options, _together([value for value in operands if value is not None]))
+            CompletedCommand(
+                name, _plain(summary), options, _together([value for value in operands if value is not None])
+            )
         )
     return found
 
@@ -92,9 +96,9 @@ def _value(action: argparse.Action) -> Value | None:
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         return None
     if action.choices is not None:
-        return Words(tuple(map(str, action.choices)))
+        return OneOf(tuple(map(str, action.choices)))
     if name == "CODE":
-        return Words(tuple(CODES))
+        return OneOf(tuple(CODES))
     if suffixes or name in ("FILE", "DIR"):
         return Files(suffixes, name == "DIR")
     return Anything()
@@ -165,7 +169,7 @@ complete -F _piperc piperc
 """
 
 
-def bash(every: list[Command]) -> str:
+def bash(every: list[CompletedCommand]) -> str:
     values, flags, operands = [], [], []
     for command in every:
         own = [(option, flag) for option in command.options for flag in option.flags]
@@ -185,7 +189,7 @@ def bash(every: list[Command]) -> str:
 
 
 def _bash(value: Value) -> str:
-    if isinstance(value, Words):
+    if isinstance(value, OneOf):
         return f'_piperc_words "{" ".join(value.words)}"'
     if isinstance(value, Files):
         patterns = [] if value.folder else [f"'*{suffix}'" for suffix in value.suffixes] or ["'*'"]
@@ -223,7 +227,7 @@ if [[ $funcstack[1] == _piperc ]]; then _piperc "$@"; else compdef _piperc piper
 """
 
 
-def zsh(every: list[Command]) -> str:
+def zsh(every: list[CompletedCommand]) -> str:
     described = "\n".join(f"                '{command.name}:{command.summary}'" for command in every)
     blocks = []
     for command in every:
@@ -234,7 +238,7 @@ def zsh(every: list[Command]) -> str:
     return _fill(ZSH, names=names, commands="\n".join(blocks), described=described, formats=" ".join(FORMATS))
 
 
-def _specs(option: Option) -> Iterator[str]:
+def _specs(option: CompletedOption) -> Iterator[str]:
     for flag in option.flags:
         sign = "" if option.value is None else "=" if flag.startswith("--") else "+"
         several = "*" if flag == "-p" else ""
@@ -242,7 +246,7 @@ def _specs(option: Option) -> Iterator[str]:
 
 
 def _zsh(value: Value) -> str:
-    if isinstance(value, Words):
+    if isinstance(value, OneOf):
         return f"word:({' '.join(value.words)})"
     if isinstance(value, Files):
         suffixes = "|".join(suffix.removeprefix(".") for suffix in value.suffixes)
@@ -299,7 +303,7 @@ complete -c piperc -n '__piperc_is ""' -a '(__piperc_files .py)'
 """
 
 
-def fish(every: list[Command]) -> str:
+def fish(every: list[CompletedCommand]) -> str:
     lines = [f"complete -c piperc -n '__piperc_is \"\"' -a {command.name} -d '{command.summary}'" for command in every]
     for command in every:
         only = f"complete -c piperc -n '__piperc_is {command.name}'"
@@ -314,7 +318,7 @@ def fish(every: list[Command]) -> str:
 
 
 def _fish(value: Value) -> str:
-    if isinstance(value, Words):
+    if isinstance(value, OneOf):
         return f" -a '{' '.join(value.words)}'"
     if isinstance(value, Files):
         return (

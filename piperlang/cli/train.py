@@ -34,7 +34,7 @@ from piperlang.cli.run_folder import (
 )
 from piperlang.diagnostics import PiperError, error
 from piperlang.interrupts import uninterrupted
-from piperlang.progress import Message, Row, emit, stepping
+from piperlang.progress import Notice, StepMetrics, emit, stepping
 from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _train(
         stack.callback(drop, metrics)
         job = stack.enter_context(_started(options, backend, plan, cut, training, loss_dtype, validation))
 
-        def note(row: Row) -> None:
+        def note(row: StepMetrics) -> None:
             with uninterrupted():  # what is said of an interrupted job is what metrics.jsonl has
                 with writing(rows, f"the rows of metrics from step {row.step} on"):
                     metrics.write(json.dumps(row.record()) + "\n")
@@ -215,7 +215,7 @@ def _train(
         save(job, at, WEIGHTS)
     seconds = time.perf_counter() - started
     steps, devices = counted(options.steps, "step"), counted(len(plan.devices), "device")
-    emit(Message(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))
+    emit(Notice(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))
 
 
 def _steps(
@@ -228,7 +228,7 @@ def _steps(
     validates: bool,
     checks: Sequence[Callable[[], None]],
     trained: list[int],
-) -> Iterator[Row]:
+) -> Iterator[StepMetrics]:
     """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except before
     a validation, and for files with `on_step`: the data may depend on either."""
     from piperlang.capture.user.user_code import located
@@ -250,7 +250,7 @@ def _steps(
                 problem = raised
             done = job.finish(begun)
             trained.append(step)
-        row = Row(step, done.loss, round(done.seconds, 6), round(plan.samples / done.seconds, 2), done.memory)
+        row = StepMetrics(step, done.loss, round(done.seconds, 6), round(plan.samples / done.seconds, 2), done.memory)
         if validated:
             row = replace(row, validation_loss=_validated(job, file))
         yield row
@@ -354,7 +354,7 @@ def _verify(
     with doing("verifying against eager PyTorch"):
         verified = verify(cut, plan, batch, training) if options.verify else Verified(skipped="--no-verify")
     write_text(folder / "verified.json", json.dumps(asdict(verified)) + "\n")
-    emit(Message(str(verified), warning=bool(verified.skipped and options.verify)))
+    emit(Notice(str(verified), warning=bool(verified.skipped and options.verify)))
 
 
 def _evaluation(
@@ -368,9 +368,11 @@ def _evaluation(
     from piperlang.capture.user.seeding import restored
     from piperlang.capture.user.user_code import located
     from piperlang.capture.user.where import line_of_function
-    from piperlang.runtime.api import Evaluated, evaluation_plan
+    from piperlang.runtime.api import InEvaluationMode, evaluation_plan
 
-    found = scheduled(captured(replace(file, model=Evaluated(file.model)), options.seed, batch, backend), options)
+    found = scheduled(
+        captured(replace(file, model=InEvaluationMode(file.model)), options.seed, batch, backend), options
+    )
     if found.problems:
         raise PiperError(*found.problems)
     cut: Any = found.captured
@@ -394,7 +396,7 @@ def _validated(job: Any, file: ModelFile) -> float:
             losses.append(job.evaluate(batch))
             if time.monotonic() > late:
                 late = float("inf")
-                emit(Message(_endless(len(losses)), warning=True))
+                emit(Notice(_endless(len(losses)), warning=True))
     return float(sum(losses) / len(losses))
 
 

@@ -21,7 +21,7 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Frame:
     """One entry of the call stack: the called function, and the location of the call."""
 
     function: str
@@ -37,14 +37,14 @@ class Diagnostic:
     also: tuple[Label, ...] = ()
     notes: tuple[str, ...] = ()
     helps: tuple[str, ...] = ()
-    trail: tuple[Call, ...] = ()
+    trail: tuple[Frame, ...] = ()
     """The call stack, outermost call first."""
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
             raise KeyError(f"diagnostic code {self.code} is not in the table")
 
-    def within(self, trail: tuple[Call, ...]) -> Diagnostic:
+    def within(self, trail: tuple[Frame, ...]) -> Diagnostic:
         """The same diagnostic with the call stack `trail`."""
         return self if self.trail or not trail else replace(self, trail=trail)
 
@@ -73,7 +73,7 @@ class Diagnostic:
         return replace(self, span=call.span, label="in this call", also=(inside, *self.also, *rest), trail=())
 
 
-def _came_from(call: Call) -> Label:
+def _came_from(call: Frame) -> Label:
     return Label(call.span, f"in this call of `{call.function}`")
 
 

@@ -9,7 +9,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from piperlang.core.selector import Selector, TagValue
-from piperlang.diagnostics import Call
+from piperlang.diagnostics import Frame
 from piperlang.elaborate.options import Kind, Option
 from piperlang.source import Span
 from piperlang.syntax import tree
@@ -25,7 +25,7 @@ class Written:
     """The location of a directive, and its call stack, outermost call first."""
 
     span: Span
-    trail: tuple[Call, ...] = ()
+    trail: tuple[Frame, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from piperlang.core.mesh import Axis, Mesh, Submesh
 from piperlang.core.selector import Selector
-from piperlang.diagnostics import LIMIT, Call, Diagnostic, PiperError, did_you_mean, error, listed
+from piperlang.diagnostics import LIMIT, Diagnostic, Frame, PiperError, did_you_mean, error, listed
 from piperlang.elaborate.builtins import BUILTINS
 from piperlang.elaborate.calling import bind_arguments
 from piperlang.elaborate.directive import BY_NODE, Directive, ScheduleTarget, Step
@@ -46,7 +46,7 @@ class Interpreter(Evaluator):
         self.params: dict[str, Value] = {}
         self.say = say
         self.importer = importer or Importer()
-        self.trail: tuple[Call, ...] = ()
+        self.trail: tuple[Frame, ...] = ()
         self.active: list[tree.Define] = []
         self.collecting: list[Step] | None = None
         """The steps of the current order; None outside of an order."""
@@ -326,7 +326,7 @@ class Interpreter(Evaluator):
             )
         saved = self.module, self.locals, self.trail, self.collecting
         self.module, self.locals = function.module, arguments
-        self.trail = (*self.trail, Call(function.name, node.span))
+        self.trail = (*self.trail, Frame(function.name, node.span))
         self.collecting = self.collecting if steps else None
         self.active.append(define)
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from piperlang.core.mesh import Submesh
 from piperlang.core.selector import Conjunction, Selector, TagValue
-from piperlang.diagnostics import Call, Diagnostic, Label, PiperError, error
+from piperlang.diagnostics import Diagnostic, Frame, Label, PiperError, error
 from piperlang.elaborate.directive import Step
 from piperlang.elaborate.placement import Chunk, Placements, shown
 from piperlang.elaborate.resolve import Meant, Resolver
@@ -245,13 +245,13 @@ class Lanes:
         )
 
 
-def _trail(step: Step, problem: Diagnostic) -> tuple[Call, ...]:
+def _trail(step: Step, problem: Diagnostic) -> tuple[Frame, ...]:
     """The call stack of a step; a step like `F(0)` is itself the call that gives the function's selector."""
     at, here = problem.span, step.span
     function, call, _ = here.text.partition("(")
     if at is None or (at.source is here.source and (here.start <= at.start < here.end or not call or not function)):
         return step.trail
-    return (*step.trail, Call(function, here))
+    return (*step.trail, Frame(function, here))
 
 
 def _as_written(conjunction: Conjunction) -> Item:

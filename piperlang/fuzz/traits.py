@@ -23,7 +23,7 @@ STAGES = 4
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardCandidate:
     """A candidate for `shard`."""
 
     lines: tuple[str, ...]
@@ -37,7 +37,7 @@ class Part:
 class Traits:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._allowed: dict[tuple[Part, int], bool] = {}
+        self._allowed: dict[tuple[ShardCandidate, int], bool] = {}
 
     @cached_property
     def plain(self) -> Model:
@@ -103,11 +103,11 @@ class Traits:
     # --------------------------------------------------------------------------------------------------- dividing
 
     @cached_property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[ShardCandidate]:
         """Candidates for `shard`: chunks with their own tag as experts, layers by columns and rows, norms
         by sequence."""
         others = sorted({key for chunk in self.model.chunks for key in chunk.tags if key != "stage"})
-        found = [Part((), f"[{key}=*]", f"[!{key}]", "experts") for key in others]
+        found = [ShardCandidate((), f"[{key}=*]", f"[!{key}]", "experts") for key in others]
         weights = {name: weight.shape for name, weight in self.model.weights.items()}
         for path in dict.fromkeys(path for chunk in self.model.chunks for path in chunk.modules):
             shape = weights.get(f"{path}.weight")
@@ -119,12 +119,12 @@ class Traits:
                 else ()
             )
             found += [
-                Part((f'tag part="{style}" at {_quoted(path)}',), f'[part="{style}"]', "[!part]", style)
+                ShardCandidate((f'tag part="{style}" at {_quoted(path)}',), f'[part="{style}"]', "[!part]", style)
                 for style in styles
             ]
         return found
 
-    def allows(self, part: Part, size: int) -> bool:
+    def allows(self, part: ShardCandidate, size: int) -> bool:
         """Whether the compiler can shard it, alone, over `size` devices."""
         if (part, size) not in self._allowed:
             lines = [

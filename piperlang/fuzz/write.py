@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from piperlang.fuzz.orders import random_orders
-from piperlang.fuzz.traits import Part, Traits
+from piperlang.fuzz.traits import ShardCandidate, Traits
 from piperlang.ir.graph import Graph
 
 Mesh = tuple[tuple[str, int], ...]
@@ -48,7 +48,7 @@ class Draft:
     """One of the library's schedules."""
     mirrored: bool = False
     """The second half of the microbatches goes through the ranks in reverse."""
-    shards: list[tuple[Part, str]] = field(default_factory=list)
+    shards: list[tuple[ShardCandidate, str]] = field(default_factory=list)
     """The sharded parts, and the axis of each."""
     places: list[str] = field(default_factory=list)
     narrow: set[int | str] = field(default_factory=set)
@@ -207,7 +207,7 @@ def _data(draft: Draft, draw: random.Random) -> dict[str, list[tuple[str, str]]]
     return {} if len(draft.narrow) == len(draft.traits.stages) > 0 else found
 
 
-def _replicated(data: dict[str, list[tuple[str, str]]], shards: Sequence[tuple[Part, str]]) -> list[str]:
+def _replicated(data: dict[str, list[tuple[str, str]]], shards: Sequence[tuple[ShardCandidate, str]]) -> list[str]:
     lines = []
     for axis, ways in data.items():
         rest = next((part.rest for part, along in shards if along == axis), "")
@@ -219,7 +219,7 @@ def _replicated(data: dict[str, list[tuple[str, str]]], shards: Sequence[tuple[P
 
 def _lines(
     draft: Draft,
-    shards: Sequence[tuple[Part, str]],
+    shards: Sequence[tuple[ShardCandidate, str]],
     data: dict[str, list[tuple[str, str]]],
     extras: Sequence[str],
     library: str | None,

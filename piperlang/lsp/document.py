@@ -16,10 +16,10 @@ from piperlang.elaborate.values import Function, Value
 from piperlang.pipeline import outline
 from piperlang.repl.answer import signature
 from piperlang.repl.commands import library_function
-from piperlang.repl.completion import Candidate, complete
+from piperlang.repl.completion import Completion, complete
 from piperlang.repl.reading import Grouped
 from piperlang.repl.session import Session
-from piperlang.repl.state import Setting, State
+from piperlang.repl.state import SessionSettings, State
 from piperlang.source import Source, Span
 from piperlang.syntax.format import format_source
 from piperlang.syntax.parse import newlines, parse
@@ -31,7 +31,7 @@ ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class Script:
+class Document:
     given: str
     path: Path | None = None
     """None for text that was never saved: it can import the library only."""
@@ -65,7 +65,7 @@ class Script:
 
     # ------------------------------------------------------------------------------------------------------ completion
 
-    def completions(self, offset: int) -> list[Candidate]:
+    def completions(self, offset: int) -> list[Completion]:
         """For the statement at the cursor; the ones before it are evaluated."""
         *before, line = self.text[:offset].split("\n")
         grouped = Grouped()
@@ -121,7 +121,7 @@ def _parses(statement: str) -> bool:
         return False
 
 
-def _right(statements: tuple[str, ...], setting: Setting) -> tuple[str, ...]:
+def _right(statements: tuple[str, ...], setting: SessionSettings) -> tuple[str, ...]:
     """Without statements that use unknown names: a script with one of them is not evaluated at all."""
     for _ in range(ATTEMPTS):
         state = State(setting, statements)

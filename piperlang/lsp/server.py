@@ -16,7 +16,7 @@ from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path, to_fs_path
 
 from piperlang.diagnostics import Diagnostic
-from piperlang.lsp.document import Script
+from piperlang.lsp.document import Document
 from piperlang.source import Source, Span
 from piperlang.version import __version__
 
@@ -58,12 +58,12 @@ class Server(LanguageServer):
         self.waiting: asyncio.TimerHandle | None = None
         self.checking: asyncio.Task[None] | None = None
 
-    def script(self, uri: str) -> Script:
+    def script(self, uri: str) -> Document:
         path = to_fs_path(uri) if uri.startswith("file:") else None
         document = self.workspace.text_documents.get(uri)
-        return Script(document.source if document is not None else "", Path(path) if path else None)
+        return Document(document.source if document is not None else "", Path(path) if path else None)
 
-    def offset(self, script: Script, position: lsp.Position) -> int:
+    def offset(self, script: Document, position: lsp.Position) -> int:
         lines = script.text.splitlines(keepends=True)
         if position.line >= len(lines):
             return len(script.text)
@@ -102,7 +102,7 @@ class Server(LanguageServer):
             self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, found, version))
 
     def diagnostic(
-        self, problem: Diagnostic, severity: lsp.DiagnosticSeverity, script: Script, uri: str
+        self, problem: Diagnostic, severity: lsp.DiagnosticSeverity, script: Document, uri: str
     ) -> lsp.Diagnostic:
         """A problem in an imported file is shown at the start of this one, with the location in that file."""
         here = problem.span is not None and problem.span.source is script.source
@@ -124,7 +124,7 @@ class Server(LanguageServer):
         )
 
     @staticmethod
-    def place(source: Source, script: Script, uri: str) -> str | None:
+    def place(source: Source, script: Document, uri: str) -> str | None:
         if source is script.source:
             return uri
         return from_fs_path(str(Path(source.name).absolute())) if Path(source.name).exists() else None

@@ -10,7 +10,7 @@ from piperlang.ir.layout import Box, Layout, devices_of
 from piperlang.ir.model import Tensor
 
 
-class Part(NamedTuple):
+class TransferPart(NamedTuple):
     source: int
     target: int
     taken: Box
@@ -19,7 +19,7 @@ class Part(NamedTuple):
     """In the target's own tensor."""
 
 
-def parts(have: Value, want: Value) -> tuple[Part, ...]:
+def parts(have: Value, want: Value) -> tuple[TransferPart, ...]:
     """For every device that wants the value, who gives it what. Its own copy first, then its counterpart, then whoever
     has it."""
     return _parts(have.tensor, have.layout, want.layout, have.samples, have.inner, want.inner)
@@ -33,9 +33,9 @@ def _parts(
     samples: int,
     inner: tuple[tuple[int, int], ...],
     wanted_inner: tuple[tuple[int, int], ...],
-) -> tuple[Part, ...]:
+) -> tuple[TransferPart, ...]:
     sources = list(zip(devices_of(have.where), have.boxes(tensor, 0, samples, inner), strict=True))
-    found: list[Part] = []
+    found: list[TransferPart] = []
     for k, (device, box) in enumerate(
         zip(devices_of(want.where), want.boxes(tensor, 0, samples, wanted_inner), strict=True)
     ):
@@ -47,7 +47,7 @@ def _parts(
             if any(low >= high for low, high in common) or common in taken:
                 continue
             taken.add(common)
-            found.append(Part(source, device, _within(common, there), _within(common, box)))
+            found.append(TransferPart(source, device, _within(common, there), _within(common, box)))
             if common == box:
                 break
     return tuple(found)

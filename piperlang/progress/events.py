@@ -49,7 +49,7 @@ class Stepping:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepMetrics:
     """A training step, as in metrics.jsonl."""
 
     step: int
@@ -70,7 +70,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Message:
+class Notice:
     """A line of text for the user."""
 
     text: str
@@ -78,7 +78,7 @@ class Message:
     """Also shown where only results are printed."""
 
 
-Event = Began | Ended | Workers | Stepping | Row | Stopped | Message
+Event = Began | Ended | Workers | Stepping | StepMetrics | Stopped | Notice
 
 
 class Display(Protocol):
@@ -130,7 +130,7 @@ def done() -> str:
 
 
 def emit(event: Event) -> None:
-    if isinstance(event, Row) and _standing.steps is not None:
+    if isinstance(event, StepMetrics) and _standing.steps is not None:
         _standing.steps += 1
     if _display is not None:
         _display.show(event)
@@ -172,7 +172,7 @@ def phase(what: str, done: str = "") -> Iterator[Phase]:
 
 @contextmanager
 def stepping(total: int | None, every: int | None = None, folder: str = "") -> Iterator[None]:
-    """The block emits a Row after every step. `folder` has what is kept of them."""
+    """The block emits StepMetrics after every step. `folder` has what is kept of them."""
     _standing.steps, _standing.folder = 0, folder
     emit(Stepping(total, every))
     try:

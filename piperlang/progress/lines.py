@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 
-from piperlang.progress.events import Ended, Row
+from piperlang.progress.events import Ended, StepMetrics
 
 LINES = 20
 """Approximate maximum number of rows that are kept by default."""
@@ -32,7 +32,7 @@ def beat_line(what: str, seconds: float) -> str:
     return f"{what} ... {seconds:.0f} s"
 
 
-def row_line(row: Row, width: int | None = None) -> str:
+def row_line(row: StepMetrics, width: int | None = None) -> str:
     """`step   10  loss 1.069707  2,481 samples/s  51.6 ms  385 MiB`"""
     fields = [
         (0, f"step {row.step:4}"),
@@ -63,7 +63,7 @@ def wrapped(text: str, width: int | None) -> str:
     return "\n".join("\n".join(parts) for parts in lines)
 
 
-def bar_fields(row: Row | None, total: int | None, left: float | None, width: int) -> str:
+def bar_fields(row: StepMetrics | None, total: int | None, left: float | None, width: int) -> str:
     """The fields to the right of the bar, which takes the remaining width. Fields have priority over the bar."""
     if row is None:
         return f"0/{total:,}" if total is not None else "step 0"
@@ -109,7 +109,7 @@ class Pace:
         self.every = every or (default_every(total) if total is not None else None)
         self.patience, self.now, self.last = None if every else MINUTE, now, now()
 
-    def keeps(self, row: Row) -> bool:
+    def keeps(self, row: StepMetrics) -> bool:
         due = row.step % self.every == 0 if self.every is not None else str(row.step).rstrip("0") in ("", "1", "2", "5")
         late = self.patience is not None and self.now() - self.last >= self.patience
         if not (due or late or row.validation_loss is not None):

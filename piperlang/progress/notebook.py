@@ -11,7 +11,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from piperlang.progress.events import Began, Ended, Event, Message, Row, Stepping, Stopped, Workers
+from piperlang.progress.events import Began, Ended, Event, Notice, StepMetrics, Stepping, Stopped, Workers
 from piperlang.progress.lines import Pace, phase_line, row_line
 
 INTERVAL = 0.25
@@ -34,7 +34,7 @@ class Notebook:
         self.lines: list[str] = []
         self.phases: list[str] = []
         self.pace: Pace | None = None
-        self.row: Row | None = None
+        self.row: StepMetrics | None = None
         """The row of the last step, if it has no line."""
         self.updated = 0.0
         shell.events.register("post_run_cell", self.finish)
@@ -43,7 +43,7 @@ class Notebook:
         if self.shell.execution_count != self.cell:
             self.cell, self.output, self.lines = self.shell.execution_count, None, []
         match event:
-            case Row():
+            case StepMetrics():
                 self._step(event)
                 return
             case Began(what):
@@ -60,11 +60,11 @@ class Notebook:
             case Stopped():
                 self.lines += [row_line(self.row)] if self.row is not None else []
                 self.pace = self.row = None
-            case Message(text):
+            case Notice(text):
                 self.lines.append(text)
         self._update()
 
-    def _step(self, row: Row) -> None:
+    def _step(self, row: StepMetrics) -> None:
         self.pace = self.pace or Pace(None, None)
         kept = self.pace.keeps(row)
         self.lines += [row_line(row)] if kept else []

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from piperlang.progress.events import Began, Ended, Event, Message, Row, Stepping, Stopped, Workers
+from piperlang.progress.events import Began, Ended, Event, Notice, StepMetrics, Stepping, Stopped, Workers
 from piperlang.progress.lines import Pace, beat_line, phase_line, row_line, wrapped
 
 SILENCE = 1.8
@@ -46,7 +46,7 @@ class Watching(ABC):
         self.phases: list[Running] = []
         self.pace: Pace | None = None
         self.total: int | None = None
-        self.row: Row | None = None
+        self.row: StepMetrics | None = None
         """The row of the last step."""
         self.kept = True
         """Whether that row has a line."""
@@ -56,7 +56,7 @@ class Watching(ABC):
     def show(self, event: Event) -> None:
         with self.lock:
             match event:
-                case Row():
+                case StepMetrics():
                     self._step(event)
                 case Began(what):
                     self.phases.append(Running(what, time.monotonic()))
@@ -76,11 +76,11 @@ class Watching(ABC):
                     if self.row is not None and not self.kept:  # the last one is always kept
                         self.keep(row_line(self.row, self.width()))
                     self.pace = self.row = None
-                case Message(text):
+                case Notice(text):
                     self.keep(wrapped(text, self.width()))
             self.changed()
 
-    def _step(self, row: Row) -> None:
+    def _step(self, row: StepMetrics) -> None:
         if self.pace is None:
             return
         self.row, self.kept = row, self.pace.keeps(row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TextIO
 
-from piperlang.progress.events import Display, Event, Message, Row, Stepping, Stopped
+from piperlang.progress.events import Display, Event, Notice, StepMetrics, Stepping, Stopped
 
 
 class Records:
@@ -14,12 +14,12 @@ class Records:
 
     def __init__(self, stream: TextIO, errors: TextIO, people: Display | None = None) -> None:
         self.stream, self.errors, self.people = stream, errors, people
-        self.hidden = (Row, Stepping, Stopped) if stream.isatty() else ()
+        self.hidden = (StepMetrics, Stepping, Stopped) if stream.isatty() else ()
 
     def show(self, event: Event) -> None:
-        if isinstance(event, Row):
+        if isinstance(event, StepMetrics):
             print(json.dumps(event.record()), file=self.stream, flush=True)
-        if isinstance(event, Message):
+        if isinstance(event, Notice):
             if event.warning:
                 print(event.text, file=self.errors, flush=True)
         elif self.people is not None and not isinstance(event, self.hidden):

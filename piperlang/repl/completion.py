@@ -51,7 +51,7 @@ SELECTING = (":show", ":count", ":why")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Completion:
     text: str
     replaces: int
     """The number of characters before the cursor that it replaces."""
@@ -59,7 +59,7 @@ class Candidate:
     about: str = ""
 
 
-def complete(session: Session, text: str) -> list[Candidate]:
+def complete(session: Session, text: str) -> list[Completion]:
     """Candidates for the end of `text`, most likely first."""
     if is_command(text):
         return list(_command(session, text.lstrip()))
@@ -69,21 +69,21 @@ def complete(session: Session, text: str) -> list[Candidate]:
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
-def _command(session: Session, text: str) -> Iterator[Candidate]:
+def _command(session: Session, text: str) -> Iterator[Completion]:
     name, space, argument = text.partition(" ")
     if not space:
         yield from (
-            Candidate(one, len(name), command.usage, command.summary)
+            Completion(one, len(name), command.usage, command.summary)
             for one, command in COMMANDS.items()
             if one.startswith(name)
         )
     elif name in SELECTING:
         if name == ":why" and argument.rstrip().endswith("]") and " before " not in argument and argument.endswith(" "):
-            yield Candidate("before ", 0, "before")
+            yield Completion("before ", 0, "before")
         yield from _statement(session, argument.rpartition(" before ")[2])
     elif name == ":explain":
         yield from (
-            Candidate(code, len(argument), code, title)
+            Completion(code, len(argument), code, title)
             for code, title in CODES.items()
             if code.startswith(argument.upper())
         )
@@ -91,7 +91,7 @@ def _command(session: Session, text: str) -> Iterator[Candidate]:
         words = {one: command.summary for one, command in COMMANDS.items()}
         words |= {word: about(word) for word in BY_WORD} | _library()
         yield from (
-            Candidate(word, len(argument), word, about) for word, about in words.items() if word.startswith(argument)
+            Completion(word, len(argument), word, about) for word, about in words.items() if word.startswith(argument)
         )
     elif name == ":at":
         _, space, command = argument.partition(" ")
@@ -106,11 +106,11 @@ def _command(session: Session, text: str) -> Iterator[Candidate]:
         yield from _files(argument, ("",) if name == ":graph" else (".piper",))
 
 
-def _starting(words: Mapping[str, str], begun: str) -> Iterator[Candidate]:
-    yield from (Candidate(word, len(begun), word, about) for word, about in words.items() if word.startswith(begun))
+def _starting(words: Mapping[str, str], begun: str) -> Iterator[Completion]:
+    yield from (Completion(word, len(begun), word, about) for word, about in words.items() if word.startswith(begun))
 
 
-def _files(begun: str, endings: tuple[str, ...]) -> Iterator[Candidate]:
+def _files(begun: str, endings: tuple[str, ...]) -> Iterator[Completion]:
     folder, _, name = begun.rpartition("/")
     try:
         entries = sorted(Path(f"{folder}/" if folder or begun.startswith("/") else ".").expanduser().iterdir())
@@ -119,9 +119,9 @@ def _files(begun: str, endings: tuple[str, ...]) -> Iterator[Candidate]:
     for entry in entries:
         if entry.name.startswith(name) and (name.startswith(".") or not entry.name.startswith(".")):
             if entry.is_dir():
-                yield Candidate(f"{entry.name}/", len(name), f"{entry.name}/")
+                yield Completion(f"{entry.name}/", len(name), f"{entry.name}/")
             elif entry.name.endswith(endings):
-                yield Candidate(entry.name, len(name), entry.name)
+                yield Completion(entry.name, len(name), entry.name)
 
 
 # ----------------------------------------------------------------------------------------------------------- statements
@@ -158,7 +158,7 @@ class Here:
         return found[-1] if found else None
 
 
-def _statement(session: Session, text: str) -> list[Candidate]:
+def _statement(session: Session, text: str) -> list[Completion]:
     special = _paths(session, text)
     if special is not None:
         return special
@@ -173,7 +173,7 @@ def _statement(session: Session, text: str) -> list[Candidate]:
         return []
     tokens = tuple(_keyed(line.tokens))
     here = Here(tokens, word, _accepted(tokens))
-    found: dict[str, Candidate] = {}
+    found: dict[str, Completion] = {}
     for one in _offers(session, here, text):
         if one.text.startswith(word) and one.text != word:
             found.setdefault(one.text, one)
@@ -216,7 +216,7 @@ def _accepted(tokens: Iterable[Token]) -> frozenset[str]:
     return frozenset(grammar.accepted(parser))
 
 
-def _offers(session: Session, here: Here, text: str) -> Iterator[Candidate]:
+def _offers(session: Session, here: Here, text: str) -> Iterator[Completion]:
     at = here.bracket()
     last = here.last
     if last is not None and last.type == "DOT":
@@ -246,7 +246,7 @@ def about(word: str) -> str:
     return BY_WORD[word].help().partition("\n")[0] if word in BY_WORD else ""
 
 
-def _keywords(here: Here, text: str) -> Iterator[Candidate]:
+def _keywords(here: Here, text: str) -> Iterator[Completion]:
     """The keywords that the grammar accepts here and that are allowed in the enclosing block."""
     types = grammar.keyword_types()
     words = {types[terminal] for terminal in here.accepted if terminal in types}
@@ -259,13 +259,13 @@ def _keywords(here: Here, text: str) -> Iterator[Candidate]:
         words -= {*OPERATORS, *CONSTANTS, *(("if",) if here.tokens else ())}
     for word in (*KEYWORDS, *(("else:",) if in_block and not here.tokens else ())):
         if word in words or word == "else:" or (word == "elif" and in_block and not here.tokens):
-            yield Candidate(word, len(here.word), word, about(word))
+            yield Completion(word, len(here.word), word, about(word))
 
 
 # ------------------------------------------------------------------------------------------------------------ selectors
 
 
-def _in_brackets(session: Session, here: Here, at: int) -> Iterator[Candidate]:
+def _in_brackets(session: Session, here: Here, at: int) -> Iterator[Completion]:
     """Keys of a selector or axes of a mesh, and their values."""
     before = here.tokens[at - 1] if at else None
     if here.tokens[at].type == "LPAR":
@@ -276,21 +276,21 @@ def _in_brackets(session: Session, here: Here, at: int) -> Iterator[Candidate]:
     key = _key(here.tokens, at)
     if key is not None:
         values = _axis_values(mesh, key) if isinstance(mesh, Mesh) else _values(session, here, key)
-        yield from (Candidate(value, size, value, about) for value, about in values)
+        yield from (Completion(value, size, value, about) for value, about in values)
     elif here.last is not None and here.last.type in ("LSQB", "COMMA") and here.tokens[at].type == "LSQB":
         if isinstance(mesh, Mesh):
-            yield from (Candidate(f"{axis}=", size, f"{axis}=", f"{length} devices") for axis, length in mesh.axes)
+            yield from (Completion(f"{axis}=", size, f"{axis}=", f"{length} devices") for axis, length in mesh.axes)
         elif before is None or before.type not in ("NAME", "RSQB", "RPAR"):
-            yield from (Candidate(one, size, one, about) for one, about in _keys(session))
+            yield from (Completion(one, size, one, about) for one, about in _keys(session))
 
 
-def _arguments(session: Session, here: Here, at: int) -> Iterator[Candidate]:
+def _arguments(session: Session, here: Here, at: int) -> Iterator[Completion]:
     """Named parameters of the function that is being called."""
     function = session.state.names.get(str(here.tokens[at - 1])) if at else None
     if isinstance(function, Function) and here.last is not None and here.last.type in ("LPAR", "COMMA"):
         done = sum(token.type == "COMMA" for token in here.tokens[at:])
         for parameter in function.define.parameters[done:]:
-            yield Candidate(f"{parameter.name.text}=", len(here.word), f"{parameter.name.text}=", signature(function))
+            yield Completion(f"{parameter.name.text}=", len(here.word), f"{parameter.name.text}=", signature(function))
 
 
 def _key(tokens: tuple[Token, ...], at: int) -> str | None:
@@ -365,15 +365,15 @@ def splits_of(session: Session) -> dict[str, int]:
 # ---------------------------------------------------------------------------------------------------------------- names
 
 
-def _after(session: Session, here: Here) -> Iterator[Candidate]:
+def _after(session: Session, here: Here) -> Iterator[Completion]:
     """Candidates that depend on the preceding word: devices after `on`, axes after `over`."""
     last, size = here.last, len(here.word)
     if last is not None and len(here.tokens) == 1 and str(last) in SELECTS and "LSQB" in here.accepted:
         if "BATCH" in here.accepted:
-            yield Candidate("batch", size, "batch")
+            yield Completion("batch", size, "batch")
         if "ON" in here.accepted:
-            yield Candidate("on", size, "on", "the devices to order")
-        yield from (Candidate(f"[{key}", size, f"[{key}", about) for key, about in _keys(session))
+            yield Completion("on", size, "on", "the devices to order")
+        yield from (Completion(f"[{key}", size, f"[{key}", about) for key, about in _keys(session))
         yield from (
             _named(name, value, here.word) for name, value in session.state.names.items() if isinstance(value, Selector)
         )
@@ -384,62 +384,63 @@ def _after(session: Session, here: Here) -> Iterator[Candidate]:
     ):
         for name, mesh in meshes.items():
             yield from (
-                Candidate(f"{name}.{axis}", size, f"{name}.{axis}", f"{length} devices") for axis, length in mesh.axes
+                Completion(f"{name}.{axis}", size, f"{name}.{axis}", f"{length} devices") for axis, length in mesh.axes
             )
     elif last is not None and last.type == "ON" and here.first == "stream":
         streams = dict.fromkeys(x.stream for x in session.state.directives if isinstance(x, Stream))
-        yield from (Candidate(f'"{stream}"', size, f'"{stream}"', "a stream") for stream in streams)
+        yield from (Completion(f'"{stream}"', size, f'"{stream}"', "a stream") for stream in streams)
     elif last is not None and last.type == "ON":
         for name, mesh in meshes.items():
-            yield Candidate(name, size, name, f"{mesh.size} devices")
+            yield Completion(name, size, name, f"{mesh.size} devices")
             yield from (
-                Candidate(f"{name}[{axis}=", size, f"{name}[{axis}=", f"{length} devices") for axis, length in mesh.axes
+                Completion(f"{name}[{axis}=", size, f"{name}[{axis}=", f"{length} devices")
+                for axis, length in mesh.axes
             )
     elif here.first == "tag" and not here.has("AT") and (last is None or last.type in ("TAG", "COMMA")):
         yield from (
-            Candidate(f"{name}=", size, f"{name}=", f"a tag: {_few(values)}")
+            Completion(f"{name}=", size, f"{name}=", f"a tag: {_few(values)}")
             for name, values in tags_of(session).items()
         )
 
 
-def _attributes(session: Session, here: Here) -> Iterator[Candidate]:
+def _attributes(session: Session, here: Here) -> Iterator[Completion]:
     base = session.state.names.get(str(here.tokens[-2])) if len(here.tokens) > 1 else None
     if isinstance(base, Mesh):
-        yield from (Candidate(axis, len(here.word), axis, f"{length} devices") for axis, length in base.axes)
+        yield from (Completion(axis, len(here.word), axis, f"{length} devices") for axis, length in base.axes)
     elif isinstance(base, Module):
         yield from (_named(name, value, here.word) for name, value in base.names.items() if not name.startswith("_"))
 
 
-def _options(here: Here) -> Iterator[Candidate]:
+def _options(here: Here) -> Iterator[Completion]:
     """After `with`: the options of the directive, and the values of each."""
     last = here.last
     if last is not None and last.type == "EQUAL":
         name = str(here.tokens[-2])
-        yield from (Candidate(word, len(here.word), word) for word in OPTION_WORDS.get(name, ()))
+        yield from (Completion(word, len(here.word), word) for word in OPTION_WORDS.get(name, ()))
     elif last is not None and last.type in ("WITH", "COMMA"):
         given = {str(token) for token in here.tokens}
         for name in BY_WORD[here.first].legal if here.first in BY_WORD else ():
             if name not in given:
-                yield Candidate(f"{name}=", len(here.word), f"{name}=", ", ".join(OPTION_WORDS.get(name, ())))
+                yield Completion(f"{name}=", len(here.word), f"{name}=", ", ".join(OPTION_WORDS.get(name, ())))
 
 
-def _names(session: Session, here: Here, text: str) -> Iterator[Candidate]:
+def _names(session: Session, here: Here, text: str) -> Iterator[Completion]:
     known = session.state.names
     for name in _local(text):
-        yield Candidate(name, len(here.word), name, "defined here")
+        yield Completion(name, len(here.word), name, "defined here")
     functions_first = sorted(known.items(), key=lambda item: not isinstance(item[1], Function))
     yield from (_named(name, value, here.word) for name, value in functions_first if not name.startswith("_"))
     if here.word:
-        yield from (Candidate(name, len(here.word), name, "built-in function") for name in BUILTINS)
+        yield from (Completion(name, len(here.word), name, "built-in function") for name in BUILTINS)
         for name, about in _library().items():
             if name not in known:
-                yield Candidate(name, len(here.word), name, about)
+                yield Completion(name, len(here.word), name, about)
 
 
-def _named(name: str, value: Value, word: str) -> Candidate:
+def _named(name: str, value: Value, word: str) -> Completion:
     if isinstance(value, Function):
-        return Candidate(name, len(word), signature(value, name), (value.define.doc or "").strip().partition("\n")[0])
-    return Candidate(
+        return Completion(name, len(word), signature(value, name), (value.define.doc or "").strip().partition("\n")[0])
+    return Completion(
         name, len(word), name, brief(value) if isinstance(value, int | float | str | tuple) else kind(value)
     )
 
@@ -479,21 +480,21 @@ def _library() -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------------------- paths
 
 
-def _paths(session: Session, text: str) -> list[Candidate] | None:
+def _paths(session: Session, text: str) -> list[Completion] | None:
     """Places where dots are part of a word: modules of the library, and of the model."""
     line = text.rpartition("\n")[2].lstrip()
     imported = re.match(r"from\s+([\w.]+)\s+import\s+(?:[\w, ]*,\s*)?(\w*)$", line)
     if imported:
         functions = _exported().get(imported[1], {})
         return [
-            Candidate(name, len(imported[2]), shown, about)
+            Completion(name, len(imported[2]), shown, about)
             for name, (shown, about) in functions.items()
             if name.startswith(imported[2])
         ]
     if re.match(r"(from|import)\s+[\w.]*$", line):
         begun = (MODULE.search(line.partition(" ")[2]) or [""])[0]
         return [
-            Candidate(name, len(begun), name, f"{len(_exported()[name])} functions")
+            Completion(name, len(begun), name, f"{len(_exported()[name])} functions")
             for name in modules()
             if name.startswith(begun)
         ]
@@ -504,7 +505,7 @@ def _paths(session: Session, text: str) -> list[Candidate] | None:
     return None
 
 
-def _module_paths(paths: Iterable[tuple[str, ...]], begun: str) -> Iterator[Candidate]:
+def _module_paths(paths: Iterable[tuple[str, ...]], begun: str) -> Iterator[Completion]:
     """One level further than what is typed: `blocks` gives `blocks[0]`, `blocks[*]`."""
     depth = len(re.findall(r"[^.\[\]]+", begun)) - (0 if begun.endswith((".", "[")) or not begun else 1)
     star = "[*]" in begun
@@ -519,7 +520,7 @@ def _module_paths(paths: Iterable[tuple[str, ...]], begun: str) -> Iterator[Cand
                 if shown.startswith((f"{begun}.", f"{begun}[")):
                     seen[shown] = seen.get(shown, 0) + 1
     for shown, count in seen.items():
-        yield Candidate(shown, len(begun), shown, "a module" if count == 1 else f"{count} modules inside")
+        yield Completion(shown, len(begun), shown, "a module" if count == 1 else f"{count} modules inside")
 
 
 def _written(parts: tuple[str, ...], star: bool) -> Iterator[str]:

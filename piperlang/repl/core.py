@@ -20,7 +20,7 @@ from piperlang.progress.lines import counted
 from piperlang.repl.answer import answer
 from piperlang.repl.reading import statements
 from piperlang.repl.show import Row, Shown
-from piperlang.repl.state import NAME, Estimate, Setting, State, refusals
+from piperlang.repl.state import NAME, Estimate, SessionSettings, State, refusals
 from piperlang.simulate.unit import UnitCosts
 from piperlang.source import Source
 from piperlang.syntax import tree
@@ -56,7 +56,7 @@ class SessionCore:
         self, model: OpenModel | None = None, overrides: Mapping[str, str] | None = None, screen: Screen | None = None
     ) -> None:
         self.model, self.screen = model, screen or Screen()
-        self.setting = Setting(model.program if model else None, Path(FILE), overrides=overrides or {})
+        self.setting = SessionSettings(model.program if model else None, Path(FILE), overrides=overrides or {})
         self.statements: tuple[str, ...] = ()
         self.undone: tuple[str, ...] = ()
         """Undone statements for `:redo`, the next one first."""

@@ -74,7 +74,7 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SessionSettings:
     """Data shared by all states of a session."""
 
     program: Cuts | None = None
@@ -134,7 +134,7 @@ class Estimate:
 
 
 class State:
-    def __init__(self, setting: Setting, statements: tuple[str, ...] = (), before: State | None = None) -> None:
+    def __init__(self, setting: SessionSettings, statements: tuple[str, ...] = (), before: State | None = None) -> None:
         """`before`: the state of the first few of these statements; their directives have been verified there."""
         self.setting, self.statements = setting, statements
         self.source = Source(setting.name, "".join(f"{text}\n" for text in statements))

@@ -28,14 +28,14 @@ from piperlang.progress.lines import counted
 from piperlang.repl.core import SessionCore
 from piperlang.repl.show import Row, Shown, html
 from piperlang.repl.state import State
-from piperlang.runtime.api import Evaluated, Trainer, evaluation_plan
+from piperlang.runtime.api import InEvaluationMode, Trainer, evaluation_plan
 from piperlang.runtime.comm.registry import chosen, for_workers
 from piperlang.runtime.comm.threads import Threads
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.start import start as start_job
 from piperlang.runtime.driver.thread_job import ThreadJob
-from piperlang.runtime.driver.training import Step, Training
+from piperlang.runtime.driver.training import StepResult, Training
 from piperlang.runtime.guard.program import verify
 from piperlang.runtime.optimizer.optimize import default_optimizer
 from piperlang.runtime.reference.numerics import compare
@@ -66,13 +66,13 @@ class SessionTraining:
         self.trainer = _trainer(session, executor)
         self.batches = self.model.batches()
         self.generators: Generators | None = None
-        self.steps: list[Step] = []
+        self.steps: list[StepResult] = []
 
     def continues(self, session: SessionCore, executor: str) -> bool:
         """Whether another run of the session would train the same plan in the same way."""
         return self.executor == executor and self.script == resolved(session.state.directives)
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         with located(line_of_function(self.model.file.data)):
             done = self.trainer.job.step(next(self.batches))
         self.steps.append(done)
@@ -167,7 +167,9 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
 
     def evaluation() -> tuple[Plan, CutProgram]:
         found = schedule(
-            capture(Evaluated(model.file.model), model.file.loss, placed(first, backend.device.name), model.seed),
+            capture(
+                InEvaluationMode(model.file.model), model.file.loss, placed(first, backend.device.name), model.seed
+            ),
             state.source,
             state.setting.path,
             state.setting.overrides,

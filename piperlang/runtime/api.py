@@ -38,14 +38,14 @@ from piperlang.pipeline import planned, schedule
 from piperlang.plan.plan import Plan
 from piperlang.plan.rewrite.forward import forward
 from piperlang.plan.verify import check
-from piperlang.progress import Display, Message, Row, Stepping, Stopped, current, displayed_by, phase
+from piperlang.progress import Display, Notice, StepMetrics, Stepping, Stopped, current, displayed_by, phase
 from piperlang.progress.lines import counted
 from piperlang.progress.notebook import notebook
 from piperlang.progress.plain import Plain
 from piperlang.runtime.comm.registry import chosen
 from piperlang.runtime.driver.start import start as start_job
 from piperlang.runtime.driver.thread_job import ThreadJob
-from piperlang.runtime.driver.training import Step, Training
+from piperlang.runtime.driver.training import StepResult, Training
 from piperlang.runtime.guard.program import Verified
 from piperlang.runtime.guard.program import verify as compare_with_eager
 from piperlang.syntax.parse import read
@@ -86,19 +86,19 @@ class Trainer:
         """The comparison of the captured program with the eager model. The first step runs it, too."""
         with _shown(self._display), phase("verifying against eager PyTorch"):
             found = self._verify()
-        self._tell(Message(str(found)))
+        self._tell(Notice(str(found)))
         return found
 
-    def step(self, batch: tuple[Any, Any]) -> Step:
+    def step(self, batch: tuple[Any, Any]) -> StepResult:
         """Forward, backward and update on one global batch. Returns the loss of the whole batch."""
         with located_at_call():
             _check_batch(batch)
             done = self.job.step(batch)
-        self._tell(Row(self.steps, done.loss, done.seconds, self.plan.samples / done.seconds, done.memory))
+        self._tell(StepMetrics(self.steps, done.loss, done.seconds, self.plan.samples / done.seconds, done.memory))
         self.steps += 1
         return done
 
-    def _tell(self, event: Message | Row | Stepping | Stopped) -> None:
+    def _tell(self, event: Notice | StepMetrics | Stepping | Stopped) -> None:
         """Sends an event to the display of this trainer only: a command's display counts its own steps."""
         if self._display is not None:
             self._display.show(event)
@@ -200,7 +200,7 @@ def compile(
         return start_job(runs_on, plan, captured, training, dtype, timeout=timeout, address=address, compiles=compiles)
 
     def evaluation() -> tuple[Plan, CutProgram]:
-        graph, captured = applied(Evaluated(model))
+        graph, captured = applied(InEvaluationMode(model))
         return evaluation_plan(graph, plan, captured), captured
 
     def verified() -> Verified:
@@ -243,7 +243,7 @@ def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any) 
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class InEvaluationMode:
     """Creates a model in evaluation mode: without dropout, and with everything else the model does differently then."""
 
     make: Callable[[], Any]

@@ -199,9 +199,9 @@ def test_numerics_can_fail(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that lost a gradient would be told apart."""
-    from piperlang.runtime.reference.shards import Shards
+    from piperlang.runtime.reference.shards import ShardedWeights
 
-    monkeypatch.setattr(Shards, "_summed", lambda self, held, parts, axes: list(parts))
+    monkeypatch.setattr(ShardedWeights, "_summed", lambda self, held, parts, axes: list(parts))
     assert main(["check", *files, "--numerics", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False

@@ -210,9 +210,9 @@ def test_completion_hover_definition_and_formatting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "\n", "é", "mesh gpu = pp: 2", "order on gpu:\n    ", "def f(x):\n", "[" * 50])
 def test_any_text_gets_an_answer(text: str, tmp_path: Path) -> None:
-    from piperlang.lsp.document import Script
+    from piperlang.lsp.document import Document
 
-    script = Script(text, tmp_path / "a.piper")
+    script = Document(text, tmp_path / "a.piper")
     for offset in range(len(text) + 1):
         assert all(candidate.text for candidate in script.completions(offset))
         assert isinstance(script.about(offset), str)

@@ -20,7 +20,7 @@ import pytest
 
 import piperlang
 from piperlang.cli.main import main
-from piperlang.progress import Began, Ended, Message, Row, Stepping, Stopped, Workers, displayed_by, emit, phase
+from piperlang.progress import Began, Ended, Notice, StepMetrics, Stepping, Stopped, Workers, displayed_by, emit, phase
 from piperlang.progress.lines import Pace, bar_fields, clock, default_every, row_line, wrapped
 from piperlang.progress.plain import Plain
 from tests.support import ROOT
@@ -29,7 +29,7 @@ from tests.support.terminal import PIPERC, rows_of, terminal
 MLP = [str(ROOT / "examples" / "01_mlp" / "model.py"), str(ROOT / "examples" / "01_mlp" / "both.piper")]
 INLINE = [*PIPERC, *MLP, "--executor", "inline"]
 BAR = re.compile(r"\S+ *  (\d+)/(\d+)  loss \d\.\d{4}  [\d,]+( samples)?/s  ETA \d+:\d\d")
-ROW = Row(10, 1.069707, 0.0516, 2481.0, 385 * 2**20)
+ROW = StepMetrics(10, 1.069707, 0.0516, 2481.0, 385 * 2**20)
 
 MODEL = """
 import sys, time, torch
@@ -85,7 +85,7 @@ def write(folder: Path, more: str) -> list[str]:
 
 @pytest.mark.parametrize("width", range(24, 90))
 def test_lines_fit_and_keep_their_numbers_whole(width: int) -> None:
-    full = Row(1234, 1.069707, 0.0516, 12481.0, 12385 * 2**20, 1.5)
+    full = StepMetrics(1234, 1.069707, 0.0516, 12481.0, 12385 * 2**20, 1.5)
     whole = set(row_line(full).replace("  ", "\n").split("\n"))
     line = row_line(full, width)
     assert len(line) <= width
@@ -100,7 +100,7 @@ def test_lines_fit_and_keep_their_numbers_whole(width: int) -> None:
 def test_a_line_at_any_width() -> None:
     assert row_line(ROW) == "step   10  loss 1.069707  2,481 samples/s  51.6 ms  385 MiB"
     assert row_line(ROW, 50) == "step   10  loss 1.069707  2,481 samples/s  51.6 ms"
-    assert row_line(Row(10, 1.0, 0.05, 2481.0, 0, 0.5), 50) == "step   10  loss 1.000000  validation 0.500000"
+    assert row_line(StepMetrics(10, 1.0, 0.05, 2481.0, 0, 0.5), 50) == "step   10  loss 1.000000  validation 0.500000"
     assert (
         wrapped("trained 200 steps on 4 devices in 3.9 s; runs/both-1", 49)
         == "trained 200 steps on 4 devices in 3.9 s;\nruns/both-1"
@@ -122,12 +122,12 @@ def test_a_run_of_any_length_keeps_about_twenty_rows(total: int, every: int) -> 
 
 def test_which_rows_are_kept() -> None:
     def kept(pace: Pace, steps: range) -> list[int]:
-        return [i for i in steps if pace.keeps(Row(i, 1.0, 1.0, 1.0, 0))]
+        return [i for i in steps if pace.keeps(StepMetrics(i, 1.0, 1.0, 1.0, 0))]
 
     assert kept(Pace(10, None), range(10)) == list(range(10))
     assert kept(Pace(100, 30), range(100)) == [0, 30, 60, 90]
     assert kept(Pace(None, None), range(300)) == [0, 1, 2, 5, 10, 20, 50, 100, 200]
-    assert Pace(100, 30).keeps(Row(7, 1.0, 1.0, 1.0, 0, validation_loss=0.5))
+    assert Pace(100, 30).keeps(StepMetrics(7, 1.0, 1.0, 1.0, 0, validation_loss=0.5))
     times = iter(range(0, 10_000, 25))
     assert kept(Pace(100_000, None, lambda: next(times)), range(1, 12)) == [3, 6, 9]  # every minute, of steps of 25 s
 
@@ -144,9 +144,9 @@ def test_a_log() -> None:
         Workers(2, 4),
         Ended("workers 4/4", 6.2),
         Stepping(40, 30),
-        *(Row(i, 1.0, 0.1, 10.0, 2**20) for i in range(40)),
+        *(StepMetrics(i, 1.0, 0.1, 10.0, 2**20) for i in range(40)),
         Stopped(),
-        Message("trained"),
+        Notice("trained"),
     ):
         display.show(event)
     display.close()

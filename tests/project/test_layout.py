@@ -82,3 +82,23 @@ def test_plans_and_the_runtime_have_no_untyped_records() -> None:
         if untyped.search(line)
     ]
     assert not wrong
+
+
+SYNTAX = ("piperlang.syntax.tree", "piperlang.syntax.node")
+
+
+def test_no_class_name_means_two_things() -> None:
+    """Nodes of the syntax tree are always written `tree.Shard`. What a directive leads to may have its name: the
+    placement of a sharded tensor, the instruction that offloads."""
+    files = {module_name(file): file.read_text(encoding="utf-8") for file in (ROOT / "piperlang").rglob("*.py")}
+    found: dict[str, list[str]] = {}
+    for module in files.keys() - set(SYNTAX):
+        for node in ast.parse(files[module]).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    assert len(found) > 200
+    twice = {name: modules for name, modules in found.items() if len(modules) > 1}
+    assert twice.keys() == {"Offload", "Recompute", "Replicate", "Shard"}, twice
+    assert all(any(".directives." in module for module in modules) for modules in twice.values())
+    taken = {name for module in files.keys() - set(SYNTAX) for name in imported(files[module])}
+    assert not found.keys() & {name.rpartition(".")[2] for name in taken if name.rpartition(".")[0] in SYNTAX}

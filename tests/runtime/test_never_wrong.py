@@ -29,7 +29,7 @@ from piperlang.runtime.guard import program as guard
 from piperlang.runtime.guard.program import Verified, verify
 from piperlang.runtime.optimizer import optimize
 from piperlang.runtime.optimizer.optimize import Update
-from piperlang.runtime.optimizer.user import Scope
+from piperlang.runtime.optimizer.user import UpdateScope
 from tests.habits import HABITS
 from tests.habits.habit import Layers, sgd, square, vectors
 from tests.habits.plain import plain
@@ -195,7 +195,7 @@ def every_special_case_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "new_values", lambda values, names: {})
     monkeypatch.setattr(learning, "_behind", lambda loss: _Everything())
     for module in (optimize, guard_optimizer):
-        monkeypatch.setattr(module, "scope_of", lambda optimizer, make: Scope.ELEMENT)
+        monkeypatch.setattr(module, "scope_of", lambda optimizer, make: UpdateScope.ELEMENT)
     monkeypatch.setattr(guard_optimizer, "Optimizers", _OnParts)
 
 

@@ -21,7 +21,7 @@ from piperlang.plan.plan import Plan
 from piperlang.plan.rewrite.clip import clipped
 from piperlang.plan.rewrite.forward import forward
 from piperlang.plan.verify import check
-from piperlang.runtime.api import Evaluated
+from piperlang.runtime.api import InEvaluationMode
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.thread_job import ThreadJob
@@ -178,7 +178,7 @@ def test_evaluation_on_workers_without_dropout(cluster: Cluster) -> None:
         " over gpu.dp with params=sharded\nsplit batch into 2 as mb\n"
     )
     graph, captured = compiled(program("dropout"), script)
-    other_graph, other = compiled(capture(Evaluated(case.model), case.loss, case.batch(SAMPLES)), script)
+    other_graph, other = compiled(capture(InEvaluationMode(case.model), case.loss, case.batch(SAMPLES)), script)
     torch.manual_seed(0)
     model = case.model().eval()
     with Job(lower(graph), captured, Training(case.model, optimizer), timeout=30, cluster=cluster) as job:

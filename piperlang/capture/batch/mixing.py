@@ -101,7 +101,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """One operator call, as it appears in both traces. Tensors among the arguments are Operands, the same objects in
     `small` and `large`."""
 
@@ -179,7 +179,7 @@ class Call:
         return Along((self.rank if rank is None else rank) + place, inner, degree)
 
 
-Rule: TypeAlias = Callable[[Call], State | tuple[State, ...]]
+Rule: TypeAlias = Callable[[OperatorCall], State | tuple[State, ...]]
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:

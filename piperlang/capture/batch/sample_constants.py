@@ -3,7 +3,7 @@ depend on the batch size."""
 
 from __future__ import annotations
 
-from piperlang.capture.batch.mixing import Along, Call, Free, Operand, growing
+from piperlang.capture.batch.mixing import Along, Free, Operand, OperatorCall, growing
 from piperlang.capture.batch.sample_rules import (
     added,
     attended,
@@ -26,7 +26,7 @@ from piperlang.capture.batch.tried import uniform as uniform_by_numbers
 CONSTANT = ("zeros", "ones", "full", "empty", "scalar_tensor", *FILLED)
 
 
-def loses_samples(call: Call) -> bool:
+def loses_samples(call: OperatorCall) -> bool:
     """Whether an operator on constants with a dimension of the batch size may operate along that dimension, so that its
     result depends on the batch size."""
     made = max((len(growing(*result)) for result in call.results), default=0)
@@ -37,7 +37,7 @@ def loses_samples(call: Call) -> bool:
     return sum(given) - made >= 2 if rule is contracted else any(count > made for count in given)
 
 
-def place_of(call: Call) -> int:
+def place_of(call: OperatorCall) -> int:
     """1 for `arange(len(batch))`, the position of each sample; 5 for `arange(0, 5 * len(batch), 5)`; 0 for everything
     else."""
     start, step = call.small.get("start", 0), call.small.get("step", 1)
@@ -50,7 +50,7 @@ def place_of(call: Call) -> int:
     return int(step) if found else 0
 
 
-def finds_its_sample(call: Call, place: int) -> bool:
+def finds_its_sample(call: OperatorCall, place: int) -> bool:
     if call.name != "embedding_bag":
         return place == 1 and call.name in PICKED
     indices = call.small["indices"]
@@ -61,7 +61,7 @@ def _is_uniform(operand: Operand) -> bool:
     return isinstance(operand.state, Free) and operand.state.uniform
 
 
-def stays_uniform(call: Call) -> bool:
+def stays_uniform(call: OperatorCall) -> bool:
     """Whether the result of an operator on constants that are the same for all samples is the same for all samples,
     too. `call` has no operands that depend on data, and a result that grows with the batch size."""
     if call.name in CONSTANT:

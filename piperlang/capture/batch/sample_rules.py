@@ -7,20 +7,20 @@ import math
 
 import torch
 
-from piperlang.capture.batch.mixing import Along, Call, Free, Mixed, Mixing, Operand, Repair, State, growing
+from piperlang.capture.batch.mixing import Along, Free, Mixed, Mixing, Operand, OperatorCall, Repair, State, growing
 from piperlang.capture.batch.tried import objection
 
 # ------------------------------------------------------------------------------------------------- elementwise
 
 
-def pointwise(call: Call) -> State:
+def pointwise(call: OperatorCall) -> State:
     operands = call.plain()
     if call.changed:
         raise call.sized()
     return call.aligned(operands)
 
 
-def masked(call: Call) -> State:
+def masked(call: OperatorCall) -> State:
     """A masked value: elements of a combination of samples where the mask does not depend on data, and 0 elsewhere.
     That is linear."""
     mask = call.small.get("condition", call.small.get("mask"))
@@ -42,7 +42,7 @@ def masked(call: Call) -> State:
     return pointwise(call)
 
 
-def kept(call: Call) -> State:
+def kept(call: OperatorCall) -> State:
     """Elementwise linear operators with one operand; or operators that only repeat data, which adds to `outer`."""
     operand, *_ = call.operands
     state = operand.state
@@ -51,13 +51,13 @@ def kept(call: Call) -> State:
     return call.aligned([operand], state.degree) if isinstance(state, Along) else state
 
 
-def copied(call: Call) -> State:
+def copied(call: OperatorCall) -> State:
     """The result of a copy; the overwritten values do not matter."""
     state = call.operands[1].state
     return call.aligned(call.operands[1:], state.degree) if isinstance(state, Along) else state
 
 
-def _summed(call: Call, operands: list[Operand], constant: bool) -> State:
+def _summed(call: OperatorCall, operands: list[Operand], constant: bool) -> State:
     """Values that are added or concatenated: all must have the same kind of state and the same degree. A constant is
     allowed where it is the same in every part of the batch."""
     data = [o.state for o in operands if not isinstance(o.state, Free)]
@@ -79,7 +79,7 @@ def _summed(call: Call, operands: list[Operand], constant: bool) -> State:
     return Mixed(degree) if mixed else call.aligned(operands, degree)
 
 
-def added(call: Call) -> State:
+def added(call: OperatorCall) -> State:
     numbers = [
         value for name, value in call.small.items() if name in ("self", "other") and isinstance(value, int | float)
     ]
@@ -88,7 +88,7 @@ def added(call: Call) -> State:
     return _summed(call, call.operands, any(numbers))
 
 
-def scaled(call: Call) -> State:
+def scaled(call: OperatorCall) -> State:
     """Products and quotients; degrees add up."""
     divides = call.name == "div"
     if divides and call.small.get("rounding_mode") is not None:
@@ -117,7 +117,7 @@ def _degree(operand: Operand) -> int | None:
 # -------------------------------------------------------------------------------------------- along a dimension
 
 
-def dims_of(call: Call, rank: int) -> set[int]:
+def dims_of(call: OperatorCall, rank: int) -> set[int]:
     """The dimensions in an operator's `dim` argument; all of them where it has none."""
     given = next((call.small[name] for name in ("dim", "dims", "dimension") if name in call.small), None)
     dims = [given] if isinstance(given, int) else list(given or range(rank))
@@ -128,7 +128,7 @@ def _less(state: Along, gone: set[int], keep: bool) -> Along:
     return state if keep else Along(state.dim - sum(dim < state.dim for dim in gone), state.inner, state.degree)
 
 
-def reduced(call: Call) -> State:
+def reduced(call: OperatorCall) -> State:
     operand, *_ = call.operands
     state, linear = operand.state, call.name in ("sum", "mean")
     if "other" in call.small:  # max and min of two tensors
@@ -148,7 +148,7 @@ def reduced(call: Call) -> State:
     return Mixed(state.degree - (call.name == "mean"))
 
 
-def scanned(call: Call) -> State:
+def scanned(call: OperatorCall) -> State:
     """Operators that combine elements along a dimension and keep that dimension (softmax, cumsum, sort)."""
     operand, *_ = call.operands
     if call.name not in ("cumsum", "flip", "roll"):
@@ -158,7 +158,7 @@ def scanned(call: Call) -> State:
     return operand.state
 
 
-def matrix(call: Call) -> State:
+def matrix(call: OperatorCall) -> State:
     """Operators on matrices in the last two dimensions."""
     operand, *_ = call.plain()
     assert isinstance(operand.state, Along)
@@ -167,7 +167,7 @@ def matrix(call: Call) -> State:
     return operand.state
 
 
-def diagonal(call: Call) -> State:
+def diagonal(call: OperatorCall) -> State:
     operand, *_ = call.operands
     dims = {call.small[name] % operand.small.dim() for name in ("dim1", "dim2")}
     if not isinstance(operand.state, Along):
@@ -180,7 +180,7 @@ def diagonal(call: Call) -> State:
 # ----------------------------------------------------------------------------------------------- where things go
 
 
-def numbered(call: Call) -> State:
+def numbered(call: OperatorCall) -> State:
     """Reshapes. They keep the row-major order of elements, so the distance between two samples stays the same."""
     operand, *_ = call.operands
     state, (small, large) = operand.state, call.results[0]
@@ -194,7 +194,7 @@ def numbered(call: Call) -> State:
     raise Mixing(f"{call.shown} splits the batch dimension into several dimensions", Repair.WITHIN)
 
 
-def permuted(call: Call) -> State:
+def permuted(call: OperatorCall) -> State:
     """Permutations of dimensions, determined with a tensor whose sizes are all different."""
     operand, *_ = call.operands
     state = operand.state
@@ -205,7 +205,7 @@ def permuted(call: Call) -> State:
     return Along(list(moved.shape).index(state.dim + 2), state.inner, state.degree)
 
 
-def sliced(call: Call) -> State:
+def sliced(call: OperatorCall) -> State:
     """A slice of a dimension. A slice of the batch dimension is allowed only where it consists of whole batches,
     because an outer dimension was merged into it."""
     operand, *_ = call.operands
@@ -229,7 +229,7 @@ def sliced(call: Call) -> State:
     return state
 
 
-def joined(call: Call) -> State:
+def joined(call: OperatorCall) -> State:
     dim = call.small["dim"] % call.rank
     shift = (
         [Operand(_shifted(o.state, dim), o.small.unsqueeze(dim), o.large.unsqueeze(dim)) for o in call.operands]
@@ -250,7 +250,7 @@ def _shifted(state: State, dim: int) -> State:
     return Along(state.dim + (dim <= state.dim), state.inner, state.degree) if isinstance(state, Along) else state
 
 
-def picked(call: Call) -> tuple[State, ...]:
+def picked(call: OperatorCall) -> tuple[State, ...]:
     """Indexing. An index that does not depend on data must select from its own sample, which is tested with numbers; an
     index that depends on data may select anything within the sample."""
     _refuse_frequencies(call)
@@ -277,17 +277,17 @@ def picked(call: Call) -> tuple[State, ...]:
     return trusted(call) if through else _by_sizes(call)  # rows of a table, indexed by the data of a sample
 
 
-def _refuse_frequencies(call: Call) -> None:
+def _refuse_frequencies(call: OperatorCall) -> None:
     if call.small.get("scale_grad_by_freq"):
         raise Mixing(f"{call.shown} scales gradients by how often an index occurs in the batch", Repair.FREQUENCIES)
 
 
-def counted(call: Call) -> State:
+def counted(call: OperatorCall) -> State:
     call.plain()
     return Mixed(0)
 
 
-def trusted(call: Call) -> tuple[State, ...]:
+def trusted(call: OperatorCall) -> tuple[State, ...]:
     """An operator without a rule: the dimension that grows is assumed to be the batch dimension, and a trial on numbers
     has to confirm it."""
     states = _by_sizes(call)
@@ -297,12 +297,12 @@ def trusted(call: Call) -> tuple[State, ...]:
     return states
 
 
-def _by_sizes(call: Call) -> tuple[State, ...]:
+def _by_sizes(call: OperatorCall) -> tuple[State, ...]:
     operands = call.plain()
     return tuple(_by_size(call, operands, small, large) for small, large in call.results)
 
 
-def unknown(call: Call) -> tuple[State, ...]:
+def unknown(call: OperatorCall) -> tuple[State, ...]:
     """The same for an operator that may have a `dim` argument: refused where that is the batch dimension."""
     state, value = call.operands[0].state, call.operands[0].small
     named = call.small.keys() & {"dim", "dims", "dimension"}
@@ -311,7 +311,7 @@ def unknown(call: Call) -> tuple[State, ...]:
     return trusted(call)
 
 
-def _by_size(call: Call, operands: list[Operand], small: torch.Tensor, large: torch.Tensor) -> State:
+def _by_size(call: OperatorCall, operands: list[Operand], small: torch.Tensor, large: torch.Tensor) -> State:
     grown = growing(small, large)
     if not grown:
         return Mixing(
@@ -325,7 +325,7 @@ def _by_size(call: Call, operands: list[Operand], small: torch.Tensor, large: to
     return Along(grown[0], next(known, max(1, small.shape[grown[0]] // call.samples)))
 
 
-def made(call: Call) -> State:
+def made(call: OperatorCall) -> State:
     """A constant with the shape of another tensor."""
     return Free(call.degree("fill_value") if "fill_value" in call.small else 0, zero="zeros" in call.name)
 
@@ -343,7 +343,7 @@ LETTERS = {
 }
 
 
-def contracted(call: Call) -> State:
+def contracted(call: OperatorCall) -> State:
     """Matrix products. A contraction over the batch dimension, of two values of the same samples, is a sum over the
     samples."""
     *_, a, b = call.operands
@@ -356,7 +356,7 @@ def contracted(call: Call) -> State:
     return _summed(call, [call.operands[0], product], False) if not isinstance(product.state, Free) else kept(call)
 
 
-def _product(call: Call, a: Operand, b: Operand, letters: list[str], out: str) -> State:
+def _product(call: OperatorCall, a: Operand, b: Operand, letters: list[str], out: str) -> State:
     factors = [o.state for o in (a, b) if not isinstance(o.state, Free)]
     mixed = [state for state in factors if isinstance(state, Mixed)]
     if any(isinstance(o.state, Free) and o.state.degree != 0 for o in (a, b)):
@@ -377,7 +377,7 @@ def _product(call: Call, a: Operand, b: Operand, letters: list[str], out: str) -
     return Along(out.index(letter), inner, degree) if letter in out else Mixed(degree)
 
 
-def attended(call: Call) -> State:
+def attended(call: OperatorCall) -> State:
     """Attention: the batch dimension is one of those before the last two, the same one in all operands."""
     state = call.aligned(call.plain())
     if state.dim >= call.rank - 2:
@@ -385,7 +385,7 @@ def attended(call: Call) -> State:
     return state
 
 
-def leading(call: Call) -> State:
+def leading(call: OperatorCall) -> State:
     """Convolutions and pooling: the batch dimension is the first, and the weights do not depend on data."""
     operand, *others = call.plain()
     if operand is not call.operands[0] or others or not isinstance(operand.state, Along) or operand.state.dim != 0:
@@ -393,7 +393,7 @@ def leading(call: Call) -> State:
     return operand.state
 
 
-def recurrent(call: Call) -> tuple[State, ...]:
+def recurrent(call: OperatorCall) -> tuple[State, ...]:
     """Recurrent networks: the batch dimension is the second of the states, and of the sequence unless `batch_first` is
     set."""
     operands, first = call.plain(), 0 if call.small.get("batch_first") else 1
@@ -418,7 +418,7 @@ _OTHER_LOSSES = {
 }
 
 
-def lost(call: Call) -> State | tuple[State, ...]:
+def lost(call: OperatorCall) -> State | tuple[State, ...]:
     """Losses with a reduction argument: 0 is none, 1 mean, 2 sum."""
     operands, reduction = call.plain(), call.small["reduction"]
     if call.name in CLASSES:
@@ -430,7 +430,7 @@ def lost(call: Call) -> State | tuple[State, ...]:
     return Mixed(-1 if reduction == 1 else 0) if reduction else trusted(call)
 
 
-def _without_classes(call: Call, operand: Operand) -> Operand:
+def _without_classes(call: OperatorCall, operand: Operand) -> Operand:
     """The input of a loss without its class dimension, so that it has the dimensions of the target."""
     classes = min(1, operand.small.dim() - 1)
     scores, target = call.small["self"], call.small["target"]
@@ -444,7 +444,7 @@ def _without_classes(call: Call, operand: Operand) -> Operand:
     )
 
 
-def chosen(call: Call) -> State:
+def chosen(call: OperatorCall) -> State:
     """Routed tokens: each token is processed independently of the others, and the experts' weights do not depend on
     data."""
     operands = call.plain()
@@ -460,7 +460,7 @@ def chosen(call: Call) -> State:
     return state
 
 
-def bagged(call: Call) -> tuple[State, ...]:
+def bagged(call: OperatorCall) -> tuple[State, ...]:
     """Embedding bags, one per sample. The other results are only for the backward."""
     _refuse_frequencies(call)
     if not any(isinstance(o.state, Free) and o.state.place for o in call.operands):
@@ -469,7 +469,7 @@ def bagged(call: Call) -> tuple[State, ...]:
     return Along(0, 1), *(call.placed() for _ in call.results[1:])
 
 
-def dropped(call: Call) -> State:
+def dropped(call: OperatorCall) -> State:
     """piperlang's dropout: its masks depend on the position in the batch, which must be the first dimension."""
     state, value = call.operands[0].state, call.operands[0].small
     if not isinstance(state, Along) or state.dim != 0 or value.shape[0] != call.samples * state.inner:

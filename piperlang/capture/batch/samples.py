@@ -21,7 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.batch.mixing import Along, Call, Free, Mixed, Mixing, Operand, Placed, Repair, State, growing
+from piperlang.capture.batch.mixing import (
+    Along,
+    Free,
+    Mixed,
+    Mixing,
+    Operand,
+    OperatorCall,
+    Placed,
+    Repair,
+    State,
+    growing,
+)
 from piperlang.capture.batch.sample_constants import finds_its_sample, loses_samples, place_of, stays_uniform
 from piperlang.capture.batch.sample_rules import CLASSES, unknown
 from piperlang.capture.batch.sample_table import KEPT, NUMBERED, PERMUTED, name_of, rule_of
@@ -203,7 +214,7 @@ class _Walk:
     def _ruled(self, a: fx.Node, b: fx.Node) -> States:
         results = tuple((x, y) for x, y in zip(_tensors(a), _tensors(b), strict=True))
         name = name_of(a.target)
-        call = Call(
+        call = OperatorCall(
             name,
             self.shown or name.strip("_"),
             a.target,
@@ -246,7 +257,7 @@ class _Walk:
 
     # ----------------------------------------------------------------------------------------------- decomposition
 
-    def _decomposed(self, a: fx.Node, b: fx.Node, call: Call) -> States:
+    def _decomposed(self, a: fx.Node, b: fx.Node, call: OperatorCall) -> States:
         graphs = [self._graph(node, mode) for node, mode in zip((a, b), self.modes, strict=True)]
         if self.depth == _DEEPEST or graphs[0] is None or graphs[1] is None:
             return unknown(call)
@@ -297,7 +308,7 @@ class _Walk:
 
     # ------------------------------------------------------------------------------ backwards of autograd Functions
 
-    def _check_backward(self, a: fx.Node, b: fx.Node, states: States, call: Call) -> None:
+    def _check_backward(self, a: fx.Node, b: fx.Node, states: States, call: OperatorCall) -> None:
         """A user-defined backward must process each sample independently, as autograd's own backward does where the
         forward does."""
         given = [self.states[leaf] for leaf in a.args if isinstance(leaf, fx.Node)]
@@ -422,7 +433,7 @@ def _replaced(value: Any, operands: dict[fx.Node, Operand | None]) -> Any:
     return [_replaced(item, operands) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _free(call: Call) -> Free:
+def _free(call: OperatorCall) -> Free:
     """The state of an operator whose operands do not depend on data. If it reduces a dimension of the batch size, or
     creates a tensor from a number, the result may depend on the batch size."""
     number = call.small.get("fill_value", call.small.get("s"))
@@ -453,7 +464,7 @@ def _is_zero(node: fx.Node) -> bool:
     )
 
 
-def _checked(call: Call, state: State, small: torch.Tensor, large: torch.Tensor) -> State:
+def _checked(call: OperatorCall, state: State, small: torch.Tensor, large: torch.Tensor) -> State:
     """Checks the state of a result against its shapes in both traces."""
     grown = growing(small, large)
     if isinstance(state, Mixed) and grown:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from piperlang.capture.batch.mixing import Along, Call, Free, Mixing, Operand, Placed, Repair, State, growing
+from piperlang.capture.batch.mixing import Along, Free, Mixing, Operand, OperatorCall, Placed, Repair, State, growing
 from piperlang.capture.user.operators import is_of_user
 
 LARGEST = 5e7
@@ -25,7 +25,7 @@ thresholds."""
 TOLERANCE = 1e-3
 
 
-def objection(call: Call, states: Sequence[State]) -> Mixing | None:
+def objection(call: OperatorCall, states: Sequence[State]) -> Mixing | None:
     """Why the operator does not process each sample independently. None if it does, or if it cannot be tried; the
     guard's comparison with eager PyTorch before the first step covers that case."""
     own = _is_torchs_own(call)
@@ -56,7 +56,7 @@ def objection(call: Call, states: Sequence[State]) -> Mixing | None:
     )
 
 
-def uniform(call: Call) -> bool:
+def uniform(call: OperatorCall) -> bool:
     """Whether an operator applied to constants that are the same for all samples returns a value that is the same for
     all samples; False where it cannot be tried."""
     if not _is_torchs_own(call) or any(small.numel() > LARGEST for small, _ in call.results):
@@ -77,20 +77,20 @@ def uniform(call: Call) -> bool:
     return False
 
 
-def _is_torchs_own(call: Call) -> bool:
+def _is_torchs_own(call: OperatorCall) -> bool:
     """Whether the operator is torch's own: user-defined operators may have side effects."""
     schema = getattr(call.target, "_schema", None)
     return schema is not None and schema.name.startswith("aten::")
 
 
-def _is_of_python(call: Call) -> bool:
+def _is_of_python(call: OperatorCall) -> bool:
     """Whether the operator was made by torch.library.custom_op. A C++ operator could end the process on an index that
     is out of range."""
     schema = getattr(call.target, "_schema", None)
     return schema is not None and is_of_user(schema.name) and not schema.is_mutable
 
 
-def _results(call: Call, size: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+def _results(call: OperatorCall, size: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
     """The results on every part, and on all parts concatenated. Integer operands are 0 and 1, or only 0 where 1 is not
     a valid index."""
     try:
@@ -99,7 +99,9 @@ def _results(call: Call, size: float) -> tuple[list[list[torch.Tensor]], list[to
         return _computed(call, False, size)
 
 
-def _computed(call: Call, whole_numbers: bool, size: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+def _computed(
+    call: OperatorCall, whole_numbers: bool, size: float
+) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     parts: list[dict[int, torch.Tensor]] = [{} for _ in range(call.times)]
     together: dict[int, torch.Tensor] = {}
@@ -115,7 +117,7 @@ def _computed(call: Call, whole_numbers: bool, size: float) -> tuple[list[list[t
         return [_run(call, call.small, part) for part in parts], _run(call, call.large, together)
 
 
-def _run(call: Call, arguments: dict[str, Any], numbers: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+def _run(call: OperatorCall, arguments: dict[str, Any], numbers: dict[int, torch.Tensor]) -> list[torch.Tensor]:
     def filled(value: Any, small: Any) -> Any:
         if isinstance(small, Operand):
             return numbers[id(small)].clone()
@@ -127,7 +129,7 @@ def _run(call: Call, arguments: dict[str, Any], numbers: dict[int, torch.Tensor]
 
 
 def _number(
-    operand: Operand, call: Call, generator: torch.Generator, whole_numbers: bool, size: float = 1.0
+    operand: Operand, call: OperatorCall, generator: torch.Generator, whole_numbers: bool, size: float = 1.0
 ) -> torch.Tensor:
     """Random numbers in the shape of an operand of the small batch. A value that is the same for all samples gets one
     number for all of them."""
@@ -157,7 +159,7 @@ def _numbered(state: Free, samples: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(samples, dtype=dtype) * state.place
 
 
-def _joined(made: list[torch.Tensor], operand: Operand, call: Call) -> torch.Tensor:
+def _joined(made: list[torch.Tensor], operand: Operand, call: OperatorCall) -> torch.Tensor:
     state = operand.state
     if isinstance(state, Along):
         return _behind(made, state, call)
@@ -173,7 +175,7 @@ def _joined(made: list[torch.Tensor], operand: Operand, call: Call) -> torch.Ten
     )
 
 
-def _behind(parts: list[torch.Tensor], state: Along, call: Call) -> torch.Tensor:
+def _behind(parts: list[torch.Tensor], state: Along, call: OperatorCall) -> torch.Tensor:
     """The parts concatenated along the batch dimension."""
     shape = parts[0].shape
     outer = shape[state.dim] // (call.samples * state.inner)
@@ -184,11 +186,11 @@ def _behind(parts: list[torch.Tensor], state: Along, call: Call) -> torch.Tensor
     return whole.reshape(*shape[: state.dim], shape[state.dim] * len(parts), *shape[state.dim + 1 :])
 
 
-def _divides(part: torch.Tensor, state: Along, call: Call) -> bool:
+def _divides(part: torch.Tensor, state: Along, call: OperatorCall) -> bool:
     return part.shape[state.dim] % (call.samples * state.inner) == 0
 
 
-def _equal(parts: list[torch.Tensor], together: torch.Tensor, state: Along, call: Call) -> bool:
+def _equal(parts: list[torch.Tensor], together: torch.Tensor, state: Along, call: OperatorCall) -> bool:
     expected = _behind(parts, state, call)
     if expected.shape != together.shape:
         return False

@@ -56,7 +56,7 @@ class Applied:
 
 
 @dataclass
-class Call:
+class FunctionCall:
     """A recorded call of a Function."""
 
     function: type
@@ -67,7 +67,7 @@ class Call:
     """The result: structured as the Function returned it, with the tensors of the trace."""
 
 
-_open: list[list[Call]] = []
+_open: list[list[FunctionCall]] = []
 """The calls recorded by each open trace."""
 
 
@@ -77,10 +77,10 @@ def _apply(function: type, *arguments: Any) -> Any:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Call]]:
+def recorded() -> Iterator[list[FunctionCall]]:
     """Inside the context, calls of autograd Functions become `piper::apply_function` operators. Their `call` argument
     is an index into the returned list."""
-    calls: list[Call] = []
+    calls: list[FunctionCall] = []
     _open.append(calls)
     _SingleLevelFunction.apply = classmethod(_record)  # type: ignore[attr-defined]
     try:
@@ -106,7 +106,7 @@ def _record(function: type, *arguments: Any) -> Any:
             f"has an argument of type {type(other).__name__}",
             "pass only tensors and numbers; pass the values it needs from other objects as separate arguments",
         )
-    call = Call(function, layout, [_HOLE if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
+    call = FunctionCall(function, layout, [_HOLE if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
     _open[-1].append(call)
     results = iter(torch.ops.piper.apply_function(tensors, len(_open[-1]) - 1))
     return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.result)
@@ -141,7 +141,7 @@ def _shapes(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
     return [leaf.detach().clone() for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, torch.Tensor)]
 
 
-def restore(graph: fx.Graph, calls: Sequence[Call]) -> None:
+def restore(graph: fx.Graph, calls: Sequence[FunctionCall]) -> None:
     """Replaces every recorded call by a node that calls its Function."""
     for node in [node for node in graph.nodes if node.target is torch.ops.piper.apply_function.default]:
         tensors, number = node.args

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.trace.untraceable import refuse_loss, user_code
 from piperlang.capture.user.environment import recorded_reads
-from piperlang.capture.user.state import Watch, snapshot
+from piperlang.capture.user.state import StateChange, snapshot
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import error
 
@@ -22,7 +22,7 @@ class Seen:
     """What was observed in a call of the model. A separate object, because export reverts attributes that a forward
     sets on a module."""
 
-    watch: Watch = field(default_factory=Watch)
+    watch: StateChange = field(default_factory=StateChange)
     set: dict[str, object] = field(default_factory=dict)
     """Attributes that the forward set, by module path and name."""
     reassigned: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Observed(nn.Module):
         with user_code(), recorded_reads(self.seen.environment):
             result = self.loss(called(self.model, inputs), target)
         refuse_loss(result, self.loss)
-        self.seen.watch = Watch(before, snapshot(self.model, self.loss))
+        self.seen.watch = StateChange(before, snapshot(self.model, self.loss))
         self.seen.set = _changed(attributes, _attributes(self.model))
         self.seen.reassigned = [
             path.lstrip(".") for path in self.seen.set if isinstance(attributes.get(path), torch.Tensor)

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from piperlang.capture.trace.buffers import make_functional, new_values
 from piperlang.capture.trace.counted import take_count
 from piperlang.capture.trace.dims import name_dims
-from piperlang.capture.trace.functions import Call, recorded, refuse_backward_state, restore
+from piperlang.capture.trace.functions import FunctionCall, recorded, refuse_backward_state, restore
 from piperlang.capture.trace.hooks import only_forward, refuse_hooks
 from piperlang.capture.trace.inline import drop_unread, inline_regions
 from piperlang.capture.trace.learning import learning
@@ -35,15 +35,15 @@ from piperlang.capture.trace.untraceable import quiet, refuse_mistraced, untrace
 from piperlang.capture.user.held import add_part, hold
 from piperlang.capture.user.operators import functions_of_operators
 from piperlang.capture.user.seeding import seeded
-from piperlang.capture.user.state import Frozen, Library, refuse_state
+from piperlang.capture.user.state import Frozen, TorchState, refuse_state
 from piperlang.capture.user.tensors import named_tensors
 from piperlang.capture.user.where import line_of_function, line_of_operator
 from piperlang.diagnostics import PiperError, error
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A parameter or buffer. Tied weights are one Weight with several names."""
+class TracedWeight:
+    """A parameter or buffer. Tied weights are one TracedWeight with several names."""
 
     name: str
     aliases: tuple[str, ...]
@@ -59,8 +59,8 @@ class Traced:
     graph: fx.Graph
     root: fx.GraphModule
     mode: FakeTensorMode
-    weights: dict[str, Weight]
-    """By the name of the graph's placeholder; tied weights share one Weight."""
+    weights: dict[str, TracedWeight]
+    """By the name of the graph's placeholder; tied weights share one TracedWeight."""
     batch: tuple[str, ...]
     """Placeholders of the batch's tensors, in the order of the flattened (input, target)."""
     samples: int
@@ -223,7 +223,7 @@ def _traced(
     mode: FakeTensorMode,
     samples: int,
     device: torch.device,
-    calls: Sequence[Call],
+    calls: Sequence[FunctionCall],
 ) -> Traced:
     _refuse_numbers(program)
     tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(
@@ -232,8 +232,8 @@ def _traced(
     shared: dict[int, list[str]] = {}
     for path, tensor in tensors.items():
         shared.setdefault(id(tensor), []).append(path)
-    weights: dict[str, Weight] = {}
-    made: dict[int, Weight] = {}
+    weights: dict[str, TracedWeight] = {}
+    made: dict[int, TracedWeight] = {}
     batch: list[str] = []
     for spec in program.graph_signature.input_specs:
         place: str = spec.arg.name
@@ -244,7 +244,7 @@ def _traced(
         if id(tensor) not in made:
             first, *others = (path.removeprefix("model.") for path in shared.get(id(tensor), [str(spec.target)]))
             buffer = spec.kind != InputKind.PARAMETER
-            made[id(tensor)] = Weight(first, tuple(others), tensor, not buffer and tensor.requires_grad, buffer)
+            made[id(tensor)] = TracedWeight(first, tuple(others), tensor, not buffer and tensor.requires_grad, buffer)
         weights[place] = made[id(tensor)]
     with mode:
         rng = torch.empty(2, dtype=torch.int64, device=device)
@@ -286,7 +286,7 @@ def _traced(
         line_of_function(training.loss),
         tensors=list(constants.values()),
         environment=sorted(set(training.seen.environment)),
-        library=Library(training.model),
+        library=TorchState(training.model),
     )
     return Traced(
         graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, frozen
@@ -294,7 +294,7 @@ def _traced(
 
 
 def _changes(
-    program: torch.export.ExportedProgram, training: Observed, weights: dict[str, Weight]
+    program: torch.export.ExportedProgram, training: Observed, weights: dict[str, TracedWeight]
 ) -> dict[str, fx.Node]:
     """The new values of buffers. Leaves the loss and these as outputs of the graph."""
     graph = program.graph_module.graph
@@ -313,7 +313,7 @@ def _changes(
     return changes
 
 
-def _refuse_strangers(graph: fx.Graph, weights: dict[str, Weight], known: Collection[str]) -> None:
+def _refuse_strangers(graph: fx.Graph, weights: dict[str, TracedWeight], known: Collection[str]) -> None:
     """Refuse a tensor that exists only in this trace, such as the `.data` of a parameter: workers could not create
     it."""
     for node in graph.nodes:

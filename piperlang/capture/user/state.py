@@ -86,7 +86,7 @@ def _generators() -> dict[str, object]:
 
 
 @dataclass
-class Watch:
+class StateChange:
     """What a call of the model changed."""
 
     before: Snapshot = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Frozen:
         names: Iterable[Global] = (),
         tensors: Sequence[torch.Tensor] = (),
         environment: Iterable[str] = (),
-        library: Library | None = None,
+        library: TorchState | None = None,
         help: str = "pass what changes from step to step in with the batch, as a tensor that `data` yields",
     ) -> None:
         """`reader`: the code that reads them, for messages. `names`: additional globals that it reads, with their
@@ -181,7 +181,7 @@ def _closed_over(function: Any) -> Any:
     return function if isinstance(function, FunctionType | partial) else None
 
 
-def _attributes_read_by(function: Any) -> list[Attribute]:
+def _attributes_read_by(function: Any) -> list[ScopeEntry]:
     """Attributes of its object that a method reads, or what an object that can be called reads of itself: those that
     it names. The object may have others that change, such as a count of steps."""
     owner = getattr(function, "__self__", function)
@@ -196,7 +196,7 @@ def _attributes_read_by(function: Any) -> list[Attribute]:
             names |= new
             todo += [getattr(type(owner), name, None) for name in new]
     scope = vars(owner)
-    return [Attribute(f"attribute `{name}` of `{_name(owner)}`", scope, name) for name in scope if name in names]
+    return [ScopeEntry(f"attribute `{name}` of `{_name(owner)}`", scope, name) for name in scope if name in names]
 
 
 def _name(function: Any) -> str:
@@ -217,14 +217,14 @@ def globals_assigned(functions: Iterable[Any]) -> set[str]:
     return {name for function in _called(functions) for name in _stored(function.__code__, "STORE_GLOBAL")}
 
 
-def labelled(names: Iterable[Global]) -> list[Attribute]:
+def labelled(names: Iterable[Global]) -> list[ScopeEntry]:
     """Globals by the names that the user knows; one of another module, with the same name, says which."""
-    found: dict[str, Attribute] = {}
+    found: dict[str, ScopeEntry] = {}
     for name, scope in names:
         label = f"global `{name}`"
         if label in found and found[label].scope is not scope:
             label += f" of module `{scope.get('__name__')}`"
-        found[label] = Attribute(label, scope, name)
+        found[label] = ScopeEntry(label, scope, name)
     return list(found.values())
 
 
@@ -256,7 +256,7 @@ def _function_in(value: Any) -> Any:
     return value.func if isinstance(value, partial | cached_property) else value
 
 
-class Attribute(NamedTuple):
+class ScopeEntry(NamedTuple):
     """An attribute of an object, or of a module or class that is not the user's: `torch.count`."""
 
     label: str
@@ -274,9 +274,9 @@ _VALUES = (bool, int, float, complex, str, torch.Tensor, np.ndarray)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 
 
-def attributes_of(functions: Iterable[Any]) -> list[Attribute]:
+def attributes_of(functions: Iterable[Any]) -> list[ScopeEntry]:
     """Attributes of other modules that functions name: values, functions, and those that are not there yet."""
-    found: dict[tuple[int, str], Attribute] = {}
+    found: dict[tuple[int, str], ScopeEntry] = {}
     for function in _called(functions):
         names, later = set(_names(function.__code__)), set(_set_later(function.__code__))
         for module in _modules_named(function, names):
@@ -284,11 +284,11 @@ def attributes_of(functions: Iterable[Any]) -> list[Attribute]:
             for name in names | later:
                 if isinstance(scope.get(name), _VALUES + _FUNCTIONS) or (name in later and name not in scope):
                     label = f"attribute `{name}` of module `{module.__name__}`"
-                    found[id(module), name] = Attribute(label, scope, name)
+                    found[id(module), name] = ScopeEntry(label, scope, name)
         methods = vars(torch.Tensor)
         for name in names & methods.keys():
             if isinstance(methods[name], _FUNCTIONS):
-                found[id(torch.Tensor), name] = Attribute(f"method `torch.Tensor.{name}`", methods, name)
+                found[id(torch.Tensor), name] = ScopeEntry(f"method `torch.Tensor.{name}`", methods, name)
     return list(found.values())
 
 
@@ -304,7 +304,7 @@ def _modules_named(function: FunctionType, names: set[str]) -> list[ModuleType]:
     return list(found.values())
 
 
-class Library:
+class TorchState:
     """torch as a model has used it: attributes of the classes of its modules, torch.nn.functional, and global settings.
     There are hundreds of them, so they are compared by identity, without a loop in Python."""
 

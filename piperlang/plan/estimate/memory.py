@@ -55,13 +55,13 @@ class Peak:
     """What it is made of."""
 
 
-def peak(device: DevicePlan, plan: Plan, graph: Graph, states: float = STATES, sizes: Sizes | None = None) -> Peak:
+def peak(device: DevicePlan, plan: Plan, graph: Graph, states: float = STATES, sizes: ValueSizes | None = None) -> Peak:
     """`sizes`: to share between devices."""
-    return _Walk(device, plan, sizes or Sizes(plan, graph), states).peak()
+    return _Walk(device, plan, sizes or ValueSizes(plan, graph), states).peak()
 
 
 def peaks(plan: Plan, graph: Graph, states: float = STATES) -> list[Peak]:
-    sizes = Sizes(plan, graph)
+    sizes = ValueSizes(plan, graph)
     return [peak(device, plan, graph, states, sizes) for device in plan.devices]
 
 
@@ -69,7 +69,7 @@ def kind_of(key: ValueId) -> str:
     return WEIGHTS if key.kind is Kind.WEIGHT else GRADIENTS if key.kind in ADDED else ACTIVATIONS
 
 
-class Sizes:
+class ValueSizes:
     """Bytes of values on a device."""
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
@@ -129,7 +129,7 @@ class Sizes:
 
 
 class _Walk:
-    def __init__(self, device: DevicePlan, plan: Plan, sizes: Sizes, states: float) -> None:
+    def __init__(self, device: DevicePlan, plan: Plan, sizes: ValueSizes, states: float) -> None:
         self.device, self.sizes, self.plan = device, sizes, plan
         self.number = device.device
         self.sums = sums(device)

@@ -26,7 +26,7 @@ from piperlang.plan.instructions import (
 )
 from piperlang.plan.lower.emit import Emitter
 from piperlang.plan.plan import Feed, StageProgram
-from piperlang.plan.transfer import Part, local_shapes, parts, shape_of
+from piperlang.plan.transfer import TransferPart, local_shapes, parts, shape_of
 
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
 
@@ -191,8 +191,8 @@ class Activations:
     def all_to_all(self, node: Node) -> None:
         key, target = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[target]
-        given: dict[int, list[Part]] = {}
-        taken: dict[int, list[Part]] = {}
+        given: dict[int, list[TransferPart]] = {}
+        taken: dict[int, list[TransferPart]] = {}
         for part in parts(have, want):
             given.setdefault(part.source, []).append(part)
             taken.setdefault(part.target, []).append(part)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from piperlang.plan.instructions import INSTRUCTIONS, Instruction, ParameterUpdate, Update
 from piperlang.runtime.device import activations, compute, parameters
 from piperlang.runtime.device.values import EXECUTE, DeviceValues
-from piperlang.runtime.optimizer.copies import Part
+from piperlang.runtime.optimizer.copies import WeightPart
 from piperlang.runtime.optimizer.optimize import DeviceUpdate
 
 assert set(INSTRUCTIONS.values()) == EXECUTE.keys(), "an instruction that no function executes"
@@ -30,7 +30,7 @@ class Device(DeviceValues):
             if isinstance(x, Update)
         ]
 
-    def _part_of(self, change: ParameterUpdate) -> Part:
+    def _part_of(self, change: ParameterUpdate) -> WeightPart:
         shard = self.plan.weights[change.old]
         now = parameters.updated_part(self.kept[change.old], change)
-        return Part(change.weight, now, shard.box, shard.updated(change.part), change.sharded)
+        return WeightPart(change.weight, now, shard.box, shard.updated(change.part), change.sharded)

@@ -28,7 +28,7 @@ from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver.assemble import assembled, known_to
 from piperlang.runtime.driver.cluster import Cluster, Lost, pack
-from piperlang.runtime.driver.training import Step, Training, piece_of
+from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
@@ -192,7 +192,7 @@ class Job:
 
     # --------------------------------------------------------------------------------------------------- steps
 
-    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> Step:
+    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> StepResult:
         return self.finish(self.begin(batch, gradients))
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
@@ -221,7 +221,7 @@ class Job:
             )
         ]
 
-    def finish(self, futures: list[Any]) -> Step:
+    def finish(self, futures: list[Any]) -> StepResult:
         try:
             reports, hung = self.cluster.watch(futures)
         except Lost as lost:
@@ -233,7 +233,7 @@ class Job:
                 # A worker that communicates with a dead worker often fails first: its connection breaks.
                 dead = self.cluster.dead()
                 raise self._gone("P0602", "died", dead[0]) if dead else self._failed(i, report.failed)
-        return Step(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
+        return StepResult(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
 
     def _gone(self, code: str, what: str, worker: int) -> Exception:
         """One error with the device, its instruction, the script line behind it, and what the other devices were

@@ -21,7 +21,7 @@ from piperlang.runtime.comm.threads import BACKEND, Switchboard, Threads
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.failure import failed, failure_of
 from piperlang.runtime.driver.assemble import assembled, known_to, rest_of
-from piperlang.runtime.driver.training import Step, Training, piece_of
+from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
 from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
 
@@ -102,7 +102,7 @@ class ThreadJob:
         if self.optimizers.reads is not None:
             self.optimizers.reads.check()
 
-    def finish(self, begun: tuple[list[torch.Tensor], bool]) -> Step:
+    def finish(self, begun: tuple[list[torch.Tensor], bool]) -> StepResult:
         flat, gradients = begun
         self._check_reads()  # the next batch may have been made meanwhile
         started = time.perf_counter()
@@ -113,9 +113,9 @@ class ThreadJob:
         if self.optimizers.reads is not None:
             self.optimizers.reads.renew()  # the optimizer itself may change what it reads
         self.steps += 1
-        return Step(loss, time.perf_counter() - started, self.backend.device.memory())
+        return StepResult(loss, time.perf_counter() - started, self.backend.device.memory())
 
-    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> Step:
+    def step(self, batch: tuple[Any, Any], gradients: bool = False) -> StepResult:
         return self.finish(self.begin(batch, gradients))
 
     @property

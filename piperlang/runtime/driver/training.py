@@ -26,7 +26,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     loss: float
     seconds: float
     memory: int

@@ -19,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from piperlang.capture.user.seeding import seed_all
-from piperlang.capture.user.state import Frozen, Library
+from piperlang.capture.user.state import Frozen, TorchState
 from piperlang.capture.user.tensors import named_tensors
 from piperlang.capture.user.user_code import said
 from piperlang.capture.user.where import line_of, line_of_function
@@ -283,7 +283,7 @@ def _program_reads(setup: Setup, model: Any) -> Frozen | None:
         return None
     classes = {type(module) for module in model.modules()}
     line = line_of_function(setup.optimizer)
-    return Frozen("the traced program", [unwrap(setup.loss)], classes, line, library=Library(model))
+    return Frozen("the traced program", [unwrap(setup.loss)], classes, line, library=TorchState(model))
 
 
 def _failed(problem: BaseException, position: int = -1) -> Report:

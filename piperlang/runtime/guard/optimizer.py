@@ -19,10 +19,10 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import ParameterUpdate, Update
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.runtime.driver.training import Training
-from piperlang.runtime.optimizer.copies import Part
+from piperlang.runtime.optimizer.copies import WeightPart
 from piperlang.runtime.optimizer.optimize import DeviceUpdate, Optimizers, updated_weights
 from piperlang.runtime.optimizer.options_only import IN_OPTIONS, refuse_use, what_steps_read
-from piperlang.runtime.optimizer.user import Scope, call_optimizer, call_schedule, scope_of
+from piperlang.runtime.optimizer.user import UpdateScope, call_optimizer, call_schedule, scope_of
 
 STEPS = 2
 ELEMENTS = 1_000_000
@@ -38,7 +38,9 @@ def optimizer_errors(
         whole.setdefault(name, parameter)
     plain = call_optimizer(training.optimizer, model)
     updates = (
-        _of_one_device(plan, whole) if scope_of(plain, training.optimizer) is Scope.MODEL else _chosen(plan, whole)
+        _of_one_device(plan, whole)
+        if scope_of(plain, training.optimizer) is UpdateScope.MODEL
+        else _chosen(plan, whole)
     )
     ours = Optimizers(model, training.optimizer, training.lr_schedule, updates, False, updated_weights(plan))
     chosen = {part.weight for update in updates for part in update.parts}
@@ -105,7 +107,7 @@ def _on_parts(training: Training) -> Iterator[None]:
         ) from problem
 
 
-def _error(part: Part, now: torch.Tensor, before: torch.Tensor) -> float:
+def _error(part: WeightPart, now: torch.Tensor, before: torch.Tensor) -> float:
     if not part.now.numel():
         return 0.0
     wide = torch.complex128 if now.is_complex() else torch.float64
@@ -147,7 +149,7 @@ def _updates(device: DevicePlan, whole: Mapping[str, nn.Parameter], names: Colle
             yield DeviceUpdate(device.device, instruction.writes[0], parts)
 
 
-def _part(device: DevicePlan, change: ParameterUpdate, whole: Mapping[str, nn.Parameter]) -> Part:
+def _part(device: DevicePlan, change: ParameterUpdate, whole: Mapping[str, nn.Parameter]) -> WeightPart:
     shard = device.weights[change.old]
-    bare = Part(change.weight, torch.empty(0), shard.box, shard.updated(change.part), change.sharded)
+    bare = WeightPart(change.weight, torch.empty(0), shard.box, shard.updated(change.part), change.sharded)
     return bare._replace(now=bare.of(whole[change.weight].detach()).clone())

@@ -20,7 +20,7 @@ Refuse = Callable[[str, str], PiperError]
 """Makes the error for a weight, from its name and the reason."""
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """The part of a weight that an update changes: a box of it and, where ZeRO shards further, a flat interval of that
     box."""
 
@@ -131,7 +131,7 @@ def copied_group(group: Mapping[str, Any], local: Mapping[int, nn.Parameter]) ->
     return made
 
 
-def copied_state(state: Any, part: Part, whole: nn.Parameter, parameter: nn.Parameter, refuse: Refuse) -> Any:
+def copied_state(state: Any, part: WeightPart, whole: nn.Parameter, parameter: nn.Parameter, refuse: Refuse) -> Any:
     """The state that an optimizer has for a weight before the first step, sharded as the weight is."""
 
     def cut(value: Any) -> Any:

@@ -25,7 +25,7 @@ from piperlang.plan.instructions import Update
 from piperlang.plan.plan import Plan
 from piperlang.runtime.optimizer.copies import (
     LocalOptimizer,
-    Part,
+    WeightPart,
     copied,
     copied_group,
     copied_state,
@@ -42,7 +42,7 @@ from piperlang.runtime.optimizer.options_only import (
     what_steps_read,
 )
 from piperlang.runtime.optimizer.user import (
-    Scope,
+    UpdateScope,
     call_optimizer,
     call_schedule,
     never_stepped,
@@ -64,7 +64,7 @@ class DeviceUpdate(NamedTuple):
 
     device: int
     key: ValueId
-    parts: Sequence[Part]
+    parts: Sequence[WeightPart]
     by: Written | None = None
     """The directive that shards its weights, if known."""
 
@@ -185,12 +185,12 @@ class Optimizers:
     def _together(self, whole: Mapping[str, nn.Parameter], updates: Sequence[DeviceUpdate]) -> list[list[DeviceUpdate]]:
         """Which updates share a copy of the optimizer: each has its own, but those of a device share one if the
         optimizer reads all weights."""
-        if self.scope is not Scope.ELEMENT:
+        if self.scope is not UpdateScope.ELEMENT:
             for update in updates:
                 divided = next((part.weight for part in update.parts if part.partial and part.weight in whole), None)
                 if divided is not None:
                     raise self._refused(divided, "is sharded", update.by)
-        if self.scope is not Scope.MODEL:
+        if self.scope is not UpdateScope.MODEL:
             return [[update] for update in updates]
         devices: dict[int, list[DeviceUpdate]] = {}
         for update in updates:
@@ -211,7 +211,7 @@ class Optimizers:
         pairs = [(part, p) for part, p in zip(parts, chain(*parameters), strict=True) if p is not None]
         if not pairs:
             return
-        if self.scope is Scope.MODEL:
+        if self.scope is UpdateScope.MODEL:
             # Parameters that no device updates never have a gradient. An optimizer that reads all weights still gets
             # them.
             others = whole.keys() - {part.weight for part, _ in pairs}
@@ -242,7 +242,7 @@ class Optimizers:
             (update.device, update.key): (optimizer, its) for update, its in zip(updates, parameters, strict=True)
         }
 
-    def _refuse_tensors(self, group: Mapping[str, Any], parts: Sequence[Part]) -> None:
+    def _refuse_tensors(self, group: Mapping[str, Any], parts: Sequence[WeightPart]) -> None:
         """Refuse tensor options that may belong to the elements of a weight that is sharded."""
         divided = next((part.weight for part in parts if part.partial), None)
         name = next(
@@ -261,7 +261,7 @@ class Optimizers:
                 ),
             )
 
-    def _parameter(self, part: Part) -> nn.Parameter | None:
+    def _parameter(self, part: WeightPart) -> nn.Parameter | None:
         """The parameter for a shard. Only a float32 master weight has data of its own; otherwise `update` sets it to
         the weight. None for an empty shard."""
         if not part.now.numel():
@@ -283,9 +283,9 @@ def _frozen(whose: str, by: Callable[..., Any]) -> PiperError:
     )
 
 
-def _unread(name: str, parameter: nn.Parameter, where: torch.device) -> tuple[Part, nn.Parameter]:
+def _unread(name: str, parameter: nn.Parameter, where: torch.device) -> tuple[WeightPart, nn.Parameter]:
     """The whole of a parameter that no chunk reads."""
-    part = Part(name, parameter, tuple((0, size) for size in parameter.shape), None, False)
+    part = WeightPart(name, parameter, tuple((0, size) for size in parameter.shape), None, False)
     return part, nn.Parameter(parameter.detach().to(where), parameter.requires_grad)
 
 

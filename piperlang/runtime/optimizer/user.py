@@ -25,7 +25,7 @@ NAMED = ("named_params", "named_parameters")
 """Names of the first argument that request (name, parameter) pairs."""
 
 
-class Scope(Enum):
+class UpdateScope(Enum):
     """What the update of one element of a weight depends on, besides the options of its group."""
 
     ELEMENT = "its own gradient and state"
@@ -164,7 +164,7 @@ def _same(before: list[tuple[Any, object]] | None, after: list[tuple[Any, object
     )
 
 
-def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
+def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> UpdateScope:
     """Determined by exact class or by declaration; other classes are assumed to read all weights. Raises P0601 for
     optimizers that no schedule can run."""
     name = type(optimizer).__name__
@@ -186,22 +186,22 @@ def scope_of(optimizer: optim.Optimizer, make: Callable[..., Any]) -> Scope:
             make, f"{name} has differentiable=True, but updates are not differentiated", "remove `differentiable`"
         )
     if _has_step_hooks(optimizer):
-        return Scope.MODEL
+        return UpdateScope.MODEL
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True:
-        return Scope.ELEMENT
+        return UpdateScope.ELEMENT
     if type(optimizer) in PER_PARAMETER or getattr(optimizer, "per_parameter", False) is True:
-        return Scope.WEIGHT
-    return Scope.MODEL
+        return UpdateScope.WEIGHT
+    return UpdateScope.MODEL
 
 
 def refused(
-    optimizer: optim.Optimizer, make: Callable[..., Any], scope: Scope, why: str, by: Written | None, line: str
+    optimizer: optim.Optimizer, make: Callable[..., Any], scope: UpdateScope, why: str, by: Written | None, line: str
 ) -> PiperError:
     """The error for an optimizer that needs more of the weights than a device has.
 
     `by`: the directive that shards the weight; `line`: its location, if only that is known."""
     name = type(optimizer).__name__
-    if scope is Scope.WEIGHT:
+    if scope is UpdateScope.WEIGHT:
         message = f"{name} needs unsharded weights"
         helps: tuple[str, ...] = (
             "use an elementwise optimizer, such as AdamW, or remove `states=sharded` and `shard`",

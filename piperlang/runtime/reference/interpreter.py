@@ -29,7 +29,7 @@ from piperlang.runtime.device.failure import failed, failure_of
 from piperlang.runtime.device.splits import leaving
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.reference.boxes import boxes, move
-from piperlang.runtime.reference.shards import Shards
+from piperlang.runtime.reference.shards import ShardedWeights
 
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
 
@@ -68,7 +68,7 @@ class GraphInterpreter:
         """`model` gives the first weights; it is not changed."""
         self.graph, self.captured, self.seed, self.max_norm = graph, captured, seed, max_norm
         tensors = named_tensors(model) | dict(captured.constants)
-        self.shards = Shards(graph, {name: tensors[name].detach() for name in graph.model.weights})
+        self.shards = ShardedWeights(graph, {name: tensors[name].detach() for name in graph.model.weights})
         self.shards.optimizers = Optimizers(model, optimizer, lr_schedule, self.shards.updates())
         self.order = [graph.nodes[i] for i in topological(graph)]
         self.steps = 0

@@ -12,11 +12,11 @@ from piperlang.ir.graph import Graph, Node, WeightLayout
 from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import coordinates, dividing, flat_part, interval, local_box
 from piperlang.runtime.box import take
-from piperlang.runtime.optimizer.copies import Part
+from piperlang.runtime.optimizer.copies import WeightPart
 from piperlang.runtime.optimizer.optimize import DeviceUpdate, Optimizers, added
 
 
-class Shards:
+class ShardedWeights:
     optimizers: Optimizers
 
     def __init__(self, graph: Graph, weights: Mapping[str, torch.Tensor]) -> None:
@@ -145,12 +145,12 @@ class Shards:
                     found.append(DeviceUpdate(device, node.writes[0], its, node.template.by))
         return found
 
-    def _updated(self, old: ValueId, target: ValueId) -> list[Part]:
+    def _updated(self, old: ValueId, target: ValueId) -> list[WeightPart]:
         """Of one weight, what each device changes."""
         have, want = self.graph.held[old], self.graph.held[target]
         shape, partial = self.shapes[want.weight], bool(dividing(want))
         return [
-            Part(
+            WeightPart(
                 want.weight, now, local_box(want, shape, at), interval(want, shape, at) if want.flat else None, partial
             )
             for now, at in zip(self._part(have, want, self.current[old]), coordinates(want.where), strict=True)
