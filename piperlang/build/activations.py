@@ -10,6 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from piperlang.build.nodes import Nodes
+from piperlang.build.schedule import Schedule
 from piperlang.build.sites import Site
 from piperlang.core.mesh import Submesh
 from piperlang.core.placement import Dispatched, dispatched
@@ -47,8 +48,8 @@ class _Hop:
 
 
 class Flow:
-    def __init__(self, nodes: Nodes) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: Nodes, schedule: Schedule) -> None:
+        self.nodes, self.schedule = nodes, schedule
         self._routes: dict[tuple[ValueId, Layout, Layout, tuple[str, ...], tuple[str, ...]], list[_Hop]] = {}
         self._cut: dict[tuple[str, Layout, tuple[str, ...], ValueId], NodeTemplate] = {}
         self._numbers: dict[Layout, int] = {}
@@ -64,6 +65,8 @@ class Flow:
             return (self._move(edge, edge.value.at(point), point),)
         if tensor.batch is None:
             return self._unbatched(edge, point)
+        if tensor.buried:
+            raise self._buried(edge)
         outer = point[: target.outer]
         moved = self._move(edge, self._join(edge, outer), outer)
         return (self._cut_for(edge, moved, point),)
@@ -85,7 +88,7 @@ class Flow:
         if edge.have == edge.want:
             return have
         if edge.tensor.buried and not alike(edge.have, edge.want):
-            raise _buried(edge)
+            raise self._buried(edge)
         value = self.nodes.values[have]
         for hop in self._route(edge):
             moved = have.redistributed(hop.number)
@@ -185,21 +188,22 @@ class Flow:
             )
         return self._cut[known]
 
-
-def _buried(edge: Edge) -> PiperError:
-    source, target = edge.source, edge.target
-    by = _placed(target) or _placed(source)
-    return error(
-        "P0411",
-        f"{edge.value.name}, which {target.chunk} reads from {source.chunk}, cannot be redistributed",
-        by.span if by else None,
-        "asks for it",
-        notes=[
-            f"the samples of {edge.value.name} are inside a dimension, not outermost",
-            f"in the model: {', '.join(target.chunk.modules[:3])}",
-        ],
-        help="shard both alike, or keep the batch in the first dimension where the model is cut",
-    )
+    def _buried(self, edge: Edge) -> PiperError:
+        """Concatenating or slicing its dimension would mix parts of different samples."""
+        source, target = edge.source, edge.target
+        splits = [split for site in (target, source) for split in self.schedule.splits(site.group)[site.outer :]]
+        by = splits[0] if source.dims != target.dims else _placed(target) or _placed(source)
+        return error(
+            "P0411",
+            f"{edge.value.name}, which {target.chunk} reads from {source.chunk}, cannot be redistributed",
+            by.span if by else None,
+            "asks for it",
+            notes=[
+                f"the samples of {edge.value.name} are inside a dimension, not outermost",
+                f"in the model: {', '.join(target.chunk.modules[:3])}",
+            ],
+            help="split and shard both alike, or keep the batch in the first dimension where the model is cut",
+        )
 
 
 def _placed(site: Site) -> d.Directive | None:

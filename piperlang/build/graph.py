@@ -42,7 +42,7 @@ class _Build:
         self.schedule, self.model, self.sketch = schedule, schedule.model, sketch
         self.sites = Sites(schedule, sketch)
         self.nodes = Nodes(schedule)
-        self.flow = Flow(self.nodes)
+        self.flow = Flow(self.nodes, schedule)
         self.weights = Weights(self.model, self.sites, self.nodes)
         self.readers: dict[str, list[tuple[int, int]]] = {}
         for chunk in self.model.chunks:

@@ -343,6 +343,27 @@ def test_samples_inside_a_dimension_move_but_are_not_divided_anew() -> None:
     assert refused.value.diagnostics[0].span is not None
 
 
+@pytest.mark.parametrize(
+    "splits",
+    [
+        "split [stage=0] into 4 as mb\n",
+        "split [stage=1] into 4 as mb\n",
+        "split [stage=0] into 2 as a\nsplit [stage=1] into 2 as b\n",
+        "split batch into 2 as mb\nsplit [stage=1] into 2 as part\n",
+    ],
+)
+def test_samples_inside_a_dimension_are_not_split_apart(splits: str) -> None:
+    case = Case("turned", Turned, CASES["mlp"].loss, sequences, 2)
+    traced = capture(case.model, case.loss, case.batch(SAMPLES))
+    places = "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\n"
+    with pytest.raises(PiperError, match="cannot be redistributed") as refused:
+        compiled(traced, places + splits)
+    span = refused.value.diagnostics[0].span
+    assert span is not None
+    assert span.text.startswith("split [")
+    assert_same(case, traced, places + "split [stage=*] into 2 as mb\n")
+
+
 def test_an_axis_of_one_device_is_no_mistake() -> None:
     """Scripts have parameters, and one of them may be 1."""
     graph, _ = compiled(

@@ -338,6 +338,61 @@ def elementwise_lion(params: Any) -> torch.optim.Optimizer:
     return ElementwiseLion(params)
 
 
+class Scaling(torch.optim.Optimizer):
+    """Writes into gradients, which are its own in plain training."""
+
+    per_parameter = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5).add_(parameter, alpha=0.1)
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+@OPTIMIZERS.optimizer("an optimizer that writes into gradients", EITHER)
+def scaling(params: Any) -> torch.optim.Optimizer:
+    return Scaling(params)
+
+
+class Added(Layers):
+    """Two parameters are added up, and have one gradient; the gradient of a sum is one number, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.scalars = nn.Parameter(torch.ones(3) / 3)
+
+    def stage(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        x = super().stage(i, x)
+        return x * (self.one + self.other) + self.scalars.sum() if i == 1 else x
+
+
+OPTIMIZERS.add("gradients that share memory", Added)
+OPTIMIZERS.add("an optimizer that writes into gradients that share memory", Added, EITHER, optimizer=scaling)
+
+
+@OPTIMIZERS.optimizer("weights are initialised where the optimizer is made", REFUSED)
+def initialising(params: Any) -> torch.optim.Optimizer:
+    every = list(params)
+    with torch.no_grad():
+        for parameter in every:
+            parameter.mul_(0.5)
+    return sgd(every)
+
+
+@OPTIMIZERS.optimizer("weights are initialised through `.data` where the optimizer is made", REFUSED)
+def initialising_data(params: Any) -> torch.optim.Optimizer:
+    every = list(params)
+    every[0].data.mul_(0.5)
+    return sgd(every)
+
+
 class Lamb(torch.optim.Optimizer):
     """The norm of each parameter scales its step."""
 

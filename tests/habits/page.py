@@ -23,10 +23,11 @@ outcomes: custom autograd functions, hooks, weight norms, counters in buffers an
 that mix samples, dropout, in-place operations, unusual inputs. Each habit is a small model with four stages, a loss,
 batches and an optimizer; the code is in [tests/habits](../tests/habits).
 
-Each habit is trained for three steps under four schedules on two devices: data parallelism (`ddp`), ZeRO-1, ZeRO-3,
-and a 1F1B pipeline with two microbatches. A habit that mixes samples also runs in a pipeline that does not split the
-batch. The reference is plain eager PyTorch with the same seed. The comparison covers the loss and every gradient of
-every step, and all weights and buffers of `state_dict()` at the end.
+Each habit is trained for three steps under five schedules on two devices: data parallelism (`ddp`), ZeRO-1, ZeRO-3,
+a 1F1B pipeline with two microbatches, and a pipeline that splits one of its four stages only. A habit that mixes
+samples also runs in a pipeline that does not split the batch. The reference is plain eager PyTorch with the same seed.
+The comparison covers the loss and every gradient of every step, and all weights and buffers of `state_dict()` at the
+end.
 
 | outcome | meaning |
 |---|---|

@@ -119,6 +119,62 @@ def test_workers_that_make_different_models(workers: Runner) -> None:
     assert diagnostic.helps
 
 
+def random_rate(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=int.from_bytes(os.urandom(6)) / 2**48)
+
+
+class Drawn(torch.optim.lr_scheduler.LambdaLR):
+    """Starts alike everywhere, and draws another rate for the second step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda step: int.from_bytes(os.urandom(6)) / 2**48 if step else 1.0)
+
+
+class Halved(torch.optim.SGD):
+    """Reads a number of its own in every step."""
+
+    per_parameter = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.part = int.from_bytes(os.urandom(6)) / 2**48
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(self.part)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "what"),
+    [
+        (random_rate, None, "lr of weight layers.0.weight: 0."),
+        (sgd, Drawn, "lr of weight layers.0.weight: 0."),
+        (Halved, None, "attribute `part` of `Halved`: 0."),
+    ],
+)
+@pytest.mark.parametrize("name", ["ddp", "pp"])
+def test_workers_that_set_different_options(
+    optimizer: Any, schedule: Any, what: str, name: str, workers: Runner
+) -> None:
+    """Every worker calls `optimizer` and `lr_schedule` itself."""
+    graph, captured = compiled(capture(Layers, square, vectors()), SCHEDULES[name])
+    training = Training(Layers, optimizer, schedule, 0)
+
+    def train() -> None:
+        job = Job(lower(graph), captured, training, timeout=30, cluster=workers._workers())
+        job.step(vectors())
+
+    with pytest.raises(PiperError) as found:
+        train()
+    (diagnostic,) = found.value.diagnostics
+    assert diagnostic.code == "P0607"
+    assert f"devices 0 and 1 differ in {what}" in diagnostic.message
+    assert diagnostic.span is not None
+    assert diagnostic.helps
+
+
 class Clock(Layers):
     """Reads what no snapshot of Python objects can show."""
 

@@ -12,6 +12,7 @@ import array
 import ctypes
 import functools
 import gc
+import hashlib
 import io
 import mmap
 import random
@@ -204,6 +205,24 @@ def _elements(value: torch.Tensor, large: bool) -> bytes:
         if not some.is_cpu or some.is_conj() or some.is_neg():
             some = some.cpu().resolve_conj().resolve_neg()
         return some.numpy().tobytes()
+
+
+def text_of(value: Any) -> str:
+    """Equal in two processes if the values are. Other objects are known by their type alone."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return repr(value.item()) if value.numel() == 1 else _hash_of(repr(tensor_print(value)))
+    if isinstance(value, np.ndarray):
+        return _hash_of(f"{value.dtype} {value.shape} {value.tobytes()!r}")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{text_of(key)}: {text_of(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(text_of, value)) + ")"
+    return repr(value) if isinstance(value, (*_ATOMS, np.number, np.bool_)) else type(value).__qualname__
+
+
+def _hash_of(text: str) -> str:
+    return f"elements with hash {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def _bytes(_: Prints, value: Any) -> object:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from piperlang.capture.user.prints import Prints, is_users_own, tensor_print
+from piperlang.capture.user.prints import Prints, is_users_own, tensor_print, text_of
 from piperlang.capture.user.where import is_users, line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.source import Span
@@ -35,6 +35,7 @@ HELP = (
     "let the forward compute it: register a buffer and change it there, an average of weights too"
     " (`self.average.lerp_(self.layer.weight.detach(), 0.01)`); pass what depends on the step alone in with the batch"
 )
+OF_TORCH = "set it once, where the model is made, or in its forward (`with torch.autocast(...)`), and leave it so"
 Global: TypeAlias = tuple[str, Mapping[str, Any]]
 """A name, and the scope that has it: two modules may have the same."""
 Snapshot: TypeAlias = Mapping[str, object]
@@ -63,7 +64,7 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
     found |= {one.label: one.print(prints) for one in attributes_of(functions)}
     found |= {f"environment variable `{name}`": value for name, value in os.environ.items()}
     found["a variable of the loss"] = prints.of(_closed_over(unwrap(loss)))
-    found |= {one.label: one.print(prints) for one in _attributes_read_by(unwrap(loss))}
+    found |= {one.label: one.print(prints) for one in attributes_read_by(unwrap(loss))}
     return found | _generators()
 
 
@@ -124,7 +125,7 @@ class Frozen:
         every = [*functions, *(item for kind in self.classes for item in vars(kind).values())]
         self.names = [*names, *globals_of(every)]
         self.attributes = labelled(self.names) + attributes_of(every)
-        self.attributes += [one for function in functions for one in _attributes_read_by(function)]
+        self.attributes += [one for function in functions for one in attributes_read_by(function)]
         self.library = library
         self.renew()
 
@@ -150,24 +151,33 @@ class Frozen:
         }
         return found | {f"environment variable `{name}`": os.environ.get(name) for name in self.environment}
 
+    def plain(self) -> dict[str, str]:
+        """Numbers, strings and tensors among them, as text: equal in two processes that read the same."""
+        found = {
+            f"class attribute `{kind.__qualname__}.{name}`": value
+            for kind in self.classes
+            for name, value in vars(kind).items()
+            if not name.startswith("__")
+        }
+        found |= {one.label: one.scope.get(one.name) for one in self.attributes}
+        return {label: text_of(value) for label, value in found.items() if isinstance(value, _VALUES)}
+
     def changed(self) -> str | None:
         """The first that has changed."""
-        replaced = self.library.changed() if self.library is not None else None
-        if replaced is not None:
-            return replaced
         now = self._prints()
         return next((name for name in {**self.prints, **now} if now.get(name) != self.prints.get(name)), None)
 
     def check(self, when: str = "", line: Span | None = None) -> None:
         """Raises P0808 if one of them has changed. `when`: what changed it, if that is known, with its line."""
-        name = self.changed()
+        replaced = self.library.changed() if self.library is not None else None
+        name = replaced or self.changed()
         if name is not None:
             raise error(
                 "P0808",
                 f"{name} changes {when}" if when else f"{name} has changed since training was set up",
                 line or self.line,
                 notes=[f"{self.reader} reads it and keeps the value from then"],
-                help=HELP if when else self.help,
+                help=OF_TORCH if replaced else HELP if when else self.help,
             )
 
 
@@ -181,7 +191,7 @@ def _closed_over(function: Any) -> Any:
     return function if isinstance(function, FunctionType | partial) else None
 
 
-def _attributes_read_by(function: Any) -> list[ScopeEntry]:
+def attributes_read_by(function: Any) -> list[ScopeEntry]:
     """Attributes of its object that a method reads, or what an object that can be called reads of itself: those that
     it names. The object may have others that change, such as a count of steps."""
     owner = getattr(function, "__self__", function)
@@ -191,6 +201,7 @@ def _attributes_read_by(function: Any) -> list[ScopeEntry]:
     todo, names = [getattr(function, "__func__", None) or getattr(type(owner), called, None)], set[str]()
     while todo:
         method = _function_in(todo.pop())
+        method = unwrap(method) if isinstance(method, FunctionType) else method  # torch wraps `step`
         if isinstance(method, FunctionType) and is_users(method):
             new = set(_names(method.__code__)) - names
             names |= new
@@ -333,6 +344,7 @@ def _settings() -> dict[str, object]:
         "`torch.set_float32_matmul_precision`": torch.get_float32_matmul_precision(),
         "autocast on the CPU": torch.is_autocast_enabled("cpu"),
         "autocast on CUDA": torch.is_autocast_enabled("cuda"),
+        "`torch.inference_mode`": torch.is_inference_mode_enabled(),
     }
 
 

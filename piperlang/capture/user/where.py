@@ -68,9 +68,9 @@ def line_in(trace: str) -> Span | None:
 
 
 def line_of_function(function: Callable[..., Any]) -> Span | None:
-    """The line where a user function is defined."""
+    """The line where a user function is defined; of a class, where it is made an instance."""
     inner = unwrap(function)
-    code = getattr(inner, "__code__", None)
+    code = getattr(inner.__init__ if isinstance(inner, type) else inner, "__code__", None)  # type: ignore[misc]
     if code is None:
         return _BOUND[id(inner)][1] if id(inner) in _BOUND else None
     return _last([(code.co_filename, code.co_firstlineno)])

@@ -15,6 +15,7 @@ from piperlang.plan.plan import DevicePlan, Group, ParameterShard, StageProgram
 from piperlang.plan.sums import reads, sums
 from piperlang.runtime.box import take
 from piperlang.runtime.comm.backend import Comm
+from piperlang.runtime.optimizer.copies import without_overlap
 from piperlang.runtime.optimizer.optimize import Optimizers, added
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -112,7 +113,8 @@ class DeviceValues:
             # It must be ours alone to add to: two weights that are added up in the model have one gradient, and one
             # tensor for it.
             half = value.dtype in (torch.bfloat16, torch.float16)
-            self.values[total] = value.to(torch.float32) if half else value.clone() if _shares(value, around) else value
+            own = value.to(torch.float32) if half else value.clone() if _shares(value, around) else value
+            self.values[total] = without_overlap(own)
         else:
             known += value
 

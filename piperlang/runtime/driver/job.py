@@ -8,6 +8,7 @@ import pickle
 import struct
 import tempfile
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +33,7 @@ from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
+from piperlang.runtime.optimizer.settings import Settings, difference
 
 
 class WorkerInputs:
@@ -101,6 +103,7 @@ class Job:
         programs are compiled; by default, where the device suggests it."""
         self.plan, self.captured = plan, captured
         self.training = self.active = WorkerInputs(plan, captured)
+        self.sets_options = training.lr_schedule or training.optimizer
         self.evaluation: WorkerInputs | None = None
         self.backend = cluster.backend if cluster is not None else backend or for_workers()
         self.compiles = self.backend.device.compiles if compiles is None else compiles
@@ -150,14 +153,14 @@ class Job:
             )
             packed.append(_packed(setup))
         try:
-            models = self.cluster.each("setup", packed)
+            started = self.cluster.each("setup", packed)
         except Lost as lost:
             raise error(
                 "P0602",
                 f"device {self.plan.devices[lost.worker].device} died during setup",
                 help="check that every worker has enough memory for the model",
             ) from None
-        other = next((i for i, model in enumerate(models) if model != models[0]), None)
+        other = next((i for i, one in enumerate(started) if one.weights != started[0].weights), None)
         if other is not None:
             raise error(
                 "P0607",
@@ -167,6 +170,7 @@ class Job:
                 "called in every worker, after seeding torch, `random` and NumPy",
                 help="draw random numbers in `model()` only from these generators, or seed your own generator",
             )
+        self._compare([one.settings for one in started], training.optimizer)
         (names,) = self.cluster.wait([self.cluster.call(0, "optimizer_reads")])
         self.optimizer_reads = what_steps_read_elsewhere(names, training.optimizer)
 
@@ -233,7 +237,27 @@ class Job:
                 # A worker that communicates with a dead worker often fails first: its connection breaks.
                 dead = self.cluster.dead()
                 raise self._gone("P0602", "died", dead[0]) if dead else self._failed(i, report.failed)
+        if any(report.settings != reports[0].settings for report in reports):
+            self._compare(self.cluster.each("settings", count=len(self.plan.devices)), self.sets_options)
         return StepResult(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
+
+    def _compare(self, settings: Sequence[Settings], by: Callable[..., Any]) -> None:
+        """What the user's functions have decided must be the same in all workers."""
+        for i, its in enumerate(settings):
+            found = difference(settings[0], its)
+            if found is not None:
+                what, here, there = found
+                first, other = self.plan.devices[0].device, self.plan.devices[i].device
+                raise error(
+                    "P0607",
+                    f"devices {first} and {other} differ in {what}: {here} and {there}",
+                    line_of_function(by),
+                    "called in every worker",
+                    help=(
+                        "compute it from what is the same in every process: give a generator a seed, read a variable"
+                        " of the environment, or write the number into the model file"
+                    ),
+                )
 
     def _gone(self, code: str, what: str, worker: int) -> Exception:
         """One error with the device, its instruction, the script line behind it, and what the other devices were

@@ -10,14 +10,15 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import unwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from piperlang.capture.user.operators import functions_of_operators
 from piperlang.capture.user.seeding import seed_all
 from piperlang.capture.user.state import Frozen, TorchState
 from piperlang.capture.user.tensors import named_tensors
@@ -34,6 +35,7 @@ from piperlang.runtime.device.failure import Failure, failure_of
 from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
 from piperlang.runtime.optimizer.optimize import Optimizers
+from piperlang.runtime.optimizer.settings import Settings
 
 if TYPE_CHECKING:
     from piperlang.runtime.device.measure import Measured
@@ -78,6 +80,16 @@ class Report:
     seconds: float
     memory: int
     failed: Failure | None = None
+    settings: str = ""
+    """A digest of the options that a schedule has set."""
+
+
+class Started(NamedTuple):
+    """What user code has made in one process: the same in all of them, or they would train different models."""
+
+    weights: str
+    """A fingerprint of the whole model."""
+    settings: Settings
 
 
 class DeviceRun:
@@ -130,8 +142,8 @@ class Worker:
         """Answered by a separate thread: a stopped process does not answer."""
         return time.time()
 
-    def setup(self, packed: bytes) -> str:
-        """Create the model and keep this device's part of it; returns the fingerprint of the whole model."""
+    def setup(self, packed: bytes) -> Started:
+        """Create the model and keep this device's part of it."""
         self.close()
         setup = _loaded(packed)
         rank = setup.ranks[setup.plan.device]
@@ -146,7 +158,7 @@ class Worker:
             self.comm.close()  # the worker may be reused for another job
             raise
 
-    def _keep(self, setup: Setup, rank: int, where: torch.device) -> str:
+    def _keep(self, setup: Setup, rank: int, where: torch.device) -> Started:
         """Keeps the tensors of the model that this device needs."""
         _ = getattr(setup.make_model, "__wrapped__", None)  # the model file runs before seeding, as in the driver
         seed_all(setup.seed)
@@ -156,6 +168,7 @@ class Worker:
         self.rest_of_model = rest_of(model, setup.known) if setup.known is not None else None
         # After the model, because stage programs call operators that it defines.
         pieces = pickle.loads(setup.pieces)
+        operators = {one for piece in pieces if piece is not None for one in functions_of_operators(piece.module.graph)}
         if setup.compiles:
             pieces = compiled(pieces, setup.programs)
         device = Device(setup.plan, setup.programs, setup.groups, pieces, weights, self.comm, where, setup.seed)
@@ -167,7 +180,13 @@ class Worker:
         self.setting, self.steps = setup, 0
         self.program_reads = _program_reads(setup, model)
         self.runs["train"] = DeviceRun(device, self.comm, setup.backend.device, self._begun)
-        return started_from
+        self.operators_read = Frozen("an operator of the program", operators, (), None).plain()
+        return Started(started_from, self.settings())
+
+    def settings(self) -> Settings:
+        """What the user's functions have decided in this process."""
+        found = dict(self.runs["train"].device.optimizers.settings())
+        return found | {"": {**found.get("", {}), **self.operators_read}}
 
     def prepare(self, packed: bytes) -> None:
         """Set up another plan on the same weights: evaluation."""
@@ -201,6 +220,7 @@ class Worker:
                 self.runs["train"].device.optimizers.advance()
                 if self.program_reads is not None:
                     self.program_reads.check("when the optimizer or its schedule steps")
+                report = replace(report, settings=self.runs["train"].device.optimizers.digest())
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:

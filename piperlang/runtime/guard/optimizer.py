@@ -45,11 +45,11 @@ def optimizer_errors(
     ours = Optimizers(model, training.optimizer, training.lr_schedule, updates, False, updated_weights(plan))
     chosen = {part.weight for update in updates for part in update.parts}
     before = {name: whole[name].detach().clone() for name in chosen}
-    for name, parameter in whole.items():
-        parameter.grad = gradients[name].clone() if name in chosen and name in gradients else None
     schedule = call_schedule(training.lr_schedule, plain) if training.lr_schedule is not None else None
     lasting = _lasting(plain, training)
     for step in range(STEPS):
+        for name, parameter in whole.items():
+            parameter.grad = gradients[name] / (step + 1) if name in chosen and name in gradients else None
         with eagerly(model, training.optimizer, "a step of the optimizer"):
             plain.step()
         for update in updates:
@@ -60,9 +60,6 @@ def optimizer_errors(
             with eagerly(model, training.optimizer, "a step of the learning rate schedule"):
                 schedule.step()
         ours.advance()
-        for parameter in whole.values():
-            if parameter.grad is not None:
-                parameter.grad /= step + 2
     refuse_use(plain)
     ours.discard()
     changed = lasting.changed()

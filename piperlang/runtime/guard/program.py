@@ -73,6 +73,7 @@ class Verified:
 
 def verify(captured: CutProgram, plan: Plan, batch: tuple[Any, Any], training: Training) -> Verified:
     """Raises P0608 if the captured program differs from the model."""
+    captured.check_state()
     for program in plan.programs:  # the job needs these graphs anyway, so their time is not the guard's
         captured.pass_graphs(program.chunk, program.samples, program.sharding)
     started = time.perf_counter()
@@ -408,10 +409,7 @@ class _Ran:
     buffers: dict[str, torch.Tensor]
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        if name in self.gradients:
-            self.gradients[name] += gradient
-        else:
-            self.gradients[name] = gradient
+        self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
 
 
 def _run(chunk: Subgraph, piece: PassGraph, values: dict[str, Any], zeros: bool = False) -> None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from piperlang.diagnostics import PiperError, error
 from piperlang.ir.layout import Box
 from piperlang.runtime.box import take
+from piperlang.runtime.optimizer.user import ELEMENTWISE, PER_PARAMETER, step_hooks
 
 Refuse = Callable[[str, str], PiperError]
 """Makes the error for a weight, from its name and the reason."""
@@ -35,11 +36,20 @@ class WeightPart(NamedTuple):
         return local if self.flat is None else local.flatten()[slice(*self.flat)]
 
 
+def without_overlap(gradient: torch.Tensor) -> torch.Tensor:
+    """A tensor whose elements can be written one by one: the gradient of a sum is one number, expanded.
+
+    Private API: `torch._debug_has_internal_overlap` (torch 2.11 and 2.13); 0 if no two elements share memory."""
+    return gradient.clone() if torch._debug_has_internal_overlap(gradient) else gradient
+
+
 class LocalOptimizer:
     """A copy, and the weights that it will step: it steps when all its updates of a training step have arrived."""
 
     def __init__(self, optimizer: optim.Optimizer, updates: int) -> None:
         self.optimizer, self.updates = optimizer, updates
+        self.writes = type(optimizer) not in ELEMENTWISE | PER_PARAMETER or bool(step_hooks(optimizer))
+        """Whether its steps may write into gradients: those of torch do not."""
         self.arrived = 0
         self.pending: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.lock = threading.Lock()
@@ -56,13 +66,19 @@ class LocalOptimizer:
                 continue
             if parameter.dtype == weight.dtype:
                 parameter.data = weight
-            parameter.grad = gradient.view_as(weight).to(parameter.dtype)
+            parameter.grad = self._own(gradient.view_as(weight), parameter.dtype)
             self.pending.append((parameter, weight))
         with self.lock:
             self.arrived += 1
             ready = self.arrived == self.updates
         if ready:
             self._step()
+
+    def _own(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As in plain training, nothing else refers to a gradient: weights that the model adds up have one tensor for
+        both."""
+        found = without_overlap(gradient.to(dtype))
+        return found.clone() if self.writes and found.data_ptr() == gradient.data_ptr() else found
 
     @torch.no_grad()
     def _step(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn, optim
 
+from piperlang.capture.user.prints import text_of
 from piperlang.capture.user.state import Frozen
 from piperlang.capture.user.watched import WatchedModel
 from piperlang.capture.user.where import line_of_function
@@ -41,6 +42,7 @@ from piperlang.runtime.optimizer.options_only import (
     refuse_use,
     what_steps_read,
 )
+from piperlang.runtime.optimizer.settings import Settings, digest, settings_of_optimizer, settings_of_weights
 from piperlang.runtime.optimizer.user import (
     UpdateScope,
     call_optimizer,
@@ -155,6 +157,20 @@ class Optimizers:
                     for one in copies:
                         set_option(one, name, value)
 
+    def settings(self) -> Settings:
+        """What the user's functions have decided in this process, to be compared with other processes."""
+        if self.reads is None:
+            return {}
+        state = {name: {"state": text} for name, text in self.initial_state.items()}
+        weights = settings_of_weights(self.user, self.names)
+        return {name: {**values, **state.get(name, {})} for name, values in weights.items()} | {
+            "": {**settings_of_optimizer(self.user), **self.reads.plain()}
+        }
+
+    def digest(self) -> str:
+        """Equal to that of another process if the schedule has set the same options there."""
+        return digest(settings_of_weights(self.user, self.names)) if self.schedule is not None else ""
+
     def discard(self) -> None:
         """Discards optimizers that were made for a comparison: user code must not use them any more."""
         if self.local:
@@ -172,6 +188,9 @@ class Optimizers:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first.setdefault(id(parameter), name)  # a tied weight has its first name
         whole = {first[id(parameter)]: parameter for group in self.user.param_groups for parameter in group["params"]}
+        self.names = [[first[id(parameter)] for parameter in group["params"]] for group in self.user.param_groups]
+        """The weights of every group of the user's optimizer."""
+        self.initial_state = {name: text_of(self.user.state[p]) for name, p in whole.items() if p in self.user.state}
         self.groups: list[list[dict[str, Any]]] = [[] for _ in self.user.param_groups]
         """For every group of the user's optimizer, the groups of copies with its options."""
         for together in self._together(whole, updates):

@@ -15,6 +15,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.trace.hooks import refuse_hooks
+from piperlang.capture.user.prints import tensor_print
+from piperlang.capture.user.tensors import named_tensors
 from piperlang.capture.user.user_code import said
 from piperlang.capture.user.where import line_of, line_of_function
 from piperlang.diagnostics import Diagnostic, PiperError, error
@@ -59,6 +61,7 @@ def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimi
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     first = next((argument.name for argument in _arguments(make)), "")
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    before = {name: (tensor, tensor_print(tensor)) for name, tensor in named_tensors(model).items()}
     made = make(model if first == "model" else named if first in NAMED else [parameter for _, parameter in named])
     if not isinstance(made, optim.Optimizer):
         raise _mistake(
@@ -75,6 +78,16 @@ def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimi
             make,
             f"`optimizer` changes requires_grad of {changed}",
             "set requires_grad in `model`: the program is traced with the model that it returns",
+        )
+    after = named_tensors(model)
+    written = next(
+        (name for name, (was, seen) in before.items() if after.get(name) is not was or tensor_print(was) != seen), None
+    )
+    if written is not None:
+        raise _mistake(
+            make,
+            f"`optimizer` changes {written}",
+            "change weights in `model`: devices train the weights that it returns",
         )
     own = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(made.param_groups):
