@@ -15,6 +15,7 @@ from piperlang.capture.batch.samples import Samples, samples
 from piperlang.capture.trace.trace import trace
 from piperlang.diagnostics.codes import CODES
 from tests.support.models import CASES, Mlp, Moe, square, tokens, vectors, words
+from tests.support.often import one_in
 
 torch.set_num_threads(1)
 LONG, WIDE, EXPERTS = 4, 6, 3
@@ -305,7 +306,7 @@ FINE: dict[str, tuple[Function, Loss, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FINE)
+@pytest.mark.parametrize("name", one_in(2, FINE))
 def test_what_may_be_divided(name: str) -> None:
     function, loss, how = FINE[name]
     found = analysed(lambda: Whole(function), loss)
@@ -487,7 +488,7 @@ MIXING: dict[str, tuple[Function, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", one_in(2, MIXING))
 def test_models_that_mix_samples(name: str) -> None:
     function, message = MIXING[name]
     refused = analysed(lambda: Whole(function), square).mixing

@@ -36,12 +36,12 @@ def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
             model,
             names,
             id=f"{'+'.join(names)}-{model}",
-            marks=[pytest.mark.xdist_group(f"model {model}"), *([pytest.mark.slow] if (i + j) % 2 else [])],
+            marks=[pytest.mark.xdist_group(f"model {model}"), *([pytest.mark.slow] if (i + j) % 4 else [])],
         )
         for i, model in enumerate(CASES)
         for j, names in enumerate(PAIRS)
     ],
-)  # in every run, every pair on half of the models, and every model with half of the pairs
+)  # in every run, every pair on a quarter of the models, and every model with a quarter of the pairs
 def test_a_pair_of_directives(model: str, names: tuple[str, ...]) -> None:
     right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 

@@ -34,6 +34,7 @@ from piperlang.runtime.driver.training import Training
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.reference.interpreter import GraphInterpreter
 from tests.support.equivalence import compiled, relative
+from tests.support.often import one_in
 
 WIDTH, SAMPLES, STEPS, LIMIT = 6, 8, 3, 1e-9
 
@@ -241,8 +242,9 @@ def test_groups(script: str, choice: str) -> None:
     same(script, "adamw", choice)
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(OPTIMIZERS)), ids=list(OPTIMIZERS))
-def test_optimizers_of_torch(number: int, name: str) -> None:
+@pytest.mark.parametrize("name", one_in(3, OPTIMIZERS))
+def test_optimizers_of_torch(name: str) -> None:
+    number = list(OPTIMIZERS).index(name)
     for i, script in enumerate(("ddp", "zero1", "zero3", "pp", "pp zero3")):
         same(script, name, tuple(CHOICES)[(number + i) % len(CHOICES)])
     same(("columns", "columns zero1")[number % 2], name, "shape")
