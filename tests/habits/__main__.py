@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ def main() -> int:
     )
     parser.add_argument("--executor", default="threads", choices=["threads", "ray"])
     parser.add_argument("--write", action="store_true", help="write docs/habits.md")
+    parser.add_argument("--from", dest="given", metavar="FILE", help="with --write: the --json of another run")
     parser.add_argument(
         "--beside", metavar="FILE", help="say in docs/habits.md how another run came out, by its --json"
     )
@@ -33,12 +35,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.write and (options.only or options.schedule):
         parser.error("the page lists all habits: --write goes without --only and --schedule")
-    if options.beside:
-        rows = [json.loads(line) for line in Path(options.beside).read_text().splitlines()]
-        PAGE.write_text(with_other_run(rows), encoding="utf-8")
+    if options.beside or options.given:
+        rows = [json.loads(line) for line in Path(options.beside or options.given).read_text().splitlines()]
+        PAGE.write_text(with_other_run(rows) if options.beside else page(rows), encoding="utf-8")
         return 0
     started = time.perf_counter()
     results: dict[str, dict[str, Outcome]] = {}
+    rows = []
     runner = Isolated(options.executor)
     try:
         for habit in HABITS.values():
@@ -47,28 +50,28 @@ def main() -> int:
             chosen = [name for name in schedules(habit) if not options.schedule or name in options.schedule]
             found = results[habit.name] = {schedule: runner.run(habit, schedule) for schedule in chosen}
             show(habit, found)
+            new = [row(habit, schedule, outcome, options.executor) for schedule, outcome in found.items()]
+            rows += new
             if options.json:
                 with open(options.json, "a") as file:
-                    for schedule, outcome in found.items():
-                        file.write(
-                            json.dumps(
-                                {
-                                    "habit": habit.name,
-                                    "category": habit.category,
-                                    "schedule": schedule,
-                                    "executor": options.executor,
-                                    "torch": torch.__version__.partition("+")[0],
-                                    "python": platform.python_version(),
-                                    **vars(outcome),
-                                }
-                            )
-                            + "\n"
-                        )
+                    file.writelines(json.dumps(one) + "\n" for one in new)
     finally:
         runner.close()
     if options.write:
-        PAGE.write_text(page(results, options.executor), encoding="utf-8")
+        PAGE.write_text(page(rows), encoding="utf-8")
     return summary(results, time.perf_counter() - started)
+
+
+def row(habit: Habit, schedule: str, outcome: Outcome, executor: str) -> dict[str, Any]:
+    return {
+        "habit": habit.name,
+        "category": habit.category,
+        "schedule": schedule,
+        "executor": executor,
+        "torch": torch.__version__.partition("+")[0],
+        "python": platform.python_version(),
+        **vars(outcome),
+    }
 
 
 def show(habit: Habit, outcomes: dict[str, Outcome]) -> None:
