@@ -47,7 +47,7 @@ import argparse, sys, time
 from piperlang.cli.progress import progress_of
 from piperlang.cli.report import report
 from piperlang.diagnostics import PiperError, error
-from piperlang.progress import Message, Row, emit, phase, stepping
+from piperlang.progress import Notice, StepMetrics, emit, phase, stepping
 
 def on_step(step): pass
 
@@ -58,9 +58,9 @@ with progress_of(argparse.Namespace(command="train", json=False, format="full"))
     with stepping(STEPS, 20):
         for i in range(STEPS):
             time.sleep(0.01)
-            emit(Row(i, 1.0 / (1 + i), 0.01, 3200.0, 2**28))
+            emit(StepMetrics(i, 1.0 / (1 + i), 0.01, 3200.0, 2**28))
             on_step(i)
-    emit(Message("trained"))
+    emit(Notice("trained"))
 """
 """What a training command shows, without a model: torch takes seconds to import."""
 
@@ -374,8 +374,7 @@ def test_a_reader_that_leaves() -> None:
     child = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stderr is not None
-    while b"step" not in child.stdout.readline():
-        pass
+    assert any(b"step" in line for line in child.stdout)
     child.stdout.close()
     assert child.wait(300) != 0
     assert child.stderr.read().count(b"BrokenPipeError") >= 1  # raised in the main thread, where `main` takes it

@@ -68,12 +68,13 @@ def line_in(trace: str) -> Span | None:
 
 
 def line_of_function(function: Callable[..., Any]) -> Span | None:
-    """The line where a user function is defined; of a class, where it is made an instance."""
+    """The line where a user function is defined. What has no code of its own is shown where the model file binds it,
+    and a class otherwise where an instance is made."""
     inner = unwrap(function)
+    if not hasattr(inner, "__code__") and id(inner) in _BOUND:
+        return _BOUND[id(inner)][1]
     code = getattr(inner.__init__ if isinstance(inner, type) else inner, "__code__", None)  # type: ignore[misc]
-    if code is None:
-        return _BOUND[id(inner)][1] if id(inner) in _BOUND else None
-    return _last([(code.co_filename, code.co_firstlineno)])
+    return _last([(code.co_filename, code.co_firstlineno)]) if code is not None else None
 
 
 def is_users(function: Callable[..., Any]) -> bool:
