@@ -104,7 +104,7 @@ def test_models_may_be_divided(name: str) -> None:
     assert not found.weighted
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "qwen_moe"])
+@pytest.mark.parametrize("name", one_in(3, ["gpt2", "llama", "qwen_moe"]))
 def test_transformers_may_be_divided(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.support import transformers_models
@@ -552,7 +552,7 @@ def _written(x: torch.Tensor, write: Callable[[torch.Tensor], Any]) -> torch.Ten
     return mask
 
 
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", one_in(2, PLACED))
 def test_where_a_sample_stands(name: str) -> None:
     refused = analysed(lambda: Whole(PLACED[name]), square).mixing
     assert refused is not None
@@ -658,7 +658,7 @@ MIXING_LOSSES: dict[str, tuple[Loss, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MIXING_LOSSES)
+@pytest.mark.parametrize("name", one_in(2, MIXING_LOSSES))
 def test_losses_that_mix_samples(name: str) -> None:
     loss, message = MIXING_LOSSES[name]
     refused = analysed(lambda: Whole(same), loss).mixing

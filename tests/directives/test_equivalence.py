@@ -1,9 +1,11 @@
 """A schedule never changes the mathematics: every directive alone, and every pair of directives, on every kind of
 model. Their plans are right, too.
 
-`pytest tests/directives/test_equivalence.py -m slow` has those pairs that do not run every time."""
+`pytest tests/directives/test_equivalence.py -m slow` has those that do not run every time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,25 +25,27 @@ def models(*names: str) -> pytest.MarkDecorator:
 each_model = models(*CASES)
 
 
-@each_model
-@pytest.mark.parametrize("names", SINGLES, ids="+".join)
-def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
-    right_plan(assert_same(CASES[model], program(model), script(model, *names)))
-
-
-@pytest.mark.parametrize(
-    ("model", "names"),
-    [
+def shared_out(combinations: Sequence[tuple[str, ...]], count: int) -> pytest.MarkDecorator:
+    """In every run, every combination on one in `count` models, and every model with one in `count` combinations."""
+    cases = [
         pytest.param(
             model,
             names,
             id=f"{'+'.join(names)}-{model}",
-            marks=[pytest.mark.xdist_group(f"model {model}"), *([pytest.mark.slow] if (i + j) % 4 else [])],
+            marks=[pytest.mark.xdist_group(f"model {model}"), *([pytest.mark.slow] if (i + j) % count else [])],
         )
         for i, model in enumerate(CASES)
-        for j, names in enumerate(PAIRS)
-    ],
-)  # in every run, every pair on a quarter of the models, and every model with a quarter of the pairs
+        for j, names in enumerate(combinations)
+    ]
+    return pytest.mark.parametrize(("model", "names"), cases)
+
+
+@shared_out(SINGLES, 2)
+def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
+    right_plan(assert_same(CASES[model], program(model), script(model, *names)))
+
+
+@shared_out(PAIRS, 4)
 def test_a_pair_of_directives(model: str, names: tuple[str, ...]) -> None:
     right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 

@@ -197,6 +197,7 @@ def test_a_run_at_50_columns(tmp_path: Path) -> None:
     assert seen.screen.cursor.x == 0
 
 
+@pytest.mark.slow  # tests/cli/test_interrupts.py interrupts jobs without a terminal
 def test_ctrl_c_at_120_columns(tmp_path: Path) -> None:
     with terminal([*INLINE, "--steps", "100000", "--log-every", "10", "--out", "run"], 120, cwd=tmp_path) as seen:
         seen.read(

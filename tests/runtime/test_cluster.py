@@ -261,6 +261,7 @@ def test_an_interrupt_that_is_repeated(
     interrupted(job, temporary, again=0.2)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_joined(
     address: str, temporary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

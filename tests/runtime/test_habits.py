@@ -16,12 +16,11 @@ from tests.habits.habit import REFUSED, SAME
 from tests.habits.isolated import Isolated
 from tests.habits.page import PAGE, listed
 from tests.habits.plain import plain
-from tests.habits.run import CAUGHT, CRASH, WRONG, clean, schedules
+from tests.habits.run import CAUGHT, clean, schedules
 
 OFTEN = 1
 """Of every category, those that run every time, evenly spread over it."""
 RECORDED = listed(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
-ALL = [(name, schedule) for name, habit in HABITS.items() for schedule in schedules(habit)]
 
 
 def _often() -> list[tuple[str, str]]:
@@ -32,14 +31,6 @@ def _often() -> list[tuple[str, str]]:
             tried = schedules(habit)
             found.append((habit.name, tried[len(found) % len(tried)]))
     return found
-
-
-def _marked(name: str, schedule: str, slow: bool) -> object:
-    recorded = RECORDED.get(name, {}).get(schedule, "")
-    marks = [pytest.mark.slow] if slow else []
-    if recorded.startswith((WRONG, CRASH)):
-        marks.append(pytest.mark.xfail(reason=f"docs/habits.md: {recorded}", strict=False))
-    return pytest.param(name, schedule, marks=marks, id=f"{name}, {schedule}")
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +54,23 @@ def check(runner: Isolated, name: str, schedule: str) -> None:
     assert found.kind == SAME or RECORDED.get(name, {}).get(schedule) != SAME, f"{found.cell}: {found.reason}"
 
 
-@pytest.mark.parametrize(("name", "schedule"), [_marked(name, schedule, False) for name, schedule in _often()])
+@pytest.mark.parametrize(("name", "schedule"), _often())
 def test_a_habit_is_the_same_or_refused(name: str, schedule: str, threads: Isolated) -> None:
     check(threads, name, schedule)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [_marked(name, schedule, True) for name, schedule in ALL])
-def test_every_habit_in_threads(name: str, schedule: str, threads: Isolated) -> None:
-    check(threads, name, schedule)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HABITS)
+def test_every_habit_in_threads(name: str, threads: Isolated) -> None:
+    for schedule in schedules(HABITS[name]):
+        check(threads, name, schedule)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [_marked(name, schedule, True) for name, schedule in ALL])
-def test_every_habit_on_workers(name: str, schedule: str, workers: Isolated, alone: None) -> None:
-    check(workers, name, schedule)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HABITS)
+def test_every_habit_on_workers(name: str, workers: Isolated, alone: None) -> None:
+    for schedule in schedules(HABITS[name]):
+        check(workers, name, schedule)
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ def same(script: str, name: str, choice: str, schedule: Rates = None) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "one"])
+@pytest.mark.parametrize("script", one_in(2, [name for name in SCRIPTS if name != "one"]))
 def test_groups(script: str, choice: str) -> None:
     """Chosen by shape, by position, by name and by module: as plain PyTorch has them."""
     same(script, "adamw", choice)
@@ -324,7 +324,7 @@ RATES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("rates", one_in(2, RATES))
 @pytest.mark.parametrize("name", ["momentum", "adamw", "tensor rate"])
 @pytest.mark.parametrize("script", ["zero1", "pp"])
 def test_learning_rate_schedules(script: str, name: str, rates: str) -> None:
