@@ -150,8 +150,8 @@ class Halved(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("optimizer", "schedule", "what"),
     [
-        (random_rate, None, "lr of weight layers.0.weight: 0."),
-        (sgd, Drawn, "lr of weight layers.0.weight: 0."),
+        (random_rate, None, "lr of weight layers.0.bias: 0."),
+        (sgd, Drawn, "lr of weight layers.0.bias: 0."),
         (Halved, None, "attribute `part` of `Halved`: 0."),
     ],
 )

@@ -220,7 +220,7 @@ class Worker:
                 self.runs["train"].device.optimizers.advance()
                 if self.program_reads is not None:
                     self.program_reads.check("when the optimizer or its schedule steps")
-                report = replace(report, settings=self.runs["train"].device.optimizers.digest())
+                report = replace(report, settings=self.runs["train"].device.optimizers.passed_on)
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:

@@ -94,6 +94,9 @@ class Optimizers:
         """For every update, its optimizer and the parameter of each of its weights: None for a weight that is in no
         group."""
         self.schedule: Any = None
+        self.passed_on = ""
+        """A digest of what the schedule has changed in the last step, to be compared with other processes; empty where
+        no schedule was stepped."""
         self.flags = [
             (name, weakref.ref(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
         ]
@@ -127,6 +130,7 @@ class Optimizers:
     def advance(self) -> None:
         """The end of a training step on all devices of the process: the schedule is stepped, and the options it changed
         are copied to the copies."""
+        self.passed_on = ""
         if not self.local:
             return
         self._check_bystanders("when the optimizer steps", self.make)
@@ -150,12 +154,17 @@ class Optimizers:
         """Copies the options that the schedule changed, and only those, because some optimizers write into their own
         groups."""
         check_groups(self.user, self.stand_ins, self.make_schedule)
-        for group, last, copies in zip(self.user.param_groups, self.options, self.groups, strict=True):
+        changes = []
+        for group, names, last, copies in zip(
+            self.user.param_groups, self.names, self.options, self.groups, strict=True
+        ):
             for name, value in options(group).items():
                 if name not in last or not same_option(last[name], value):
                     last[name] = copy.deepcopy(value)
+                    changes.append((names[:1], name, text_of(value)))
                     for one in copies:
                         set_option(one, name, value)
+        self.passed_on = digest(changes)
 
     def settings(self) -> Settings:
         """What the user's functions have decided in this process, to be compared with other processes."""
@@ -166,10 +175,6 @@ class Optimizers:
         return {name: {**values, **state.get(name, {})} for name, values in weights.items()} | {
             "": {**settings_of_optimizer(self.user), **self.reads.plain()}
         }
-
-    def digest(self) -> str:
-        """Equal to that of another process if the schedule has set the same options there."""
-        return digest(settings_of_weights(self.user, self.names)) if self.schedule is not None else ""
 
     def discard(self) -> None:
         """Discards optimizers that were made for a comparison: user code must not use them any more."""
@@ -188,7 +193,7 @@ class Optimizers:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first.setdefault(id(parameter), name)  # a tied weight has its first name
         whole = {first[id(parameter)]: parameter for group in self.user.param_groups for parameter in group["params"]}
-        self.names = [[first[id(parameter)] for parameter in group["params"]] for group in self.user.param_groups]
+        self.names = [sorted(first[id(parameter)] for parameter in group["params"]) for group in self.user.param_groups]
         """The weights of every group of the user's optimizer."""
         self.initial_state = {name: text_of(self.user.state[p]) for name, p in whole.items() if p in self.user.state}
         self.groups: list[list[dict[str, Any]]] = [[] for _ in self.user.param_groups]

@@ -33,10 +33,10 @@ def settings_of_optimizer(optimizer: optim.Optimizer) -> Mapping[str, str]:
     }
 
 
-def digest(settings: Settings) -> str:
-    """The order of groups does not count: it may be that of a set."""
-    written = repr(sorted((name, sorted(values.items())) for name, values in settings.items()))
-    return hashlib.blake2b(written.encode(), digest_size=16).hexdigest()
+def digest(changes: Sequence[tuple[Sequence[str], str, str]]) -> str:
+    """Of options that have changed: a weight of the group, the name of the option, its value. The order of groups does
+    not count: it may be that of a set."""
+    return hashlib.blake2b(repr(sorted(changes)).encode(), digest_size=16).hexdigest()
 
 
 def difference(one: Settings, other: Settings) -> tuple[str, str, str] | None:
