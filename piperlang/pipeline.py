@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import piperlang.directives  # noqa: F401  (a script can use all directives)
 from piperlang.build.schedule import HasModel, SupportsCut
 from piperlang.build.scheduler import Scheduler
+from piperlang.core.collector import uncollected
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.elaborate.directive import Directive, ScheduleTarget
 from piperlang.elaborate.interpret import Interpreter
@@ -96,7 +97,8 @@ def schedule(
 ) -> Scheduled:
     """Apply a script, or only its first directives, to a captured model; missing directives are problems too."""
     scheduler = Scheduler(program, after)
-    found = evaluate(scheduler, source, path, overrides, say)
+    with uncollected():
+        found = evaluate(scheduler, source, path, overrides, say)
     return Scheduled(scheduler, found.problems or (tuple(scheduler.finish()) if after is None else ()), found.params)
 
 

@@ -3,7 +3,6 @@ gradients in gradients.py, orders in orders.py."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from piperlang.build.orders import Temporal
 from piperlang.build.parameters import Weights
 from piperlang.build.schedule import Schedule
 from piperlang.build.sites import Site, Sites
+from piperlang.core.collector import uncollected
 from piperlang.core.placement import dispatched
 from piperlang.core.value_id import RNG, SEED, Kind, Point, ValueId
 from piperlang.diagnostics import PiperError, error
@@ -26,15 +26,8 @@ from piperlang.ir.sort import topological
 def build(schedule: Schedule, sketch: bool = False) -> Graph:
     """The graph as the directives so far make it. A sketch has one microbatch of everything: enough to see what there
     is."""
-    # Hundreds of thousands of tuples, none of them in a cycle: looking for garbage among them takes as long as making
-    # them.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return _Build(schedule, sketch).graph()
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _Build:

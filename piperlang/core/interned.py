@@ -8,18 +8,22 @@ from typing import Any
 
 class _Interning(type):
     known: dict[tuple[Any, ...], Any]
+    defaults: tuple[Any, ...] | None
+    """Of all fields, as soon as a first value has been made."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> None:
         super().__init__(name, bases, body)
-        cls.known = {}
+        cls.known, cls.defaults = {}, None
 
     def __call__(cls, *given: Any) -> Any:
+        defaults = cls.defaults
+        if defaults is None:
+            defaults = cls.defaults = tuple(one.default for one in fields(cls))  # type: ignore[arg-type]
+        if len(given) != len(defaults):
+            given += defaults[len(given) :]
         found = cls.known.get(given)
         if found is None:
-            rest = fields(cls)[len(given) :]  # type: ignore[arg-type]
-            whole = (*given, *(one.default for one in rest))
-            found = cls.known.get(whole) or super().__call__(*whole)
-            cls.known[given] = cls.known[whole] = found
+            found = cls.known[given] = super().__call__(*given)
         return found
 
 

@@ -31,6 +31,8 @@ class Kind(Enum):
     SUPPLIED = "given"  # what the runtime supplies
     NORM = "norm"  # the factor that clips the gradients
 
+    __hash__ = object.__hash__  # a member is one object; Enum's own is written in Python
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueId(Interned):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
+from piperlang.core.collector import uncollected
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import COLLECTIVES, Graph
 from piperlang.ir.redistribute import moves
@@ -23,9 +24,10 @@ class InvalidGraph(Exception):
 
 def verify(graph: Graph, sketch: bool = False) -> None:
     """Raise InvalidGraph with every fault found. A sketch has not all microbatches, so they are not counted."""
-    faults = [*_flow(graph), *_places(graph), *_moves(graph), *_gradients(graph), *_updates(graph)]
-    if not sketch:
-        faults += _samples(graph)
+    with uncollected():
+        faults = [*_flow(graph), *_places(graph), *_moves(graph), *_gradients(graph), *_updates(graph)]
+        if not sketch:
+            faults += _samples(graph)
     if faults:
         raise InvalidGraph(faults)
 
@@ -96,12 +98,13 @@ def _gradients(graph: Graph) -> Iterator[str]:
             part /= prod(of for _, of in graph.values[node.writes[0]].inner)
         for keys in node.reads:
             for key in keys:
+                if key.kind not in GRADIENTS:
+                    continue
                 if node.op in ("I", "W"):  # two halves of one backward read a gradient once
                     if (key, node.template.chunk, node.point) in halves:
                         continue
                     halves.add((key, node.template.chunk, node.point))
-                if key.kind in GRADIENTS:
-                    read[key] = read.get(key, 0.0) + part
+                read[key] = read.get(key, 0.0) + part
     for node in graph.nodes:
         for key in node.writes:
             if key.kind in GRADIENTS and abs(read.get(key, 0.0) - 1) > 1e-6:
@@ -116,8 +119,7 @@ def _updates(graph: Graph) -> Iterator[str]:
     updates = Counter(
         node.reads[i][0] for node in graph.nodes if node.op == "update" for i in range(0, len(node.reads), 2)
     )
-    kept = {key for key in graph.held if key.kind is Kind.WEIGHT and key not in graph.made}
-    for key in sorted(kept):
+    for key in (key for key in graph.held if key.kind is Kind.WEIGHT and key not in graph.made):
         if graph.held[key].weight in learning and updates[key] != 1:
             yield f"{key} is updated {updates[key]} times, not once"
         after = graph.next.get(key)

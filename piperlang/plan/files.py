@@ -3,7 +3,6 @@ diagnostic and never a surprise."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import platform
@@ -12,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from piperlang.core.collector import uncollected
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.diagnostics.files import unreadable
 from piperlang.elaborate.modules import Importer, Module
@@ -59,16 +59,11 @@ def load(content: str, name: str = "the plan") -> Plan:
         raise _unreadable(name, f'a plan says `"format": "{FORMAT}"`')
     if data.get("version") != VERSION:
         raise _unreadable(name, f"it is of version {data.get('version')}, and this piperlang reads version {VERSION}")
-    # Hundreds of thousands of tuples, none in a cycle: looking for garbage among them takes longer than making them.
-    collecting = gc.isenabled()
-    gc.disable()
     try:
-        return _plan(data)
+        with uncollected():
+            return _plan(data)
     except InvalidRecord as problem:
         raise _unreadable(name, str(problem)) from None
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _unreadable(name: str, why: str) -> PiperError:

@@ -7,8 +7,7 @@ do partners agree, is every value there when it is read and is nothing lost, and
 
 from __future__ import annotations
 
-import gc
-
+from piperlang.core.collector import uncollected
 from piperlang.diagnostics import PiperError
 from piperlang.plan.plan import Plan
 from piperlang.plan.verify import (
@@ -38,30 +37,25 @@ def measured(plan: Plan, *, buffered: bool = True, forward: bool = False) -> int
     """The same; returns how many steps it took."""
     _frame(plan)
     checked = Checked(plan)
-    # Hundreds of thousands of objects, none in a cycle: looking for garbage among them takes longer than the check.
-    collecting = gc.isenabled()
-    gc.disable()
     try:
-        checked.sort()
-        if checked.found:
-            raise Stop
-        for questions in (
-            (collectives.membership,),
-            (compute.compute, messages.moves, parameters.entries),
-            (collectives.collectives, *(() if buffered else (messages.messages, messages.in_order))),
-            (values.values, parameters.flow, samples.losses, samples.data, routing.routes),
-            (deadlock.order if buffered else deadlock.rendezvous,),  # which looks at messages, too
-            (() if forward else (regions.parts,)),
-        ):
-            for ask in questions:
-                ask(checked)
+        with uncollected():
+            checked.sort()
             if checked.found:
                 raise Stop
+            for questions in (
+                (collectives.membership,),
+                (compute.compute, messages.moves, parameters.entries),
+                (collectives.collectives, *(() if buffered else (messages.messages, messages.in_order))),
+                (values.values, parameters.flow, samples.losses, samples.data, routing.routes),
+                (deadlock.order if buffered else deadlock.rendezvous,),  # which looks at messages, too
+                (() if forward else (regions.parts,)),
+            ):
+                for ask in questions:
+                    ask(checked)
+                if checked.found:
+                    raise Stop
     except Stop:
         raise PiperError(*checked.found) from None
-    finally:
-        if collecting:
-            gc.enable()
     return checked.steps
 
 
