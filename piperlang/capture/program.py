@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.autodiff.cut import Subgraph, cut, matches, module_path
+from piperlang.capture.autodiff.cut import Subgraph, cut, matches
 from piperlang.capture.autodiff.differentiate import Localize, divide, signature
 from piperlang.capture.autodiff.joint import Joint
 from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
@@ -20,6 +20,7 @@ from piperlang.capture.batch.sizes import Sizes, trace_sizes
 from piperlang.capture.spmd.features import Unfit, features_of, operator_name, refusal
 from piperlang.capture.spmd.localize import Tried, localize, written
 from piperlang.capture.trace import routed
+from piperlang.capture.trace.names import ModuleName, names_of
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function, line_of_operator
 from piperlang.core.placement import DISPATCHED, Dispatched, Placement, Shard
@@ -199,11 +200,11 @@ class Program:
         return self.sizes.small.random
 
     def modules(self) -> set[tuple[str, ...]]:
-        return {tuple(module_path(node)) for node in self.sizes.small.graph.nodes}
+        return {name.parts for node in self.sizes.small.graph.nodes for name in names_of(node)}
 
     def _check_path(self, path: ModulePath) -> None:
         known = self.modules()
-        if any(matches(path, list(parts)) for parts in known):
+        if any(matches(path, ModuleName(parts)) for parts in known):
             return
         around = {".".join(parts[:depth]) for parts in known for depth in range(1, len(parts) + 1)}
         raise error(
@@ -335,7 +336,7 @@ class CutProgram:
         traced = self.program.sizes.small
         pieces = self.pass_graphs(chunk.number, self.program.sizes.samples)
         passes = {name: _pass(piece) for name in "FBIW" if (piece := getattr(pieces, name)) is not None}
-        paths = dict.fromkeys(".".join(module_path(node)) for node in chunk.nodes)
+        paths = dict.fromkeys(".".join(names_of(node)[0].parts) for node in chunk.nodes)
         return ir.Chunk(
             chunk.number,
             dict(chunk.tags),

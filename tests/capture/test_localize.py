@@ -337,7 +337,7 @@ def test_masks_of_undivided_tensors_are_what_they_were() -> None:
     for multiplier in (-4658895280553007687, -7723592293110705685, 2862933555777941757):
         x = (x ^ (x >> 31)) * multiplier
     expected = (((x >> 40) & (2**24 - 1)).float() * 2.0**-24).view(like.shape)
-    assert torch.equal(uniform(like, rng, 9, 6), expected)
+    assert torch.equal(uniform(rng, 9, like.shape, 6), expected)
     assert torch.equal(keep(like, rng, 9, 0.25, 6), expected >= 0.25)
 
 

@@ -176,16 +176,6 @@ MODELS = [
         ("`model` raised TypeError", "out_features"),
     ),
     Mistake(
-        "constructor reads values",
-        written(
-            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-            "        self.rates = [x.item() for x in torch.linspace(0, 0.1, 4)]  # here\n\n\n"
-            "def model():\n    return Net()\n"
-        ),
-        "P0801",
-        ("reads the values of a tensor", "range(depth)"),
-    ),
-    Mistake(
         "constructor wants a GPU",
         written("def model():\n    return nn.Linear(4, 4).to('cuda')  # here\n"),
         "P0801",
@@ -193,7 +183,7 @@ MODELS = [
     ),
     Mistake(
         "lazy modules",
-        written("def model():\n    return nn.LazyLinear(4)  # here\n"),
+        written("def model():  # here\n    return nn.LazyLinear(4)\n"),
         "P0801",
         ("lazy modules", "nn.Linear"),
     ),

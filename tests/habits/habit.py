@@ -101,6 +101,9 @@ class Habit:
     dropout: bool = False
     """Eager training then draws piperlang's masks, which depend on the seed, the step and the position alone."""
     limit: float = LIMIT
+    floor: float = 1e-12
+    """Weights whose largest element is below it are compared as if it was this: a bias that starts at zero and has no
+    gradient but rounding (that of attention's keys)."""
     only: tuple[str, ...] = ()
     """Schedules that make sense for it, if not all do."""
     note: str = ""

@@ -191,7 +191,7 @@ def _pictures(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1, 2, 2, 2)
 
 
-@MODES.habit("dropout2d", REFUSED)
+@MODES.habit("dropout2d", dropout=True)
 class Dropout2d(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return f.dropout2d(_pictures(x), 0.25, self.training).flatten(1)
@@ -239,7 +239,7 @@ class Attention(nn.Module):
 MODES.add("causal attention", Attention, batch=tokens, loss=words)
 
 
-@MODES.habit("attention with dropout inside", REFUSED, batch=tokens, loss=words)
+@MODES.habit("attention with dropout inside", batch=tokens, loss=words, dropout=True)
 class AttentionDropout(Attention):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return f.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
@@ -251,7 +251,7 @@ class AttentionByHand(Attention):
         return f.dropout(torch.softmax(q @ k.transpose(-1, -2) / 2, -1), 0.1, self.training) @ v
 
 
-@MODES.habit("nn.MultiheadAttention with dropout", REFUSED, batch=tokens, loss=words)
+@MODES.habit("nn.MultiheadAttention with dropout", batch=tokens, loss=words, dropout=True)
 class Multihead(Attention):
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ class RandomRelu(Between):
         return f.rrelu(x, training=self.training)
 
 
-@MODES.habit("Gumbel softmax", REFUSED)
+@MODES.habit("Gumbel softmax", dropout=True)
 class Gumbel(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return f.gumbel_softmax(x, hard=True)

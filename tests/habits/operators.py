@@ -385,40 +385,41 @@ for name in ("LSTM", "GRU", "RNN"):
     OPERATORS.add(f"{name} with dropout between its layers", made, REFUSED, batch=tokens, loss=words)
 
 
-def _random(name: str, function: Any) -> None:
+def _random(name: str, function: Any, expected: str = REFUSED) -> None:
     class Random(Between):
         def between(self, x: torch.Tensor) -> torch.Tensor:
             return function(x)
 
-    OPERATORS.add(name, Random, REFUSED)
+    OPERATORS.add(name, Random, expected, dropout=True)
 
 
-_random("F.dropout1d", lambda x: f.dropout1d(x.view(-1, 2, 4), 0.25).flatten(1))
-_random("F.dropout3d", lambda x: f.dropout3d(x.view(-1, 2, 2, 2, 1), 0.25).flatten(1))
+_random("F.dropout1d", lambda x: f.dropout1d(x.view(-1, 2, 4), 0.25).flatten(1), SAME)
+_random("F.dropout3d", lambda x: f.dropout3d(x.view(-1, 2, 2, 2, 1), 0.25).flatten(1), SAME)
 _random("F.feature_alpha_dropout", lambda x: f.feature_alpha_dropout(x.view(-1, 2, 4), 0.25, True).flatten(1))
 _random("F.rrelu in place", lambda x: f.rrelu(x * 1.0, training=True, inplace=True))
-_random("torch.bernoulli of probabilities", lambda x: x * torch.bernoulli(x.detach().sigmoid()))
-_random("bernoulli_ in place", lambda x: x * torch.empty_like(x).bernoulli_(0.5))
+_random("torch.bernoulli of probabilities", lambda x: x * torch.bernoulli(x.detach().sigmoid()), SAME)
+_random("bernoulli_ in place", lambda x: x * torch.empty_like(x).bernoulli_(0.5), SAME)
 _random("torch.multinomial", lambda x: x * (1 + torch.multinomial(x.detach().softmax(-1), 1)))
 _random("torch.poisson", lambda x: x + 0.1 * torch.poisson(x.detach().abs()))
 _random("torch.normal", lambda x: x + 0.1 * torch.normal(x.detach(), 1.0))
-_random("uniform_ in place", lambda x: x + torch.empty_like(x).uniform_(0, 0.1))
+_random("uniform_ in place", lambda x: x + torch.empty_like(x).uniform_(0, 0.1), SAME)
 _random("exponential_, cauchy_, log_normal_, geometric_", lambda x: x + 0.01 * torch.empty_like(x).log_normal_())
 _random("cauchy_ in place", lambda x: x + 0.01 * torch.empty_like(x).cauchy_().clamp(-1, 1))
 _random("geometric_ in place", lambda x: x + 0.01 * torch.empty_like(x).geometric_(0.5))
 _random("random_ in place", lambda x: x + 0.01 * torch.empty_like(x).random_(0, 5))
 _random("torch.randint_like", lambda x: x + 0.1 * torch.randint_like(x, 3))
-_random("one number of torch.rand(1)", lambda x: x * torch.rand(1))
+_random("one number of torch.rand(1)", lambda x: x * torch.rand(1), SAME)
 _random("torch.rand(1).item()", lambda x: x * torch.rand(1).item())
 _random("torch.randn of the features alone", lambda x: x + 0.1 * torch.randn(WIDTH))
 _random(
     "Tensor.random through torch.distributions.Bernoulli",
     lambda x: x * torch.distributions.Bernoulli(0.5).sample(x.shape),
+    SAME,
 )
 _random("nn.init in the forward", lambda x: x @ nn.init.orthogonal_(torch.empty(WIDTH, WIDTH)))
 
 
-@OPERATORS.habit("nn.TransformerEncoderLayer with its dropout", REFUSED, batch=tokens, loss=words)
+@OPERATORS.habit("nn.TransformerEncoderLayer with its dropout", batch=tokens, loss=words, dropout=True)
 class EncoderDropout(Embedded):
     def __init__(self) -> None:
         super().__init__()

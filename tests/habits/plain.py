@@ -18,6 +18,7 @@ import torch.nn.functional as f
 from torch import nn
 from torch.utils import checkpoint as recompute
 
+from piperlang.capture.trace.eager import CountedDraws
 from piperlang.capture.trace.random import counter_dropout, mix
 from tests.habits.habit import SAMPLES, STEPS, Habit
 
@@ -122,5 +123,34 @@ def _dropout(step: int) -> Iterator[None]:
     def call(function: Any, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    with mock.patch.object(recompute, "checkpoint", call), mock.patch.object(f, "dropout", dropout):
+    fused = f.scaled_dot_product_attention
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """The weights are what attention gives for the columns of a unit matrix."""
+        options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        if dropout_p == 0.0:
+            return fused(q, k, v, **options)
+        unit = torch.eye(k.shape[-2], dtype=v.dtype).expand(*v.shape[:-2], -1, -1)
+        weights = dropout(fused(q, k, unit, **options), dropout_p)
+        return weights @ v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+
+    def by_feature(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return x * (torch.rand(*x.shape[:2], *[1] * (x.dim() - 2)) >= p) / (1 - p) if training else x
+
+    with (
+        CountedDraws(SEED, step, SAMPLES),
+        mock.patch.multiple(f, dropout1d=by_feature, dropout2d=by_feature, dropout3d=by_feature),
+        mock.patch.object(recompute, "checkpoint", call),
+        mock.patch.object(f, "dropout", dropout),
+        mock.patch.object(f, "scaled_dot_product_attention", attend),
+    ):
         yield

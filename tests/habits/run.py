@@ -190,7 +190,7 @@ class Runner:
                     ):  # where plain training has no gradient, the weights say whether something was trained
                         see(f"gradient of {name}", error)
             state = trainer.state_dict()
-        for name, error in state_errors(state, reference.state).items():
+        for name, error in state_errors(state, reference.state, habit.floor).items():
             see(name, error)
         return worst
 
@@ -223,8 +223,9 @@ class Runner:
         self.folder.cleanup()
 
 
-def state_errors(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, float]:
-    """How far weights and buffers are from the plain ones; a name that only one side has is infinitely far off."""
+def state_errors(found: Mapping[str, Any], wanted: Mapping[str, Any], floor: float = 1e-12) -> dict[str, float]:
+    """How far weights and buffers are from the plain ones; a name that only one side has is infinitely far off.
+    `floor`: numbers below it are no more than rounding."""
     errors = dict.fromkeys(found.keys() ^ wanted.keys(), float("inf"))
     for name in found.keys() & wanted.keys():
         got, value = found[name], wanted[name]
@@ -235,7 +236,7 @@ def state_errors(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[st
         elif value.numel():
             wide = torch.complex128 if value.is_complex() else torch.float64
             largest = float(value.to(wide).abs().max())
-            errors[name] = float((got.to(wide) - value.to(wide)).abs().max()) / max(largest, 1e-12)
+            errors[name] = float((got.to(wide) - value.to(wide)).abs().max()) / max(largest, floor)
     return {name: errors[name] for name in sorted(errors)}
 
 

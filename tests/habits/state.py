@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from piperlang.capture.annotate import annotate
-from tests.habits.habit import REFUSED, WIDTH, Between, Category, Layers
+from tests.habits.habit import EITHER, REFUSED, SAME, WIDTH, Between, Category, Layers
 
 STATE = Category("state", "Python state")
 
@@ -357,13 +358,13 @@ class NumpyForward(Between):
         return x + torch.from_numpy(np.random.randn(WIDTH).astype(np.float32))
 
 
-@STATE.habit("torch.rand noise in the forward", REFUSED)
+@STATE.habit("torch.rand noise in the forward", dropout=True)
 class TorchNoise(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * torch.rand(x.shape)
 
 
-@STATE.habit("torch.randn_like noise in the forward", REFUSED)
+@STATE.habit("torch.randn_like noise in the forward", dropout=True)
 class TorchNoiseLike(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * torch.randn_like(x)
@@ -385,7 +386,7 @@ class Permuted(Between):
         return x[:, torch.randperm(WIDTH)]
 
 
-@STATE.habit("noise by normal_() in place", REFUSED)
+@STATE.habit("noise by normal_() in place", dropout=True)
 class InPlaceNoise(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * torch.empty(x.shape).normal_()
@@ -397,11 +398,71 @@ class Distribution(Between):
         return torch.distributions.Normal(x, 0.1).rsample()
 
 
-@STATE.habit("stochastic depth by torch.rand for each sample", REFUSED)
+@STATE.habit("stochastic depth by torch.rand for each sample", dropout=True)
 class StochasticDepth(Layers):
     def stage(self, i: int, x: torch.Tensor) -> torch.Tensor:
         kept = (torch.rand(x.shape[0], 1) < 0.8).to(x.dtype)
         return x + kept * super().stage(i, x)
+
+
+@STATE.habit("torch.bernoulli masks, of numbers and of tensors", dropout=True)
+class Masks(Between):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.bernoulli(torch.sigmoid(x.detach())) + torch.empty(x.shape[0], 1).bernoulli_(0.8)
+        return x * kept * torch.randint(1, 3, (1, WIDTH))
+
+
+@STATE.habit("dropout after torch.manual_seed in the forward", REFUSED)
+class SeedsDropout(Between):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return torch.nn.functional.dropout(x, 0.25, self.training)
+
+
+@STATE.habit("a seed inside fork_rng", REFUSED)
+class SeedsFork(Between):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return x + 0.1 * torch.rand(WIDTH)
+
+
+@STATE.habit("noise for as many features as samples", EITHER, dropout=True, whole=SAME)
+class AmbiguousNoise(Between):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.rand(WIDTH)
+
+
+@STATE.habit("numbers drawn in the constructor after weights", dropout=True)
+class DrawnInInit(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.rand(4).tolist()
+        self.table = [torch.rand(WIDTH) for _ in range(4)]
+
+    def stage(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        return super().stage(i, x) * self.scales[i] + self.table[i]
+
+
+@STATE.habit("parameters in a Python list, too", REFUSED)
+class ListedWeights(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = [nn.Parameter(torch.randn(WIDTH)) for _ in range(4)]
+        for i, row in enumerate(self.rows):
+            self.register_parameter(f"row{i}", row)
+
+    def stage(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        return super().stage(i, x) + self.rows[i]
+
+
+@STATE.habit("a copy of half precision, converted back, and a state dict loaded")
+class Converted(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        state = {name: torch.full_like(value, 0.1) for name, value in nn.Linear(WIDTH, WIDTH).state_dict().items()}
+        self.layers[0].load_state_dict(state)
+        self.layers = copy.deepcopy(self.layers).half().float()
 
 
 @STATE.habit("torch.manual_seed in the forward", REFUSED)
@@ -483,7 +544,7 @@ class NumberInInit(Layers):
         return super().stage(i, x) * self.scales[i]
 
 
-@STATE.habit("a number from a weight in the constructor", REFUSED)
+@STATE.habit("a number from a weight in the constructor")
 class NumberFromWeight(Layers):
     def __init__(self) -> None:
         super().__init__()

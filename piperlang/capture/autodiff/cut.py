@@ -15,6 +15,7 @@ from torch import fx
 
 from piperlang.capture.annotate import tags_of
 from piperlang.capture.trace.buffers import ancestors, root_of, written
+from piperlang.capture.trace.names import ModuleName, names_of
 from piperlang.capture.trace.random import PLACE, module_of
 from piperlang.capture.trace.trace import Traced
 from piperlang.capture.user.where import line_of_operator
@@ -163,28 +164,22 @@ def _tags(nodes: list[fx.Node], directives: list[Tag], changing: set[fx.Node]) -
 
 
 def _own_tags(node: fx.Node, directives: list[Tag]) -> dict[str, int | str]:
-    parts = module_path(node)
+    names = names_of(node)
     found: dict[str, int | str] = {}
     depth: dict[str, int] = {}
     for directive in directives:
         for module in directive.paths:
-            length = matches(module, parts)
+            length = max(matches(module, name) for name in names)
             for key, value in directive.tags if length else ():
                 if length >= depth.get(key, 0):  # the deepest path applies; of equally deep ones, the last
                     found[key], depth[key] = value, length
     return found | tags_of(node.meta.get("custom"))
 
 
-def module_path(node: fx.Node) -> list[str]:
-    """The components of the path of the innermost module of an operator; empty for the model itself."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = [path for path, _ in stack.values()][-1] if stack else ""
-    return [part for part in path.removeprefix("model").strip(".").split(".") if part]
-
-
-def matches(module: ModulePath, parts: list[str]) -> int:
+def matches(module: ModulePath, name: ModuleName) -> int:
     """The number of path components in `module` if it names this module or one that contains it; else 0."""
-    if len(module.parts) > len(parts):
+    parts = name.parts
+    if not name.least <= len(module.parts) <= len(parts):
         return 0
     for wanted, part in zip(module.parts, parts, strict=False):
         if isinstance(wanted, str):

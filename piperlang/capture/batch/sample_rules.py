@@ -9,6 +9,7 @@ import torch
 
 from piperlang.capture.batch.mixing import Along, Free, Mixed, Mixing, Operand, OperatorCall, Repair, State, growing
 from piperlang.capture.batch.tried import objection
+from piperlang.capture.trace.keep import is_batch
 
 # ------------------------------------------------------------------------------------------------- elementwise
 
@@ -475,3 +476,17 @@ def dropped(call: OperatorCall) -> State:
     if not isinstance(state, Along) or state.dim != 0 or value.shape[0] != call.samples * state.inner:
         raise Mixing("the masks of dropout would depend on how the batch is divided", Repair.FIRST)
     return state
+
+
+def drawn(call: OperatorCall) -> State:
+    """piperlang's random numbers: a sample has its own where the first dimension is that of the batch; otherwise the
+    whole batch has the same."""
+    (small, large), *_ = call.results
+    batch = is_batch(small.shape, call.samples)
+    data = [operand.state for operand in call.data]
+    if batch != is_batch(large.shape, call.samples * call.times) or (batch and small.shape[0] == large.shape[0]):
+        raise Mixing("random numbers would depend on how the batch is divided", Repair.FIRST)
+    inner = small.shape[0] // call.samples if batch else 0
+    if any(not isinstance(state, Along) or (state.dim, state.inner) != (0, inner) for state in data):
+        raise Mixing("random numbers would depend on how the batch is divided", Repair.FIRST)
+    return Along(0, inner) if batch else Free()

@@ -19,6 +19,7 @@ from piperlang.capture.batch.sample_rules import (
     copied,
     counted,
     diagonal,
+    drawn,
     dropped,
     joined,
     kept,
@@ -198,7 +199,12 @@ _FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
     (("bincount",), counted),
     (("embedding_bag",), bagged),
 )
-_OWN: dict[str, Rule] = {"counter_dropout": dropped, "routed_linear": chosen, "routed_rows": chosen}
+_OWN: dict[str, Rule] = {
+    "counter_dropout": dropped,
+    "counter_draw": drawn,
+    "routed_linear": chosen,
+    "routed_rows": chosen,
+}
 RULES: dict[str, Rule] = {name: rule for names, rule in _FAMILIES for name in names}
 
 

@@ -224,7 +224,7 @@ class _Walk:
             self.samples,
             self.times,
         )
-        if not call.data and name != "counter_dropout":
+        if not call.data and name not in ("counter_dropout", "counter_draw"):
             if isinstance(a.target, Applied):
                 self._check_backward(a, b, tuple(Free() for _ in results), call)
             return _free(call)

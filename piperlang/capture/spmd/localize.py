@@ -342,6 +342,9 @@ class _Runner(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.piper.keep.default:
             return self._keep(*args)
+        if target is torch.ops.piper.uniform.default:  # the same numbers everywhere
+            whole = [Replicate()] * self.mesh.ndim
+            return _divided(target(args[0].to_local(), *args[1:]), self.mesh, whole, self.whole)
         if target in _COPIES and isinstance(args[0], DTensor):
             return _divided(target(args[0].to_local(), **kwargs), self.mesh, args[0].placements, self.whole)
         if getattr(target, "__name__", "").startswith(_ATTENTION):

@@ -1,7 +1,7 @@
-"""The elements that a dropout keeps, as one operator.
+"""Random numbers by position: the elements that a dropout keeps, and uniform numbers, each as one operator.
 
-It is one operator instead of the dozen that compute it, because a sharded chunk must be able to tell it which part of
-the whole tensor a device has: the mask hashes positions in the unsharded tensor, so it does not depend on the sharding.
+A mask is one operator instead of the dozen that compute it, because a sharded chunk must be able to tell it which part
+of the whole tensor a device has: it hashes positions in the unsharded tensor, so it does not depend on the sharding.
 
 `rng` is an int64 tensor of [seed and step mixed, index of the first sample here, coordinate of this device along the
 chunk's first shard axis, along its second, ...]. A chunk that is not sharded reads only the first two."""
@@ -22,7 +22,7 @@ def keep(
 ) -> torch.Tensor:
     """True where an element of `like` is kept. `divided`: (dim, index into `rng` of the coordinate, size of the axis),
     flattened; outer axes first."""
-    return uniform(like, rng, operator, samples, divided) >= p
+    return _uniform(rng, operator, like.shape, samples, divided) >= p
 
 
 @keep.register_fake
@@ -32,31 +32,51 @@ def _(
     return torch.empty(like.shape, dtype=torch.bool, device=like.device)
 
 
-def uniform(
-    like: torch.Tensor, rng: torch.Tensor, operator: int, samples: int, divided: Sequence[int] = ()
+@torch.library.custom_op(
+    "piper::uniform", mutates_args=(), schema="(Tensor rng, int operator, int[] shape, int samples) -> Tensor"
+)
+def uniform(rng: torch.Tensor, operator: int, shape: Sequence[int], samples: int) -> torch.Tensor:
+    """Uniform numbers in [0, 1). Where the first dimension is that of the batch, every sample has its own; otherwise
+    all parts of a batch have the same."""
+    return _uniform(rng, operator, shape, samples if is_batch(shape, samples) else 0)
+
+
+@uniform.register_fake
+def _(rng: torch.Tensor, operator: int, shape: Sequence[int], samples: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=rng.device)
+
+
+def is_batch(shape: Sequence[int], samples: int) -> bool:
+    """Whether the first dimension may be that of the batch."""
+    return bool(shape) and shape[0] % samples == 0 and shape[0] > 0
+
+
+def _uniform(
+    rng: torch.Tensor, operator: int, shape: Sequence[int], samples: int, divided: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Uniform numbers in [0, 1) in the shape of `like`, the local part of a tensor whose first dimension is the batch
-    dimension."""
-    at, numel = _positions(like, rng, divided)
-    x = (at + rng[1] * (numel // samples)) * -7046029254386353131 + (rng[0] + signed(operator * 6364136223846793005))
+    """Uniform numbers for the local part of a tensor. `samples`: of its first dimension; 0 if that is another."""
+    at, numel = _positions(shape, rng, divided)
+    if samples:
+        at = at + rng[1] * (numel // samples)
+    x = at * -7046029254386353131 + (rng[0] + signed(operator * 6364136223846793005))
     for multiplier in (-4658895280553007687, -7723592293110705685, 2862933555777941757):
         x = (x ^ (x >> 31)) * multiplier
     found: torch.Tensor = ((x >> (64 - _BITS)) & (2**_BITS - 1)).to(torch.float32) * 2.0**-_BITS
     return found
 
 
-def _positions(like: torch.Tensor, rng: torch.Tensor, divided: Sequence[int]) -> tuple[torch.Tensor, int]:
+def _positions(shape: Sequence[int], rng: torch.Tensor, divided: Sequence[int]) -> tuple[torch.Tensor, int]:
     """The row-major index of each element in the unsharded tensor, and the number of elements of that tensor."""
-    starts: list[torch.Tensor | int] = [0] * like.dim()
-    sizes = list(like.shape)
+    starts: list[torch.Tensor | int] = [0] * len(shape)
+    sizes = list(shape)
     for dim, index, size in reversed(list(_triples(divided))):  # the innermost axis has the smallest shards
         starts[dim] = starts[dim] + rng[index] * sizes[dim]
         sizes[dim] *= size
-    at = torch.zeros((), dtype=torch.int64, device=like.device)
+    at = torch.zeros((), dtype=torch.int64, device=rng.device)
     stride = 1
-    for dim in reversed(range(like.dim())):
-        along = torch.arange(like.shape[dim], dtype=torch.int64, device=like.device) + starts[dim]
-        at = at + (along * stride).view(-1, *[1] * (like.dim() - dim - 1))
+    for dim in reversed(range(len(shape))):
+        along = torch.arange(shape[dim], dtype=torch.int64, device=rng.device) + starts[dim]
+        at = at + (along * stride).view(-1, *[1] * (len(shape) - dim - 1))
         stride *= sizes[dim]
     return at, stride
 

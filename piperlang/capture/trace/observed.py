@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.trace.experts import routed_experts
+from piperlang.capture.trace.rewritten import rewritten
 from piperlang.capture.trace.untraceable import refuse_loss, user_code
 from piperlang.capture.user.environment import recorded_reads
+from piperlang.capture.user.seeding import seeding_seen
 from piperlang.capture.user.state import StateChange, snapshot
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import error
@@ -35,6 +39,11 @@ class Seen:
     """Parameters that the forward replaced by other tensors."""
     environment: list[str] = field(default_factory=list)
     """Environment variables that were read."""
+    seeds: bool = False
+    """The forward or the loss seeded torch's generator."""
+
+    def seeding(self) -> None:
+        self.seeds = True
 
 
 class Observed(nn.Module):
@@ -52,7 +61,10 @@ class Observed(nn.Module):
         attributes, parameters = _attributes(self.model), _parameters(self.model)
         buffers = {path: (module, name, value) for path, module, name, value in _buffers(self.model)}
         before = snapshot(self.model, self.loss)
-        with user_code(), recorded_reads(self.seen.environment):
+        watched = (user_code(), recorded_reads(self.seen.environment), seeding_seen(self.seen.seeding))
+        with ExitStack() as stack:
+            for context in (*watched, rewritten(), routed_experts()):
+                stack.enter_context(context)
             result = self.loss(called(self.model, inputs), target)
         refuse_loss(result, self.loss)
         self.seen.watch = StateChange(before, snapshot(self.model, self.loss))

@@ -1,4 +1,4 @@
-"""Dropout that does not depend on the schedule.
+"""Dropout and other random numbers that do not depend on the schedule.
 
 A mask is a hash of (seed and step, operator, global position of the element), not of a generator's state: however the
 batch is divided and in whatever order stages run, every sample gets the same mask. The graph gets one more input,
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from piperlang.capture.trace.draws import number_draws, replace_draws
 from piperlang.capture.trace.keep import keep, signed
 from piperlang.capture.user.where import line_of_operator
 from piperlang.diagnostics import error
@@ -34,9 +35,10 @@ def mix(seed: int, step: int) -> int:
     return signed(x ^ (x >> 31))
 
 
-def number_dropouts(graph: fx.Graph) -> None:
-    """Numbers dropouts in the order in which the model calls them, as eager runs count them (eager.py). Must run before
-    operators are removed from the graph."""
+def number_random(graph: fx.Graph) -> None:
+    """Numbers dropouts and draws in the order in which the model calls them, as eager runs count them (eager.py). Must
+    run before operators are removed from the graph."""
+    number_draws(graph)
     for number, node in enumerate(node for node in graph.nodes if is_active(node.target, node.args)):
         node.meta[_NUMBER] = number
 
@@ -47,18 +49,22 @@ def is_active(target: object, args: Sequence[Any]) -> bool:
 
 
 def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
-    """Replace every dropout by the counter-based one; refuse other random operators. True if the graph now reads
-    `rng`."""
-    active = [node for node in graph.nodes if is_active(node.target, node.args)]
+    """Replace dropouts and draws from known distributions by counter-based ones; refuse other random operators. True if
+    the graph now reads `rng`."""
+    made: list[fx.Node] = []
+
+    def place() -> fx.Node:
+        if not made:
+            first = next(node for node in graph.nodes if node.op != "placeholder")
+            with graph.inserting_before(first):
+                made.append(graph.placeholder(PLACE))
+            made[0].meta["val"] = rng
+        return made[0]
+
+    replace_draws(graph, samples, place)
     for node in graph.nodes:
         _refuse(node)
-    if not active:
-        return False
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        place = graph.placeholder(PLACE)
-        place.meta["val"] = rng
-    for node in active:
+    for node in [node for node in graph.nodes if is_active(node.target, node.args)]:
         x, p, _ = node.args
         if x.meta["val"].shape[0] % samples:
             raise error(
@@ -68,11 +74,11 @@ def make_counted(graph: fx.Graph, samples: int, rng: torch.Tensor) -> bool:
                 help="apply dropout before the batch dimension is moved",
             )
         with graph.inserting_before(node):
-            counted = graph.call_function(counter_dropout, (x, place, node.meta[_NUMBER], p, samples))
+            counted = graph.call_function(counter_dropout, (x, place(), node.meta[_NUMBER], p, samples))
         counted.meta = dict(node.meta)
         node.replace_all_uses_with(counted)
         graph.erase_node(node)
-    return True
+    return bool(made)
 
 
 def _refuse(node: fx.Node) -> None:
@@ -86,7 +92,10 @@ def _refuse(node: fx.Node) -> None:
         f"the random numbers of {what} would depend on the schedule",
         line_of_operator(node),
         notes=[module_of(node)],
-        help="use nn.Dropout, whose masks do not depend on the schedule, or set the dropout probability to 0",
+        help=(
+            "use nn.Dropout, or torch.rand, torch.randn or torch.bernoulli without a generator, whose numbers do not"
+            " depend on the schedule; or draw the numbers in `data`"
+        ),
     )
 
 

@@ -1,12 +1,11 @@
 """A model and its loss as one aten graph, traced on fake tensors.
 
 Private API, kept in this file: `torch._subclasses.fake_tensor.FakeTensorMode` and its shape environment (tried on torch
-2.11 and 2.13), and how fake tensors are copied (2.13). Fake tensors on the device that will run, not meta ones, because
+2.11 and 2.13). Fake tensors on the device that will run, not meta ones, because
 operators such as attention choose their kernel by device while they are traced."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,21 +15,23 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.trace.buffers import make_functional, new_values
+from piperlang.capture.trace.build import Built, Faked, build
 from piperlang.capture.trace.counted import take_count
 from piperlang.capture.trace.dims import name_dims
 from piperlang.capture.trace.functions import FunctionCall, recorded, refuse_backward_state, restore
 from piperlang.capture.trace.hooks import only_forward, refuse_hooks
 from piperlang.capture.trace.inline import drop_unread, inline_regions
 from piperlang.capture.trace.learning import learning
+from piperlang.capture.trace.names import name_modules
 from piperlang.capture.trace.observed import Observed, refuse_replaced, refuse_shared_storage
-from piperlang.capture.trace.random import make_counted, module_of, number_dropouts
+from piperlang.capture.trace.random import make_counted, module_of, number_random
 from piperlang.capture.trace.untraceable import quiet, refuse_mistraced, untraceable
 from piperlang.capture.user.held import add_part, hold
 from piperlang.capture.user.operators import functions_of_operators
@@ -110,26 +111,34 @@ def trace(
 ) -> Traced:
     """Trace model and loss on the shapes of `batch`. No weight is allocated. `seed`: for random numbers that the
     constructor draws."""
+    built = build(make_model, seed)
+    found = _trace(built, loss, batch, seed)
+    if built.differs and found.constants:  # a constant may hold numbers that the constructor drew
+        found = _trace(build(make_model, seed, storage=True), loss, batch, seed)
+    return found
+
+
+def _trace(built: Built, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int) -> Traced:
     mode = _fake_mode()
     flat, layout = pytree.tree_flatten(batch)
     device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
-    with seeded(seed):
-        with mode, _building(), device:  # operators choose their kernels by device while they are traced
-            model = make_model()
-            hold(model)
-            inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
-        refuse_hooks(model)
-        if isinstance(loss, nn.Module):
-            add_part(loss)
-        training = Observed(model, loss)
-        training.layout = layout
-        with only_forward(), recorded() as calls:
-            program = _export(training, inputs)
-            refuse_replaced(training)
-            if training.seen.watch.changed:
-                _refuse_state(program, training, inputs, mode)
+    hold(built.model)
+    refuse_hooks(built.model)
+    faked = Faked(mode, device)  # operators choose their kernels by device while they are traced
+    model = faked.model(built)
+    with mode:
+        inputs = tuple(torch.empty_like(t, device=t.device) for t in flat)
+    if isinstance(loss, nn.Module):
+        add_part(loss)
+    training = Observed(model, loss)
+    training.layout = layout
+    with seeded(seed), only_forward(), recorded() as calls:
+        program = _export(training, inputs)
+        refuse_replaced(training)
+        if training.seen.watch.changed:
+            _refuse_state(program, training, inputs, mode)
     samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
-    return _traced(program, training, mode, samples, device, calls)
+    return _traced(program, training, faked, samples, calls)
 
 
 def _refuse_state(
@@ -141,7 +150,7 @@ def _refuse_state(
     These are two calls outside of export, which reverts some, but not all, of the changes of a forward."""
     watches = []
     for _ in range(2):
-        with mode, _numbers_unknown(mode), torch.enable_grad():
+        with _user_errors(training), mode, _numbers_unknown(mode), torch.enable_grad():
             training(*inputs)
         watches.append(training.seen.watch)
     first, second = watches
@@ -158,35 +167,6 @@ def _fake_mode() -> FakeTensorMode:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]
     return mode
-
-
-@contextmanager
-def _building() -> Iterator[None]:
-    """Lets constructors convert and copy modules, which torch does not fully support for fake tensors.
-
-    `.to(dtype)` swaps parameters with converted copies, which fails if a weak reference to a parameter exists: here
-    their contents are exchanged, as those of real parameters are. `copy.deepcopy` would turn the constant that a fake
-    tensor records into a fake tensor: the tensor is copied outside of the mode."""
-    swap, deepcopy = torch.utils.swap_tensors, torch.Tensor.__deepcopy__
-
-    def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-        if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
-            swap(one, other)  # type: ignore[no-untyped-call]
-            return
-        contents = [(tensor.detach(), tensor.fake_device) for tensor in (other, one)]
-        for tensor, (content, device) in zip((one, other), contents, strict=True):
-            tensor.data, tensor.fake_device = content, device
-
-    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        with unset_fake_temporarily(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does that
-            return deepcopy(tensor, memo)  # type: ignore[no-any-return, no-untyped-call]
-
-    torch.utils.swap_tensors, torch.Tensor.__deepcopy__ = exchange, copied  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors, torch.Tensor.__deepcopy__ = swap, deepcopy  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -207,25 +187,26 @@ def written(graph: fx.Graph) -> list[str]:
 
 
 def _export(training: Observed, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    with _user_errors(training), quiet(), traceback.preserve_node_meta():
+        return torch.export.export(training, inputs, strict=False)
+
+
+@contextmanager
+def _user_errors(training: Observed) -> Iterator[None]:
+    """An exception while the model is called is a diagnostic."""
     try:
-        with quiet(), traceback.preserve_node_meta():
-            program = torch.export.export(training, inputs, strict=False)
+        yield
     except PiperError:
         raise
     except Exception as problem:
         raise untraceable(problem, training.model, training.loss) from problem
-    return program
 
 
 def _traced(
-    program: torch.export.ExportedProgram,
-    training: Observed,
-    mode: FakeTensorMode,
-    samples: int,
-    device: torch.device,
-    calls: Sequence[FunctionCall],
+    program: torch.export.ExportedProgram, training: Observed, faked: Faked, samples: int, calls: Sequence[FunctionCall]
 ) -> Traced:
     _refuse_numbers(program)
+    mode = faked.mode
     tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(
         training.named_buffers(remove_duplicate=False)
     )
@@ -247,11 +228,12 @@ def _traced(
             made[id(tensor)] = TracedWeight(first, tuple(others), tensor, not buffer and tensor.requires_grad, buffer)
         weights[place] = made[id(tensor)]
     with mode:
-        rng = torch.empty(2, dtype=torch.int64, device=device)
+        rng = torch.empty(2, dtype=torch.int64, device=faked.device)
     graph = program.graph_module.graph
     inline_regions(program.graph_module)
     restore(graph, calls)
     name_dims(graph)
+    name_modules(graph, training.model)
     refuse_mistraced(graph)
     refuse_backward_state(graph, mode)
     changes = _changes(program, training, weights)
@@ -264,9 +246,9 @@ def _traced(
         )
     except PiperError as problem:
         raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None
-    number_dropouts(graph)
+    number_random(graph)
     drop_unread(graph)
-    _refuse_strangers(graph, weights, named_tensors(training.model).keys())
+    _refuse_strangers(graph, weights, named_tensors(training.model).keys(), faked)
     read = {
         weights[node.name].name: weights[node.name].fake
         for node in graph.nodes
@@ -276,6 +258,14 @@ def _traced(
     if not read.keys().isdisjoint(training.seen.reassigned):
         raise refuse_state({f"tensor `{name}`" for name in training.seen.reassigned if name in read}, training.model)
     random = make_counted(graph, samples, rng)
+    if random and training.seen.seeds:
+        raise error(
+            "P0804",
+            "the model seeds torch's generator, and draws random numbers",
+            line_of_function(type(training.model).forward),
+            notes=["the numbers of a step depend on the job's seed, the step and the position in the batch alone"],
+            help="remove the seeding; for the same numbers in every step, draw them in the constructor, as a buffer",
+        )
     classes = {type(module) for module in training.model.modules()}
     own = named_tensors(training.model).keys()
     constants = {id(w.fake): w.fake for place, w in weights.items() if w.name not in own and place not in changes}
@@ -313,12 +303,16 @@ def _changes(
     return changes
 
 
-def _refuse_strangers(graph: fx.Graph, weights: dict[str, TracedWeight], known: Collection[str]) -> None:
+def _refuse_strangers(graph: fx.Graph, weights: dict[str, TracedWeight], known: Collection[str], faked: Faked) -> None:
     """Refuse a tensor that exists only in this trace, such as the `.data` of a parameter: workers could not create
     it."""
     for node in graph.nodes:
         weight = weights.get(node.name) if node.op == "placeholder" and node.users else None
-        if weight is not None and weight.name not in known and isinstance(weight.fake, FakeTensor):
+        if weight is None or weight.name in known:
+            continue
+        if isinstance(weight.fake, torch.Tensor) and (  # not a generator, which is refused where it is used
+            isinstance(weight.fake, FakeTensor) or weight.fake.is_meta or faked.stands_for(weight.fake)
+        ):
             raise error(
                 "P0802",
                 "the model reads a tensor that is neither a parameter nor a buffer",

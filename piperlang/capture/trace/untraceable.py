@@ -150,9 +150,10 @@ def differentiating(node: fx.Node | None = None) -> Iterator[None]:
         # Autograd's warning contains the line of the forward.
         trace = "\n".join(str(warning.message) for warning in told)
         line = line_of(problem)
-        if line is None and not any(words in text_of(problem) for words in _NO_BACKWARD):
+        why = _why(problem)
+        if line is None and why is None and not any(words in text_of(problem) for words in _NO_BACKWARD):
             raise
-        wrong = _why(problem) or Wrong(f"the backward of the model raised {said(problem)}", _BACKWARD)
+        wrong = why or Wrong(f"the backward of the model raised {said(problem)}", _BACKWARD)
         notes = ["while the backward was traced", *([module_of(node)] if node is not None else [])]
         span = line or line_in(trace) or (line_of_operator(node) if node is not None else None)
         raise error(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,36 @@ def seeded(seed: int) -> Iterator[None]:
     with restored():
         seed_all(seed)
         yield
+
+
+@contextmanager
+def seeding_seen(seen: Callable[[], None]) -> Iterator[None]:
+    """Calls `seen` if torch's generator is seeded inside, or given a state."""
+    names = [(place, name) for place in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
+    kept = [getattr(place, name) for place, name in names]
+    with restored():
+        torch.manual_seed(_UNUSUAL)
+        for (place, name), function in zip(names, kept, strict=True):
+            setattr(place, name, _told(function, seen))
+        try:
+            yield
+        finally:
+            for (place, name), function in zip(names, kept, strict=True):
+                setattr(place, name, function)
+        if torch.initial_seed() != _UNUSUAL:  # by a function that was imported by its name
+            seen()
+
+
+_UNUSUAL = 0x5EED_0F_F0C5
+"""A seed that nobody uses."""
+
+
+def _told(function: Callable[..., Any], seen: Callable[[], None]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        seen()
+        return function(*args, **kwargs)
+
+    return called
 
 
 @contextmanager

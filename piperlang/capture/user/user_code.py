@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
+from torch.nn.parameter import is_lazy
 
 from piperlang.capture.user.where import here, line_of, line_of_function, text_of
 from piperlang.diagnostics import Diagnostic, PiperError
@@ -158,21 +159,6 @@ class Guarded:
         help = (
             device_help(problem) or f"fix this line; to see the full traceback, call `{CALLED[self.name][0]}` in Python"
         )
-        if self.name == "model" and "UninitializedParameter" in said(problem):
-            wrong = Wrong(
-                "`model` has lazy modules, whose shapes are unknown until the first forward",
-                "specify their sizes, such as `nn.Linear(4, 8)` instead of `nn.LazyLinear(8)`",
-            )
-            return mistake("P0801", wrong, line_of(problem) or self.line)
-        if self.name == "model" and without_values(problem):
-            wrong = Wrong("`model` reads the values of a tensor while it builds the module", _COMPUTE_IN_PYTHON)
-            return mistake(
-                "P0801",
-                wrong,
-                line_of(problem) or self.line,
-                "read here",
-                ("to save memory, the model is built with tensors that have shapes but no values",),
-            )
         return mistake(
             "P0801", Wrong(f"`{self.name}` raised {said(problem)}", help), line_of(problem) or self.line, "raised here"
         )
@@ -188,9 +174,6 @@ class UserFunction(Guarded):
         if wrong is not None:
             raise PiperError(mistake("P0801", wrong, self.line))
         return result
-
-
-_COMPUTE_IN_PYTHON = "compute it with Python numbers, such as `[0.1 * i / depth for i in range(depth)]`, or with NumPy"
 
 
 def without_values(problem: BaseException) -> bool:
@@ -263,12 +246,19 @@ def _no_module(made: object) -> Wrong | None:
             "return the module itself, without torch.jit.script or torch.jit.trace",
         )
     if isinstance(made, nn.Module):
-        return None
+        return _lazy() if any(is_lazy(one) for one in (*made.parameters(), *made.buffers())) else None
     if made is None:
         return Wrong("`model` returned None", "return the module: `return` is missing at the end of the function")
     if isinstance(made, type):
         return Wrong(f"`model` returned {kind(made)}, not an instance", f"call it: `return {made.__name__}()`")
     return Wrong(f"`model` returned {kind(made)}", "return one torch.nn.Module and nothing else")
+
+
+def _lazy() -> Wrong:
+    return Wrong(
+        "`model` has lazy modules, whose shapes are unknown until the first forward",
+        "specify their sizes, such as `nn.Linear(4, 8)` instead of `nn.LazyLinear(8)`",
+    )
 
 
 def _no_optimizer(made: object) -> Wrong | None:

@@ -66,7 +66,8 @@ def doubled(file: ModelFile, seed: int) -> tuple[Callable[[], nn.Module], list[t
     @wraps(file.model)
     def make() -> nn.Module:
         seed_all(seed)
-        return _in_double(copy.deepcopy(file.model()))  # `model()` may return the same object again
+        made: nn.Module = copy.deepcopy(file.model()).double()  # `model()` may return the same object again
+        return made
 
     def precise(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -74,21 +75,6 @@ def doubled(file: ModelFile, seed: int) -> tuple[Callable[[], nn.Module], list[t
     seed_all(seed)
     batches = [pytree.tree_map(precise, batch) for batch in islice(file.data(), STEPS)]
     return make, (batches * STEPS)[:STEPS]
-
-
-def _in_double(model: nn.Module) -> nn.Module:
-    """Like `model.double()`, which cannot convert the fake tensors that a model is traced with. Tied weights stay
-    tied."""
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for kind in (module._parameters, module._buffers):
-            for name, old in kind.items():
-                if old is not None and old.is_floating_point():
-                    if id(old) not in made:
-                        new = old.detach().double()
-                        made[id(old)] = nn.Parameter(new, old.requires_grad) if kind is module._parameters else new
-                    kind[name] = made[id(old)]
-    return model
 
 
 def capture_doubled(file: ModelFile, seed: int = 0) -> Program:
@@ -147,7 +133,7 @@ class InDouble:
     make: Callable[[], nn.Module]
 
     def __call__(self) -> nn.Module:
-        return _in_double(self.make())
+        return copy.deepcopy(self.make()).double()  # `model()` may return the same object again
 
 
 def compare(
@@ -222,7 +208,7 @@ def gradient_errors(
     had = dict(zip(devices, found, strict=True))
     floor = noise_of(expected) / LIMIT
     errors = dict.fromkeys(expected, 0.0)
-    seen = {name: torch.zeros_like(value, dtype=torch.bool) for name, value in expected.items()}
+    seen = {name: torch.zeros(value.shape, dtype=torch.bool) for name, value in expected.items()}
     for node in graph.nodes:
         for i in range(len(node.writes) if node.op == "update" else 0):
             (old,), parts = node.reads[2 * i : 2 * i + 2]
