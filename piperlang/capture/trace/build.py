@@ -46,7 +46,7 @@ class Built:
 
 def build(make_model: Callable[[], nn.Module], seed: int, storage: bool = False) -> Built:
     """The model, without storage for parameters unless `storage`, or unless it cannot be built without."""
-    older = {id(tensor): tensor for tensor in _tensors_alive()}
+    older = dict(_older[-1]) if _older else _tensors_alive()
     if not storage:
         drawn = Drawn()
         try:
@@ -73,9 +73,34 @@ def _new(built: Built, make_model: Callable[[], nn.Module]) -> Built:
     return built
 
 
-def _tensors_alive() -> Iterator[torch.Tensor]:
-    """By type, since `isinstance` runs code of proxies."""
-    return (value for value in gc.get_objects() if issubclass(type(value), torch.Tensor))
+_older: list[dict[int, torch.Tensor]] = []
+
+
+@contextmanager
+def one_capture() -> Iterator[None]:
+    """Several builds of one model: what existed before the first of them is looked up once."""
+    _older.append(_tensors_alive())
+    try:
+        yield
+    finally:
+        _older.pop()
+
+
+def _tensors_alive() -> dict[int, torch.Tensor]:
+    """All tensors of this process. By type, since `isinstance` runs code of proxies."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:  # a prompt excludes what it has from collection
+        gc.unfreeze()
+    kinds = _subclasses(torch.Tensor)
+    found = {id(value): value for value in gc.get_objects() if type(value) in kinds}
+    if frozen:
+        gc.freeze()
+    return found
+
+
+def _subclasses(kind: type) -> set[type]:
+    below: list[type] = type.__subclasses__(kind)
+    return {kind}.union(*(_subclasses(one) for one in below))
 
 
 class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
