@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,27 @@ def test_a_model_of_the_file_keeps_its_tensors() -> None:
     traced = trace(lambda: kept, square, batch())
     assert all(torch.equal(value, before[name]) for name, value in kept.state_dict().items())
     assert traced.constants.keys() == {"layer.weight", "layer.bias", "scale"}
+
+
+def test_a_parameter_and_a_buffer_of_the_file_keep_their_values() -> None:
+    weight, table = nn.Parameter(torch.arange(4.0)), torch.arange(4.0)
+
+    class Uses(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+            self.register_buffer("table", copy.deepcopy(table))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.weight + self.table
+
+    traced = trace(Uses, square, batch())
+    assert torch.equal(weight, torch.arange(4.0))
+    assert {name: value.tolist() for name, value in traced.constants.items()} == {
+        "weight": [0, 1, 2, 3],
+        "table": [0, 1, 2, 3],
+    }
+    assert nn.Parameter(torch.ones(1)).device.type == "cpu"  # nothing is left behind
 
 
 def test_a_cached_model_is_refused() -> None:

@@ -20,7 +20,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.batch.mixing import same_number
-from piperlang.capture.trace.build import one_capture
 from piperlang.capture.trace.random import module_of
 from piperlang.capture.trace.trace import Traced, trace, written
 from piperlang.capture.trace.untraceable import refuse_cond, refuse_unknown_shapes
@@ -125,12 +124,11 @@ def trace_sizes(
         except PiperError as problem:
             raise PiperError(*(_at_another_size(d, samples_traced, samples) for d in problem.diagnostics)) from None
 
-    with one_capture():
-        small = at(size)
-        refuse_unknown_shapes(small.graph)
-        refuse_cond(small.graph)
-        _refuse_loss(small, loss)
-        large = at(2 * size)
+    small = at(size)
+    refuse_unknown_shapes(small.graph)
+    refuse_cond(small.graph)
+    _refuse_loss(small, loss)
+    large = at(2 * size)
     shapes, dtypes = tuple(tuple(t.shape) for t in flat), tuple(t.dtype for t in flat)
     _refuse_count(small, large, loss, samples)
     sizes = Sizes(small, large, _twins(small, large, at), at, shapes, dtypes, layout, samples)

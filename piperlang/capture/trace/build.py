@@ -36,9 +36,10 @@ _READ_BY_OPERATOR = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.
 @dataclass(frozen=True)
 class Built:
     model: nn.Module
-    older: Mapping[int, torch.Tensor]
-    """Tensors that existed before the model was built, by id: those of a model that the file builds when it is loaded.
-    Calls of `model` in other processes give others, so they belong to the program, with their values."""
+    created: Mapping[int, torch.Tensor]
+    """The tensors that the constructor created, by id. Others existed before: those of a model that the file builds
+    when it is loaded. Calls of `model` in other processes give others, so they belong to the program, with their
+    values."""
     differs: bool
     """Whether the constructor drew random numbers after those that a parameter without storage did not draw: a real
     build draws others."""
@@ -46,18 +47,18 @@ class Built:
 
 def build(make_model: Callable[[], nn.Module], seed: int, storage: bool = False) -> Built:
     """The model, without storage for parameters unless `storage`, or unless it cannot be built without."""
-    older = dict(_older[-1]) if _older else _tensors_alive()
     if not storage:
         drawn = Drawn()
         try:
-            with seeded(seed), _without_storage(older), drawn, _Reads(drawn):
+            with seeded(seed), _creations() as created, _without_storage(), drawn, _Reads(drawn):
                 model = make_model()
         except Exception:
             drawn.read = True  # a value was needed; or the mistake is the user's, and the real build shows it
         if not drawn.read:
-            return _new(Built(model, older, drawn.differs), make_model)
-    with seeded(seed), _copies_of(older):
-        return _new(Built(make_model(), older, False), make_model)
+            return _new(Built(model, created, drawn.differs), make_model)
+    with seeded(seed), _creations() as created:
+        model = make_model()
+    return _new(Built(model, created, False), make_model)
 
 
 def _new(built: Built, make_model: Callable[[], nn.Module]) -> Built:
@@ -73,29 +74,43 @@ def _new(built: Built, make_model: Callable[[], nn.Module]) -> Built:
     return built
 
 
-_older: list[dict[int, torch.Tensor]] = []
+@contextmanager
+def _creations() -> Iterator[dict[int, torch.Tensor]]:
+    """The tensors that the body creates, by id, at its end. The garbage collector lists only objects that are younger
+    than the last freeze. A copy of an older tensor counts as older: it has the same values."""
+    created: dict[int, torch.Tensor] = {}
+    frozen = gc.get_freeze_count() > 0  # a prompt excludes what it has from collection
+    gc.freeze()
+    try:
+        with _copies() as copies:
+            yield created
+        kinds = _subclasses(torch.Tensor)  # by type, since `isinstance` runs code of proxies
+        created.update((id(value), value) for value in gc.get_objects() if type(value) in kinds)
+        for original, copied in copies:
+            if id(original) not in created:
+                created.pop(id(copied), None)
+    finally:
+        gc.unfreeze()
+        if frozen:
+            gc.freeze()
 
 
 @contextmanager
-def one_capture() -> Iterator[None]:
-    """Several builds of one model: what existed before the first of them is looked up once."""
-    _older.append(_tensors_alive())
+def _copies() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Tensors and their copies, in the order in which they are made."""
+    deepcopy = torch.Tensor.__deepcopy__
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        made: torch.Tensor = deepcopy(tensor, memo)  # type: ignore[no-untyped-call]
+        copies.append((tensor, made))
+        return made
+
+    torch.Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
     try:
-        yield
+        yield copies
     finally:
-        _older.pop()
-
-
-def _tensors_alive() -> dict[int, torch.Tensor]:
-    """All tensors of this process. By type, since `isinstance` runs code of proxies."""
-    frozen = gc.get_freeze_count() > 0
-    if frozen:  # a prompt excludes what it has from collection
-        gc.unfreeze()
-    kinds = _subclasses(torch.Tensor)
-    found = {id(value): value for value in gc.get_objects() if type(value) in kinds}
-    if frozen:
-        gc.freeze()
-    return found
+        torch.Tensor.__deepcopy__ = deepcopy  # type: ignore[method-assign]
 
 
 def _subclasses(kind: type) -> set[type]:
@@ -141,41 +156,32 @@ class _Reads(TorchFunctionMode):
 
 
 @contextmanager
-def _without_storage(older: dict[int, torch.Tensor]) -> Iterator[None]:
-    register = nn.Module.register_parameter
+def _without_storage() -> Iterator[None]:
+    """Parameters that the body creates lose their storage when a module registers them."""
+    create, register = nn.Parameter.__new__, nn.Module.register_parameter
     convert: MetaConverter[Any] = MetaConverter()
+    created: dict[int, nn.Parameter] = {}
+
+    def create_parameter(kind: type, *args: Any, **kwargs: Any) -> nn.Parameter:
+        made: nn.Parameter = create(kind, *args, **kwargs)
+        created[id(made)] = made
+        return made
 
     def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not (parameter.is_meta or is_lazy(parameter) or id(parameter) in older):
+        if parameter is not None and not (parameter.is_meta or is_lazy(parameter)) and id(parameter) in created:
             with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
                 exchange(parameter, _on_meta(parameter, convert))
 
+    nn.Parameter.__new__ = staticmethod(create_parameter)  # type: ignore[assignment, method-assign]
     nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
     try:
-        with _copies_of(older), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # load_state_dict
             yield
     finally:
+        nn.Parameter.__new__ = staticmethod(create)  # type: ignore[method-assign]
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-@contextmanager
-def _copies_of(older: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Copies of older tensors count as older ones: they have the same values."""
-    deepcopy = torch.Tensor.__deepcopy__
-
-    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        made: torch.Tensor = deepcopy(tensor, memo)  # type: ignore[no-untyped-call]
-        if id(tensor) in older:
-            older[id(made)] = made
-        return made
-
-    torch.Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.__deepcopy__ = deepcopy  # type: ignore[method-assign]
 
 
 def _on_meta(tensor: torch.Tensor, convert: MetaConverter[Any]) -> torch.Tensor:
@@ -210,7 +216,7 @@ class Faked:
         for module in built.model.modules():
             places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
             for place in places:
-                for name, value in _tensors(place, built.older):
+                for name, value in _tensors(place, built.created):
                     place[name] = self._fake(value)
         return built.model
 
@@ -234,9 +240,9 @@ class Faked:
         return any(tensor.untyped_storage()._cdata == old.untyped_storage()._cdata for old, _ in self.replaced.values())
 
 
-def _tensors(place: dict[str, Any], older: Mapping[int, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+def _tensors(place: dict[str, Any], created: Mapping[int, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
     return [
         (name, value)
         for name, value in place.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and id(value) not in older
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and id(value) in created
     ]

@@ -80,9 +80,10 @@ def snapshot_of(kind: type) -> Snapshot:
 
 
 def _generators() -> dict[str, object]:
+    kind, keys, *rest = np.random.get_state()
     return {
         "the generator of Python's `random`": hash(random.getstate()),
-        "NumPy's global generator": str(np.random.get_state()),
+        "NumPy's global generator": (kind, np.asarray(keys).tobytes(), *rest),
     }
 
 
