@@ -75,7 +75,7 @@ def switch(i: int) -> Instruction:
 
 def plan(make: Callable[[int], Instruction], count: int) -> Plan:
     device = DevicePlan(0, [make(i) for i in range(count)], feeds=[Feed(value(0), "x", ((0, 1),))])
-    return Plan([device], [IDENTITY], ["nothing"], [""], 1, "mean", [])
+    return Plan([device], [IDENTITY], ["nothing"], [""], 1, "mean", (), [])
 
 
 def measure(steps: int) -> list[dict[str, Any]]:

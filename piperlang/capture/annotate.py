@@ -9,7 +9,9 @@ from typing import Any
 from torch.fx import traceback
 
 PREFIX = "piper."
-"""Prefix of piperlang's keys in a node's `custom` metadata, which fx shares with others."""
+"""Prefix of tags in a node's `custom` metadata, which fx shares with others."""
+CALLER = "piper_caller"
+"""The key in it that says that an operator belongs to the caller of its module."""
 
 
 @contextmanager
@@ -21,6 +23,13 @@ def annotate(key: str, value: int | str) -> Iterator[None]:
     if not isinstance(value, int | str) or isinstance(value, bool):
         raise TypeError(f"the value of a tag must be an integer or a string, not {value!r}")
     with traceback.annotate({PREFIX + key: value}):
+        yield
+
+
+@contextmanager
+def of_caller() -> Iterator[None]:
+    """Operators inside belong to the module that calls the current module, for paths such as `layers[0].experts`."""
+    with traceback.annotate({CALLER: True}):
         yield
 
 

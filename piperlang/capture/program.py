@@ -188,9 +188,7 @@ class Program:
     @cached_property
     def samples(self) -> Samples:
         """How the losses of parts of the batch combine, and whether the batch may be divided."""
-        found = samples(self.sizes.small, self.sizes.large)
-        if self.sizes.small.count is not None and found.loss != "sum" and found.mixing is None:
-            return replace(found, mixing=_not_a_sum())
+        found = samples(self.sizes.small, self.sizes.large, self.sizes.walk)
         return (
             replace(found, mixing=_weights_differ(found.weighted)) if found.weighted and found.mixing is None else found
         )
@@ -250,7 +248,8 @@ class CutProgram:
         return {weight.name: weight.aliases for weight in self.program.sizes.small.weights.values() if weight.aliases}
 
     def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
-        """The tensors of a batch in the order of the program's inputs, independent of the order of dict keys.
+        """The tensors of a batch in the order of the program's inputs, independent of the order of dict keys, and
+        values of the whole batch.
 
         A plan is for batches of one shape: additional samples would be ignored, and fewer would not be enough."""
         sizes = self.program.sizes
@@ -271,20 +270,8 @@ class CutProgram:
                 raise _other_shape(
                     f"tensor {i} of a batch has dtype {tensor.dtype}, but the model was traced with {dtype}"
                 )
-        return [tensor.detach() if tensor.requires_grad else tensor for tensor in flat]
-
-    def count(self, batch: Sequence[torch.Tensor]) -> float:
-        """The count that the loss of a whole batch is divided by, where the loss is a sum over a count."""
-        traced = self.program.sizes.small
-        count = float(traced.count(*batch)) if traced.count is not None else 1.0
-        if count == 0:
-            raise error(
-                "P0807",
-                "the count of the loss is 0 for a batch, and the loss would divide by 0",
-                line_of_function(traced.loss),
-                help="skip batches in which every target is masked",
-            )
-        return count
+        given = [tensor.detach() if tensor.requires_grad else tensor for tensor in flat]
+        return given + sizes.whole(given, sizes.samples)
 
     def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
         return self.program.pass_graphs(self.chunks[chunk], self.keys[chunk], samples, sharding)
@@ -316,10 +303,8 @@ class CutProgram:
             )
             for w in traced.weights.values()
         }
-        combine = "count" if traced.count else self.program.samples.loss
-        return ir.Model(
-            chunks, tensors, weights, sizes.samples, traced.result.name, combine, self.program.samples.mixing, self
-        )
+        samples = self.program.samples
+        return ir.Model(chunks, tensors, weights, sizes.samples, traced.result.name, samples.loss, samples.mixing, self)
 
     def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
         sizes = self.program.sizes
@@ -388,15 +373,6 @@ def _written(layout: pytree.TreeSpec) -> str:
 
 def _other_shape(message: str) -> PiperError:
     return error("P0801", message, help="give all batches the same shape: drop or pad the last one")
-
-
-def _not_a_sum() -> Diagnostic:
-    return Diagnostic(
-        "P0805",
-        "the batch cannot be divided: the loss is a pair (sum, count) whose first value is not a sum over the samples",
-        notes=("in the loss",),
-        helps=("return the sum over all counted elements and their number, or the mean alone",),
-    )
 
 
 def _weights_differ(nodes: Sequence[str]) -> Diagnostic:

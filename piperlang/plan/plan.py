@@ -10,7 +10,7 @@ from piperlang.ir.layout import Box
 from piperlang.ir.model import Sharding, Slot
 from piperlang.plan.instructions import Instruction, Interval
 
-VERSION = 4
+VERSION = 5
 
 
 class StageProgram(NamedTuple):
@@ -86,6 +86,10 @@ class Plan:
     """The line of the script behind each node."""
     samples: int
     combine: str
+    """`mean` or `sum`: how the losses of the parts of the batch combine."""
+    whole: tuple[str, ...]
+    """Tensors without a batch dimension, computed from the whole batch: every part of the batch is given all of
+    them."""
     groups: list[Group]
     seconds: float = 0.0
     """The estimated step time."""

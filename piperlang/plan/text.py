@@ -11,7 +11,8 @@ from piperlang.plan.plan import DevicePlan, Plan
 
 
 def text(plan: Plan) -> str:
-    lines = [f"samples {plan.samples}, loss is a {plan.combine}"]
+    whole = f", of the whole batch: {', '.join(plan.whole)}" if plan.whole else ""
+    lines = [f"samples {plan.samples}, loss is a {plan.combine}{whole}"]
     for k, program in enumerate(plan.programs):
         sharding = ", ".join(f"{divide.style} over {divide.axis}" for divide in program.sharding[0])
         lines.append(

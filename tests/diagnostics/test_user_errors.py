@@ -492,9 +492,11 @@ LOSSES = [
     ),
     Mistake(
         "loss is a dict",
-        written(loss="def loss(output, target):  # here\n    return {'loss': f.mse_loss(output, target)}\n"),
+        written(
+            loss="def loss(output, target):  # here\n    a = output.square().mean()\n    return {'loss': a, 'b': a}\n"
+        ),
         "P0807",
-        ("`loss` returned a dict of 1", "(sum, count)"),
+        ("`loss` returned a dict that has `loss` and other entries", "a dict of terms"),
     ),
     Mistake(
         "loss is a string",

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import checkpoint as recompute
 
 from piperlang.capture.trace.eager import CountedDraws
+from piperlang.capture.trace.observed import total_of
 from piperlang.capture.trace.random import counter_dropout, mix
 from tests.habits.habit import SAMPLES, STEPS, Habit
 
@@ -60,7 +61,7 @@ def plain(habit: Habit) -> Reference:
         inputs, target = copied(batch)
         model.zero_grad()  # those that the optimizer was not given, too
         with _dropout(step) if habit.dropout else contextlib.nullcontext():
-            loss = _loss(habit, model, inputs, target)
+            loss = total_of(_loss(habit, model, inputs, target))
             loss.backward()
         losses.append(float(loss.detach()))
         gradients.append({name: _dense(p.grad) for name, p in model.named_parameters() if p.grad is not None})

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.habits.__main__ import row, show, summary
 from tests.habits.run import clean
-from tests.models import text, vision  # noqa: F401
+from tests.models import text, training, vision  # noqa: F401
 from tests.models.model import MODELS
 from tests.models.page import PAGE, page
 from tests.models.run import ModelRunner

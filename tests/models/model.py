@@ -60,6 +60,8 @@ class LibraryModel:
     habit: Habit
     stages: tuple[str, str]
     """Module paths of the two stages, as a script writes them."""
+    experts: str = ""
+    """Module paths of its experts."""
 
 
 MODELS: dict[str, LibraryModel] = {}
@@ -73,13 +75,15 @@ def add(
     expected: str = SAME,
     batch: Callable[[int], tuple[Any, Any]] = tokens,
     loss: Callable[[Any, Any], Any] = words,
+    limit: float = 1e-4,
+    experts: str = "",
     **others: Any,
 ) -> None:
     assert name not in MODELS, name
     habit = Habit(
-        name, "models", make, expected, batch=batch, loss=loss, dropout=True, limit=1e-4, floor=1e-4, **others
+        name, "models", make, expected, batch=batch, loss=loss, dropout=True, limit=limit, floor=1e-4, **others
     )
-    MODELS[name] = LibraryModel(habit, (first, last))
+    MODELS[name] = LibraryModel(habit, (first, last), experts)
 
 
 def named(library: Any, config: str, model: str, sizes: dict[str, Any] | None = None, **changed: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Models of libraries under schedules. Two of them every time, all of them by hand: `pytest -m slow tests/models`."""
+"""Models of libraries under schedules. Three of them every time, all of them by hand: `pytest -m slow tests/models`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
 from tests.habits.run import is_expected
-from tests.models import text, vision  # noqa: F401
+from tests.models import text, training, vision  # noqa: F401
 from tests.models.model import MODELS
 from tests.models.page import PAGE
 from tests.models.run import SCHEDULES, ModelRunner
 
-OFTEN = ("GPT-OSS", "Swin")
-"""Experts divided by routing, and attention and stochastic depth with random numbers inside."""
+OFTEN = {"GPT-OSS": "ep", "Swin": "pp", "Llama, LoRA": "zero3"}
+"""Experts divided by routing; attention and stochastic depth with random numbers inside; frozen weights."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def runner() -> Iterator[ModelRunner]:
 )
 def test_a_model_trains_as_plain_pytorch_does_or_is_refused(name: str, runner: ModelRunner) -> None:
     model = MODELS[name]
-    found = runner.outcomes(model, ["pp"] if name in OFTEN else SCHEDULES)
+    found = runner.outcomes(model, [OFTEN[name]] if name in OFTEN else SCHEDULES)
     assert [one for schedule, one in found.items() if not is_expected(model.habit, schedule, one)] == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 
 from tests.habits.habit import REFUSED, SAME
@@ -10,8 +12,9 @@ from tests.models.model import WORDS, add, classes, named, pairs, sentences
 DECODER = ("model.embed_tokens, model.layers[0:2]", "model.layers[2:4], model.norm, lm_head")
 
 
-def decoder(name: str, prefix: str, expected: str = SAME, **changed: object) -> None:
-    add(name, named(transformers, f"{prefix}Config", f"{prefix}ForCausalLM", **changed), *DECODER, expected)
+def decoder(name: str, prefix: str, expected: str = SAME, experts: str = "", **changed: object) -> None:
+    make = named(transformers, f"{prefix}Config", f"{prefix}ForCausalLM", **changed)
+    add(name, make, *DECODER, expected, experts=experts)
 
 
 for name, prefix in {
@@ -34,15 +37,16 @@ for name, prefix in {
     decoder(name, prefix)
 decoder("Helium", "Helium", head_dim=8)
 
-EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-decoder("Mixtral", "Mixtral", num_local_experts=4)
+PATHS = "model.layers[*].mlp.experts"
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "experts": PATHS}
+decoder("Mixtral", "Mixtral", experts=PATHS, num_local_experts=4)
 decoder("Qwen2-MoE", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=16, **EXPERTS)
 decoder("Qwen3-MoE", "Qwen3Moe", num_experts=4, head_dim=8, **EXPERTS)
 decoder(
     "Qwen3-MoE, router logits", "Qwen3Moe", REFUSED, num_experts=4, head_dim=8, output_router_logits=True, **EXPERTS
 )
-decoder("GPT-OSS", "GptOss", num_local_experts=4, head_dim=8, num_experts_per_tok=2)
-decoder("OLMoE", "Olmoe", num_experts=4, num_experts_per_tok=2)
+decoder("GPT-OSS", "GptOss", experts=PATHS, num_local_experts=4, head_dim=8, num_experts_per_tok=2)
+decoder("OLMoE", "Olmoe", experts=PATHS, num_experts=4, num_experts_per_tok=2)
 decoder(
     "DeepSeek-V3",
     "DeepseekV3",

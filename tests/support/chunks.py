@@ -44,8 +44,7 @@ def run(
         for chunk, piece in zip(chunks, pieces, strict=True):
             execute(chunk, piece.F)
         loss = chunks[-1].outputs[0].name
-        count = traced.count(*torch.utils._pytree.tree_leaves(batch)) if traced.count is not None else 1
-        values[f"grad:{loss}"] = torch.ones(()) / count
+        values[f"grad:{loss}"] = torch.ones(())
         for chunk, piece in reversed(list(zip(chunks, pieces, strict=True))):
             for part in (piece.I, piece.W) if halves else (piece.B,):
                 if part is not None:
@@ -54,7 +53,7 @@ def run(
     for place, weight in traced.weights.items():
         if f"grad:{place}" in values:
             grads[weight.name] = grads.get(weight.name, torch.zeros(())) + values[f"grad:{place}"]
-    return float(values[loss] / count), grads
+    return float(values[loss]), grads
 
 
 def tag(key: str, value: int, *paths: tuple[Any, ...]) -> Tag:

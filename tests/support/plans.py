@@ -46,6 +46,7 @@ class _Pipeline:
             [f"large.piper:{3 + number % 7}" for number in self.nodes.values()],
             self.samples,
             "mean",
+            (),
             groups,
         )
 

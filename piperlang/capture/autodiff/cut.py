@@ -56,7 +56,8 @@ class Subgraph:
 
 
 def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Subgraph]:
-    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
+    elsewhere = traced.elsewhere
+    nodes = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output") and n not in elsewhere]
     tags = _tags(nodes, list(directives), ancestors(list(traced.changes.values())))
     groups: list[list[fx.Node]] = []
     for node in nodes:
@@ -66,8 +67,7 @@ def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Subgraph]:
             groups.append([node])
     owner = {node: i for i, group in enumerate(groups) for node in group}
     _refuse_shared_writes(nodes, owner)
-    (output,) = (node for node in traced.graph.nodes if node.op == "output")
-    result = set(output.all_input_nodes)
+    result = set(traced.output.all_input_nodes)
     return [_chunk(i, tags[group[0]], group, traced, owner, traced.learning, result) for i, group in enumerate(groups)]
 
 

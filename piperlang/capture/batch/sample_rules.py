@@ -59,19 +59,19 @@ def copied(call: OperatorCall) -> State:
 
 
 def _summed(call: OperatorCall, operands: list[Operand], constant: bool) -> State:
-    """Values that are added or concatenated: all must have the same kind of state and the same degree. A constant is
-    allowed where it is the same in every part of the batch."""
+    """Values that are added or concatenated: all must have the same kind of state and the same degree. A value that
+    does not depend on data is like a sum of one such value per sample, if it is proportional to the batch size; and
+    like a mean, if it does not depend on the batch size."""
     data = [o.state for o in operands if not isinstance(o.state, Free)]
     free = [o.state for o in operands if isinstance(o.state, Free) and not o.state.zero]
     mixed = [state for state in data if isinstance(state, Mixed)]
     if mixed and len(mixed) < len(data):
         raise Mixing(f"{call.shown} combines a {mixed[0]} over the samples with individual samples", Repair.BALANCE)
-    if len({state.degree for state in data if isinstance(state, Mixed | Along)}) > 1 or any(
-        state.degree != 0 for state in free
-    ):
+    degrees = {state.degree for state in data if isinstance(state, Mixed | Along)}
+    degree = min(degrees)
+    if len(degrees) > 1 or any(state.degree not in (0, degree + 1 if mixed else 0) for state in free):
         raise Mixing(f"{call.shown} combines values that scale differently with the batch size", Repair.THROUGHOUT)
-    degree = mixed[0].degree if mixed else next(state.degree for state in data if isinstance(state, Along))
-    if (free or constant) and degree != (-1 if mixed else 0):
+    if (any(state.degree == 0 for state in free) or constant) and degree != (-1 if mixed else 0):
         raise (
             Mixing(f"{call.shown} adds a constant to a {mixed[0]} over the samples", Repair.MEAN)
             if mixed

@@ -34,7 +34,7 @@ from piperlang.capture.batch.mixing import (
     growing,
 )
 from piperlang.capture.batch.sample_constants import finds_its_sample, loses_samples, place_of, stays_uniform
-from piperlang.capture.batch.sample_rules import CLASSES, unknown
+from piperlang.capture.batch.sample_rules import CLASSES, scaled, unknown
 from piperlang.capture.batch.sample_table import KEPT, NUMBERED, PERMUTED, name_of, rule_of
 from piperlang.capture.trace.functions import Applied, backward_graph
 from piperlang.capture.trace.random import module_of
@@ -62,27 +62,32 @@ class Samples:
     """Nodes whose values do not depend on how the batch is divided."""
 
 
-def samples(small: Traced, large: Traced) -> Samples:
-    """`small` and `large`: one program traced at two batch sizes, both at least 2."""
+def walk_samples(small: Traced, large: Traced) -> Walk | None:
+    """`small` and `large`: one program traced at two batch sizes, both at least 2. None where they are two programs."""
     assert large.samples > small.samples > 1
     assert large.samples % small.samples == 0
     if not _same(small.graph, large.graph):
-        return Samples("mean", {}, _two_programs(small, large), ())
-    walk = _Walk((small.mode, large.mode), small.samples, large.samples // small.samples)
+        return None
+    walk = Walk((small.mode, large.mode), small.samples, large.samples // small.samples)
     walk.run(
         small.graph,
         large.graph,
         [_given(small, large, a, b, walk) for a, b in _pairs(small.graph, large.graph) if a.op == "placeholder"],
     )
-    (output,) = (node for node in small.graph.nodes if node.op == "output")
-    state = walk.states[output.all_input_nodes[0]]
+    return walk
+
+
+def samples(small: Traced, large: Traced, walk: Walk | None) -> Samples:
+    if walk is None:
+        return Samples("mean", {}, _two_programs(small, large), ())
+    state = walk.states[small.result]
     if isinstance(state, Along):
         state = Mixing("the loss is not a scalar", Repair.LAST)
     if isinstance(state, Mixed) and state.degree not in (0, -1):
         state = Mixing("the loss is neither a sum nor a mean over the samples", Repair.LAST)
     loss = "sum" if isinstance(state, Mixed) and state.degree == 0 else "mean"
     weighted = tuple(node.name for node in small.graph.nodes if _is_weighted(node, walk.states))
-    mixing = _diagnostic(state, walk, output.all_input_nodes[0]) if isinstance(state, Mixing) else None
+    mixing = _diagnostic(state, walk, small.result) if isinstance(state, Mixing) else None
     free = frozenset(
         node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True)
     )
@@ -117,7 +122,7 @@ def _same(small: fx.Graph, large: fx.Graph) -> bool:
     )
 
 
-def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) -> State:
+def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: Walk) -> State:
     """The state of a placeholder: tensors of the batch depend on data, weights do not. A constant that differs between
     the two traces depends on the batch size."""
     if a.name in small.weights:
@@ -125,7 +130,7 @@ def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) ->
         same = isinstance(one, FakeTensor) or isinstance(two, FakeTensor) or torch.equal(one, two)
         return Free(0 if same else None)
     value = a.meta.get("val")
-    if a.name not in small.batch or not isinstance(value, torch.Tensor):
+    if a.name not in small.given or not isinstance(value, torch.Tensor):
         return Free()
     grown = growing(value, b.meta["val"])
     if len(grown) > 1:
@@ -133,7 +138,7 @@ def _given(small: Traced, large: Traced, a: fx.Node, b: fx.Node, walk: _Walk) ->
     return Along(grown[0], value.shape[grown[0]] // walk.samples) if grown else Free()
 
 
-def _dims(small: Traced, large: Traced, walk: _Walk) -> dict[str, tuple[int, int]]:
+def _dims(small: Traced, large: Traced, walk: Walk) -> dict[str, tuple[int, int]]:
     found = {}
     for a, b in _pairs(small.graph, large.graph):
         state, value = walk.states.get(a), a.meta.get("val")
@@ -155,7 +160,7 @@ def _is_weighted(node: fx.Node, states: dict[fx.Node, States]) -> bool:
     return arguments["reduction"] == 1 and not arguments["target"].meta["val"].is_floating_point()
 
 
-def _diagnostic(state: Mixing, walk: _Walk, last: fx.Node) -> Diagnostic:
+def _diagnostic(state: Mixing, walk: Walk, last: fx.Node) -> Diagnostic:
     node = walk.causes.get(id(state), last)
     stack = node.meta.get("nn_module_stack") or {}
     place = "in the loss" if [path for path, _ in stack.values()][-1:] == [""] else module_of(node)
@@ -166,7 +171,7 @@ def _diagnostic(state: Mixing, walk: _Walk, last: fx.Node) -> Diagnostic:
 
 
 @dataclass
-class _Walk:
+class Walk:
     """One pass over the graphs of both traces."""
 
     modes: tuple[FakeTensorMode, FakeTensorMode]
@@ -263,7 +268,7 @@ class _Walk:
             return unknown(call)
         if not _same(graphs[0], graphs[1]):  # a loop over the samples
             raise call.through()
-        inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
+        inside = Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
         inside.run(
             graphs[0],
             graphs[1],
@@ -317,7 +322,7 @@ class _Walk:
         graphs = [backward_graph(node, mode, _table()) for node, mode in zip((a, b), self.modes, strict=True)]
         if not _same(graphs[0], graphs[1]):
             raise Mixing(f"the backward of {call.shown} depends on the batch size", Repair.ALIKE)
-        inside = _Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
+        inside = Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
         inside.run(graphs[0], graphs[1], [*given, *coming])
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
         for state, gradient in zip(
@@ -443,6 +448,15 @@ def _free(call: OperatorCall) -> Free:
     grows = any(growing(*result) for result in call.results)
     if states and call.name in (*KEPT, *NUMBERED, *PERMUTED):
         return states[0] if grows or states[0].uniform else replace(states[0], degree=None, uniform=True, place=0)
+    if (
+        rule_of(call.target) is scaled
+        and not grows
+        and not call.small.get("rounding_mode")
+        and all(s.uniform for s in states)
+    ):
+        other = states[1].degree if len(states) > 1 else call.degree("other")
+        known = [power for power in (states[0].degree, other) if power is not None]
+        return Free((known[0] - known[1] if call.name == "div" else sum(known)) if len(known) == 2 else None, zero)
     if "fill_value" in call.small and all(degree == 0 for degree in given):
         return Free(call.degree("fill_value"), zero)
     changes = (

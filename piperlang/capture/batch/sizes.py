@@ -10,8 +10,8 @@ are not proportional to the batch size are therefore predicted for a third size 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +20,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.batch.mixing import same_number
+from piperlang.capture.batch.samples import Walk
+from piperlang.capture.batch.whole import edits
+from piperlang.capture.trace.buffers import ancestors
 from piperlang.capture.trace.random import module_of
 from piperlang.capture.trace.trace import Traced, trace, written
 from piperlang.capture.trace.untraceable import refuse_cond, refuse_unknown_shapes
@@ -43,6 +46,64 @@ class Sizes:
     """The structure of a batch."""
     samples: int = 0
     """The number of samples of the given batch. It may be 1, though nothing is traced with fewer than 2."""
+    walk: Walk | None = None
+    """How values depend on the samples; None where the two traces are two programs."""
+    _constants: dict[int, Mapping[fx.Node, torch.Tensor]] = field(default_factory=dict)
+
+    def whole(self, batch: Sequence[torch.Tensor], samples: int) -> list[torch.Tensor]:
+        """The values of the whole batch, which has this many samples."""
+        if not self.small.whole:
+            return []
+        wanted = ancestors(list(self.small.whole.values()))
+        given = dict(zip(self.small.given, batch, strict=True))
+        constants = self._constants_at(samples, wanted)
+        values: dict[fx.Node, Any] = {}
+        with torch.no_grad():
+            for node in self.small.graph.nodes:
+                if node.op == "placeholder" and node in wanted:
+                    values[node] = given[node.name] if node.name in given else constants[node].to(batch[0].device)
+                elif node in wanted:
+                    args, kwargs = self.arguments(node, samples, values.__getitem__)
+                    values[node] = node.target(*args, **kwargs)
+        for place, node in self.small.whole.items():
+            self._refuse_zero(place, values[node])
+        return [values[node] for node in self.small.whole.values()]
+
+    def _refuse_zero(self, place: str, value: torch.Tensor) -> None:
+        (node,) = (node for node in self.small.graph.nodes if node.name == place)
+        divides = any(user.target is torch.ops.aten.div.Tensor and user.args[1] is node for user in node.users)
+        if divides and value.numel() == 1 and not value.item():
+            raise error(
+                "P0807",
+                "the count of the loss is 0 for a batch, and the loss would divide by 0",
+                line_of_function(self.small.loss),
+                help="skip batches in which every target is masked",
+            )
+
+    def _constants_at(self, samples: int, wanted: set[fx.Node]) -> Mapping[fx.Node, torch.Tensor]:
+        """The tensors that the program makes of numbers. Numbers may depend on the batch size."""
+        if samples not in self._constants:
+            found = {
+                node: (self.small.weights[node.name].fake, self.large.weights[self.twin[node].name].fake)
+                for node in wanted
+                if node.name in self.small.weights
+            }
+            traced = self.small
+            if samples != traced.samples and not all(torch.equal(*pair) for pair in found.values()):
+                if samples < 2:
+                    raise error(
+                        "P0807",
+                        "the loss reads a Python number that depends on the batch size",
+                        line_of_function(traced.loss),
+                        help=(
+                            "count elements of the target: `torch.ones_like(target).sum()`, or use batches of two or"
+                            " more samples"
+                        ),
+                    )
+                traced = self.at(samples)
+            twin = dict(zip(self.small.graph.nodes, traced.graph.nodes, strict=True))
+            self._constants[samples] = {node: traced.weights[twin[node].name].fake for node in found}
+        return self._constants[samples]
 
     def dims(self, node: fx.Node) -> tuple[tuple[int, int], ...]:
         """Every dim of a node's value as (a, b): its size is a * samples + b."""
@@ -130,8 +191,17 @@ def trace_sizes(
     _refuse_loss(small, loss)
     large = at(2 * size)
     shapes, dtypes = tuple(tuple(t.shape) for t in flat), tuple(t.dtype for t in flat)
-    _refuse_count(small, large, loss, samples)
-    sizes = Sizes(small, large, _twins(small, large, at), at, shapes, dtypes, layout, samples)
+    _twins(small, large, at)
+    changes, small, large, walk = edits(small, large)
+
+    def edited(samples_traced: int) -> Traced:
+        traced = at(samples_traced)
+        for edit in changes:
+            traced = edit(traced)
+        return traced
+
+    twins = _twins(small, large, edited)
+    sizes = Sizes(small, large, twins, edited, shapes, dtypes, layout, samples, walk)
     sizes.verify()
     return sizes
 
@@ -166,21 +236,6 @@ def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
             "the loss does not depend on any weight that requires gradients",
             line_of_function(loss),
             help="look for `detach`, `torch.no_grad`, `argmax` and `requires_grad_(False)` in the loss and the model",
-        )
-
-
-def _refuse_count(small: Traced, large: Traced, loss: Callable[[Any, Any], Any], samples: int) -> None:
-    """Refuse a count that is a constant depending on the batch size: it is known only for the traced size, and a batch
-    of one sample is traced with two."""
-    if small.count is None or large.count is None or samples == small.samples:
-        return
-    pairs = zip(small.count.buffers(), large.count.buffers(), strict=True)
-    if not all(torch.equal(one, two) for one, two in pairs):
-        raise error(
-            "P0807",
-            "the count of the loss is a Python number that depends on the batch size",
-            line_of_function(loss),
-            help="count elements of the target: `torch.ones_like(target).sum()`, or use batches of two or more samples",
         )
 
 

@@ -349,6 +349,8 @@ class _Runner(fx.Interpreter):
             return _divided(target(args[0].to_local(), **kwargs), self.mesh, args[0].placements, self.whole)
         if getattr(target, "__name__", "").startswith(_ATTENTION):
             return self._attention(target, args, kwargs)
+        if target is aten.slice_backward.default:
+            return self._slice_backward(*args)
         if routed.is_routed(target):
             return self._routed(target, args)
         return super().call_function(target, args, kwargs)
@@ -368,6 +370,12 @@ class _Runner(fx.Interpreter):
         return _divided(
             keep(like.to_local(), rng.to_local(), *constants[:3], divided), self.mesh, placements, self.whole
         )
+
+    def _slice_backward(self, grad: DTensor, sizes: Sequence[int], dim: int, *where: int) -> DTensor:
+        if any(isinstance(one, Shard) and one.dim == dim % len(sizes) for one in grad.placements):
+            raise ValueError("it slices a dimension that is sharded")
+        done = torch.ops.piper.slice_backward(grad.to_local(), sizes[dim], dim, *where)
+        return _divided(done, self.mesh, grad.placements, self.whole)
 
     def _routed(self, target: Any, args: tuple[Any, ...]) -> DTensor:
         """Routed tokens: piperlang's operators have piperlang's own rules."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piperlang.capture.trace.draws import counter_draw, distribution_of
-from piperlang.capture.trace.observed import called
+from piperlang.capture.trace.observed import called, total_of
 from piperlang.capture.trace.random import DROPOUT, counter_dropout, is_active, mix
 from piperlang.capture.trace.rewritten import rewritten
 from piperlang.capture.user.user_code import eagerly
@@ -80,8 +80,6 @@ class Eager:
     """The results of a forward and backward of the plain model."""
 
     loss: float
-    count: float | None
-    """The count that the loss was divided by, where the model file returns (sum, count)."""
     gradients: Mapping[str, torch.Tensor]
     """Gradients by the first name of each parameter; parameters without a gradient are missing."""
 
@@ -93,9 +91,8 @@ def forward_and_backward(
     model.zero_grad(set_to_none=True)
     with eagerly(model, loss), counted_draws(seed, step, samples), torch.enable_grad():
         result = loss(called(model, batch[0]), batch[1])
-        total, count = result if isinstance(result, tuple | list) else (result, None)
-        value = total if count is None else total / count
+        value = result[0] / result[1] if isinstance(result, tuple | list) else total_of(result)
         if value.requires_grad:
             value.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return Eager(float(value.detach()), None if count is None else float(count), gradients)
+    return Eager(float(value.detach()), gradients)

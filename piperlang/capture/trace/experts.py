@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from piperlang.capture.annotate import of_caller
 from piperlang.capture.trace.routed import routed_linear
 
 _REPLACED = ("grouped_mm", "batched_mm")
@@ -38,16 +39,19 @@ def routed_experts() -> Iterator[None]:
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Like `grouped_mm_experts_forward`: `self` is a module of experts, the others have one row per token."""
+    """Like `grouped_mm_experts_forward`: `self` is a module of experts, the others have one row per token. The path of
+    the module means the experts alone, which can be divided over devices, without the distribution of tokens."""
     tokens, choices = top_k_index.shape
-    chosen = top_k_index.reshape(-1)
-    rows = hidden_states.unsqueeze(1).expand(-1, choices, -1).reshape(tokens * choices, -1)
+    with of_caller():
+        chosen = top_k_index.reshape(-1)
+        rows = hidden_states.unsqueeze(1).expand(-1, choices, -1).reshape(tokens * choices, -1)
     up = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", rows, chosen)
     done = _linear(self, "down_proj", self._apply_gate(up) if self.has_gate else self.act_fn(up), chosen)
     if getattr(self, "has_post_expert_norm", False):
         done = self.post_expert_norm(done)
-    weighted = done * top_k_weights.reshape(-1, 1)
-    return weighted.view(tokens, choices, -1).sum(1).to(hidden_states.dtype)
+    with of_caller():
+        weighted = done * top_k_weights.reshape(-1, 1)
+        return weighted.view(tokens, choices, -1).sum(1).to(hidden_states.dtype)
 
 
 def _linear(self: Any, name: str, rows: Tensor, chosen: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Cleans up an exported graph: inlines regions without gradients (`with torch.no_grad()`), which export represents as
-calls of submodules, and removes unused operators."""
+"""Cleans up an exported graph: inlines regions (`with torch.no_grad()`, `with torch.autocast(...)`), which export
+represents as calls of submodules, and removes unused operators."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+from piperlang.capture.trace.autocast import AUTOCAST, Autocast
+
+_GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
+_REGIONS = (_GRADIENTS, AUTOCAST)
 
 
-def inline_regions(root: fx.GraphModule) -> None:
-    """Replace every such call by its operators. Values that leave a region without gradients are detached."""
-    for call in [node for node in root.graph.nodes if node.target is _REGION]:
-        enabled, inner, *arguments = call.args
-        results = _copy(root, getattr(root, inner.target), arguments, call)
-        if not enabled:
-            results = [_detached(root.graph, call, node) for node in results]
+def inline_regions(root: fx.GraphModule, mode: FakeTensorMode) -> None:
+    """Replaces every such call by its operators. Values that leave a region without gradients are detached; casts of
+    autocast become operators."""
+    for call in [node for node in root.graph.nodes if node.target in _REGIONS]:
+        results = _Region(root, call, mode).inline(root, call, list(call.args), None)
         for user in list(call.users):
             assert user.target is operator.getitem
             user.replace_all_uses_with(results[user.args[1]])
             root.graph.erase_node(user)
         root.graph.erase_node(call)
-        root.graph.erase_node(inner)
+    for node in [node for node in root.graph.nodes if node.op == "get_attr" and not node.users]:
+        root.graph.erase_node(node)
     root.graph.lint()
 
 
@@ -43,20 +46,49 @@ def drop_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _copy(root: fx.GraphModule, region: fx.GraphModule, arguments: list[Any], call: fx.Node) -> list[fx.Node]:
-    copied: dict[fx.Node, Any] = {}
-    given = iter(arguments)
-    results: list[fx.Node] = []
-    with root.graph.inserting_before(call):
+class _Region:
+    """Copies the operators of a region, and of the regions in it, to before its call."""
+
+    def __init__(self, root: fx.GraphModule, call: fx.Node, mode: FakeTensorMode) -> None:
+        self.root, self.call, self.mode = root, call, mode
+
+    def inline(
+        self, owner: fx.GraphModule, call: fx.Node, arguments: list[Any], cast: Autocast | None
+    ) -> list[fx.Node]:
+        """`owner`: the module whose graph has the call. `cast`: the autocast around it."""
+        detaches = False
+        if call.target is _GRADIENTS:
+            enabled, inner, *given = arguments
+            detaches = not enabled
+        else:
+            device, dtype, enabled, _, inner, *given = arguments
+            cast = Autocast(device, dtype, self.mode) if enabled else None
+        results = self._copy(getattr(owner, inner.target), given, cast)
+        return [_detached(self.root.graph, self.call, node) for node in results] if detaches else results
+
+    def _copy(self, region: fx.GraphModule, arguments: list[Any], cast: Autocast | None) -> list[fx.Node]:
+        copied: dict[fx.Node, Any] = {}
+        given = iter(arguments)
+        results: list[fx.Node] = []
         for node in region.graph.nodes:
             if node.op == "placeholder":
                 copied[node] = next(given)
             elif node.op == "output":
                 outputs = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
                 results = [copied[output] for output in outputs]
-            else:
-                copied[node] = root.graph.node_copy(node, lambda n: copied[n])
-    return results
+            elif node.target in _REGIONS:
+                inside = [copied.get(value, value) if isinstance(value, fx.Node) else value for value in node.args]
+                copied[node] = self.inline(region, node, inside, cast)
+            elif node.target is operator.getitem and isinstance(copied[node.args[0]], list):
+                copied[node] = copied[node.args[0]][node.args[1]]
+            elif node.op != "get_attr" or not isinstance(getattr(region, node.target), fx.GraphModule):
+                copied[node] = self._operator(node, copied, cast)
+        return results
+
+    def _operator(self, node: fx.Node, copied: dict[fx.Node, Any], cast: Autocast | None) -> fx.Node:
+        with self.root.graph.inserting_before(self.call):
+            made = self.root.graph.node_copy(node, lambda n: copied[n])
+        return cast.explicit(made) if cast is not None else made
 
 
 def _detached(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from piperlang.capture.annotate import CALLER
+
 _NAMES = "piper_modules"
 _Path = tuple[str, ...]
 
@@ -69,7 +71,8 @@ def _registered(module: nn.Module, path: _Path, above: tuple[nn.Module, ...]) ->
 
 def _stack(node: fx.Node) -> Iterator[_Path]:
     """The modules that an operator is called in, from the model inwards."""
-    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+    called = list((node.meta.get("nn_module_stack") or {}).values())
+    for path, _ in called[:-1] if CALLER in (node.meta.get("custom") or {}) else called:
         yield tuple(part for part in path.removeprefix("model").strip(".").split(".") if part)
 
 

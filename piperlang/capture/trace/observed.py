@@ -67,6 +67,7 @@ class Observed(nn.Module):
                 stack.enter_context(context)
             result = self.loss(called(self.model, inputs), target)
         refuse_loss(result, self.loss)
+        result = total_of(result)
         self.seen.watch = StateChange(before, snapshot(self.model, self.loss))
         self.seen.set = _changed(attributes, _attributes(self.model))
         self.seen.reassigned = [
@@ -88,6 +89,11 @@ def called(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def total_of(result: Any) -> Any:
+    """The loss to minimise: the sum of the terms, if `loss` returns a dict of terms."""
+    return sum(result.values()) if isinstance(result, Mapping) else result
 
 
 def _changed(before: dict[str, object], after: dict[str, object]) -> dict[str, object]:

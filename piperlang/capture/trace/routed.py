@@ -84,6 +84,21 @@ def _sum(grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     return grads.new_zeros(experts, grads.shape[1]).index_add_(0, chosen, grads)
 
 
+@torch.library.custom_op(
+    "piper::slice_backward",
+    mutates_args=(),
+    schema="(Tensor grad, int size, int dim, int start, int end, int step) -> Tensor",
+)
+def _slice_backward(grad: Tensor, size: int, dim: int, start: int, end: int, step: int) -> Tensor:
+    """Like aten's operator, whose argument is the whole shape: here the other dimensions are those of the gradient, so
+    that a graph is the same for any number of tokens."""
+    return torch.ops.aten.slice_backward(grad, _with(grad.shape, dim, size), dim, start, end, step)  # type: ignore[no-any-return]
+
+
+def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
+    return [size if i == dim % len(shape) else length for i, length in enumerate(shape)]
+
+
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The order that groups rows by expert (stable within an expert), and the number of rows of each expert."""
     counts = torch.bincount(chosen, minlength=experts)
@@ -123,6 +138,11 @@ def _(table: Tensor, chosen: Tensor) -> Tensor:
 @_sum.register_fake
 def _(grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     return grads.new_empty(experts, grads.shape[1])
+
+
+@_slice_backward.register_fake
+def _(grad: Tensor, size: int, dim: int, start: int, end: int, step: int) -> Tensor:
+    return grad.new_empty(_with(grad.shape, dim, size))
 
 
 # -------------------------------------------------------------------------------------------------------- gradients

@@ -6,9 +6,9 @@ operators such as attention choose their kernel by device while they are traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import unwrap
 from typing import Any
@@ -21,9 +21,8 @@ from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.trace.buffers import make_functional, new_values
+from piperlang.capture.trace.buffers import ancestors, make_functional, new_values
 from piperlang.capture.trace.build import Built, Faked, build
-from piperlang.capture.trace.counted import take_count
 from piperlang.capture.trace.dims import name_dims
 from piperlang.capture.trace.functions import FunctionCall, recorded, refuse_backward_state, restore
 from piperlang.capture.trace.hooks import only_forward, refuse_hooks
@@ -32,6 +31,7 @@ from piperlang.capture.trace.learning import learning
 from piperlang.capture.trace.names import name_modules
 from piperlang.capture.trace.observed import Observed, refuse_replaced, refuse_shared_storage
 from piperlang.capture.trace.random import make_counted, module_of, number_random
+from piperlang.capture.trace.ratios import write_ratios
 from piperlang.capture.trace.untraceable import quiet, refuse_mistraced, untraceable
 from piperlang.capture.user.held import add_part, hold
 from piperlang.capture.user.operators import functions_of_operators
@@ -62,24 +62,37 @@ class Traced:
     mode: FakeTensorMode
     weights: dict[str, TracedWeight]
     """By the name of the graph's placeholder; tied weights share one TracedWeight."""
-    batch: tuple[str, ...]
+    given: tuple[str, ...]
     """Placeholders of the batch's tensors, in the order of the flattened (input, target)."""
     samples: int
     """The batch size it was traced with."""
     random: bool
     """Whether the graph reads `rng`."""
-    count: fx.GraphModule | None
-    """Computes the count that the graph's sum is divided by from the batch; None where the loss is not a sum over a
-    count."""
     changes: dict[str, fx.Node]
     """Buffers that the model changes, by placeholder, and their new values, which are outputs of the graph after the
     loss."""
     loss: Callable[[Any, Any], Any]
     frozen: Frozen
     """Python state that the program has captured."""
+    whole: Mapping[str, fx.Node] = field(default_factory=dict)
+    """Values of the whole batch, by placeholder, and the nodes that compute them."""
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """Placeholders of the batch's tensors and of values of the whole batch."""
+        return (*self.given, *self.whole)
 
     def value(self, node: fx.Node) -> Any:
         return node.meta["val"]
+
+    @property
+    def elsewhere(self) -> set[fx.Node]:
+        """Operators that only values of the whole batch depend on. The program does not run them."""
+        behind, found = ancestors(list(self.whole.values())), set[fx.Node]()
+        for node in reversed(self.graph.nodes):
+            if node in behind and node.op != "placeholder" and found.issuperset(node.users):
+                found.add(node)
+        return found
 
     @cached_property
     def learning(self) -> set[fx.Node]:
@@ -99,10 +112,14 @@ class Traced:
         return {weight.name: weight.fake for weight in self.weights.values() if not isinstance(weight.fake, FakeTensor)}
 
     @property
+    def output(self) -> fx.Node:
+        output: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return output
+
+    @property
     def result(self) -> fx.Node:
         """The loss."""
-        (output,) = (node for node in self.graph.nodes if node.op == "output")
-        loss: fx.Node = output.args[0][0]
+        loss: fx.Node = self.output.args[0][0]  # type: ignore[index, assignment]
         return loss
 
 
@@ -230,7 +247,7 @@ def _traced(
     with mode:
         rng = torch.empty(2, dtype=torch.int64, device=faked.device)
     graph = program.graph_module.graph
-    inline_regions(program.graph_module)
+    inline_regions(program.graph_module, mode)
     restore(graph, calls)
     name_dims(graph)
     name_modules(graph, training.model)
@@ -238,12 +255,8 @@ def _traced(
     refuse_backward_state(graph, mode)
     changes = _changes(program, training, weights)
     try:
-        count = take_count(
-            program.graph_module,
-            batch,
-            training.seen.leaves,
-            {place: weight.fake for place, weight in weights.items() if not isinstance(weight.fake, FakeTensor)},
-        )
+        constants = (place for place, weight in weights.items() if not isinstance(weight.fake, FakeTensor))
+        write_ratios(program.graph_module, training.seen.leaves, {*batch, *constants})
     except PiperError as problem:
         raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None
     number_random(graph)
@@ -268,18 +281,18 @@ def _traced(
         )
     classes = {type(module) for module in training.model.modules()}
     own = named_tensors(training.model).keys()
-    constants = {id(w.fake): w.fake for place, w in weights.items() if w.name not in own and place not in changes}
+    held = {id(w.fake): w.fake for place, w in weights.items() if w.name not in own and place not in changes}
     frozen = Frozen(
         "the traced program",
         [unwrap(training.loss), *functions_of_operators(program.graph_module.graph)],
         classes,
         line_of_function(training.loss),
-        tensors=list(constants.values()),
+        tensors=list(held.values()),
         environment=sorted(set(training.seen.environment)),
         library=TorchState(training.model),
     )
     return Traced(
-        graph, program.graph_module, mode, weights, tuple(batch), samples, random, count, changes, training.loss, frozen
+        graph, program.graph_module, mode, weights, tuple(batch), samples, random, changes, training.loss, frozen
     )
 
 

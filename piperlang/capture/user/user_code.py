@@ -331,9 +331,11 @@ def wrong_max_norm(value: object) -> Wrong | None:
 
 
 def wrong_loss(result: object) -> Wrong | None:
-    """A result of the loss that is neither a tensor nor a pair (sum, count) of tensors."""
+    """A result of the loss that is neither a tensor, nor a pair (sum, count) of tensors, nor a dict of terms."""
     if isinstance(result, torch.Tensor):
         return None
+    if isinstance(result, Mapping) and result:
+        return _wrong_terms(result)
     if result is None:
         return Wrong("`loss` returned None", "return the loss: `return` is missing at the end of the function")
     if isinstance(result, int | float | torch.SymInt | torch.SymFloat):
@@ -342,7 +344,9 @@ def wrong_loss(result: object) -> Wrong | None:
             "return the tensor itself, without `.item()` or `float()`",
         )
     if not isinstance(result, tuple | list) or len(result) != 2:
-        return Wrong(f"`loss` returned {kind(result)}", "return a scalar tensor, or (sum, count)")
+        return Wrong(
+            f"`loss` returned {kind(result)}", "return a scalar tensor, (sum, count), or a dict of terms to add"
+        )
     if not isinstance(result[0], torch.Tensor):
         return Wrong(f"the sum that `loss` returned is {kind(result[0])}", "return (sum, count) as tensors")
     if not isinstance(result[1], torch.Tensor):
@@ -351,4 +355,22 @@ def wrong_loss(result: object) -> Wrong | None:
             " return the mean"
         )
         return Wrong(f"the count that `loss` returned is {kind(result[1])}, not a tensor", help)
+    return None
+
+
+def _wrong_terms(terms: Mapping[Any, object]) -> Wrong | None:
+    """Terms that cannot be added. `loss` beside others may already be their sum, so that adding it counts them
+    twice."""
+    if "loss" in terms and len(terms) > 1:
+        return Wrong(
+            "`loss` returned a dict that has `loss` and other entries",
+            'return the tensor to minimise, `result["loss"]`; or a dict of terms, which are added',
+        )
+    for name, value in terms.items():
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            return Wrong(
+                f"the entry {name!r} of the dict that `loss` returned is {kind(value)}{shape}",
+                "return a dict of scalar tensors, which are added",
+            )
     return None

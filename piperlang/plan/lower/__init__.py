@@ -42,9 +42,15 @@ def lower(graph: Graph, machine: Machine | None = None) -> Plan:
         [_line(node.template) for node in graph.nodes],
         graph.model.samples,
         graph.model.combine,
+        _whole(graph, emitter),
         list(emitter.groups),
         sequence.seconds,
     )
+
+
+def _whole(graph: Graph, emitter: Emitter) -> tuple[str, ...]:
+    fed = dict.fromkeys(feed.name for device in emitter.devices.values() for feed in device.feeds)
+    return tuple(name for name in fed if graph.model.tensors[name].batch is None)
 
 
 class _Lowering:

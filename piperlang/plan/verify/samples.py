@@ -138,7 +138,8 @@ def losses(checked: Checked) -> None:
 
 
 def data(checked: Checked) -> None:
-    """Of every tensor of the batch, each chunk that reads it sees all samples."""
+    """Of every tensor of the batch, each chunk that reads it sees all samples; a value of the whole batch is given
+    whole."""
     plan = checked.plan
     parts: dict[ValueId, dict[Any, int]] = {}
     feeds: list[dict[ValueId, Any]] = []
@@ -161,7 +162,11 @@ def data(checked: Checked) -> None:
         extent = tuple(max(high for _, high in dim) for dim in zip(*boxes, strict=True))
         checked.steps += len(boxes)
         whole, other = extents.setdefault(base.name, (extent, base))
-        if not extent or extent[0] % plan.samples or whole != extent or not fills(list(boxes), extent):
+        if base.name in plan.whole:
+            fits = len(boxes) == 1 and all(low == 0 for box in boxes for low, _ in box)
+        else:
+            fits = bool(extent) and extent[0] % plan.samples == 0 and fills(list(boxes), extent)
+        if not fits or whole != extent:
             readers = [at for d in dict.fromkeys((*boxes.values(),)) for at in _reader(checked, d, base)][:2]
             notes = (
                 f"{base} is given in parts {sorted(boxes)}",
@@ -178,6 +183,8 @@ def data(checked: Checked) -> None:
         for k in fed[x.program]:
             key, samples = x.inputs[k][0], plan.programs[x.program].samples
             fed_box = feeds[at.device].get(key)
+            if key.name in plan.whole:
+                continue
             if fed_box and (
                 fed_box[0][0] * samples != x.first_sample * (fed_box[0][1] - fed_box[0][0])
                 or not prod(high - low for low, high in fed_box)

@@ -90,12 +90,12 @@ class _Quiet:
 
 
 def measured(
-    device: Device, settle: Callable[[], None], step: int, feeds: dict[ValueId, torch.Tensor], count: float
+    device: Device, settle: Callable[[], None], step: int, feeds: dict[ValueId, torch.Tensor]
 ) -> tuple[float, Measured]:
     """Run a step of a device in plan order, as the host issues it on CUDA, and measure its memory. With threads, as for
     streams on CPU, instructions may run ahead and use more."""
     storages, found = _Storages(), Measured()
-    device.begin(step, feeds, count)
+    device.begin(step, feeds)
     storages.see([list(device.values.values()), device.optimizers.states()])
     found.start = storages.bytes()
     device.comm, comm = _Quiet(device.comm), device.comm  # type: ignore[assignment]

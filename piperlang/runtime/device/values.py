@@ -78,16 +78,16 @@ class DeviceValues:
             local = local.flatten()[slice(*shard.interval)]
         return local.detach().clone(memory_format=torch.contiguous_format).to(self.where)
 
-    def begin(self, step: int, feeds: dict[ValueId, torch.Tensor], count: float) -> None:
+    def begin(self, step: int, feeds: dict[ValueId, torch.Tensor]) -> None:
         """`feeds` is emptied: its tensors are freed after their last read, so the caller must not keep them."""
         self.values = {**self.kept, **{key: value.to(self.where, non_blocking=True) for key, value in feeds.items()}}
         feeds.clear()
         self.left = dict(self.uses)
-        self.step, self.count = step, count
+        self.step = step
 
     def end(self) -> float:
         """What this device's losses count for; keeps the new weights."""
-        loss = sum(float(self.values[key]) * share / self.count for key, share in self.plan.losses.items())
+        loss = sum(float(self.values[key]) * share for key, share in self.plan.losses.items())
         for old, new in self.plan.next.items():
             self.kept[old] = self.values[new]
         self.values = {}

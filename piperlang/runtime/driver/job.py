@@ -75,12 +75,12 @@ class WorkerInputs:
             return None
         return piece_of(self.captured, self.plan.programs[instruction.program])
 
-    def feeds(self, batch: tuple[Any, Any]) -> tuple[float, list[dict[ValueId, torch.Tensor]]]:
-        """The count that the losses of a batch are divided by, and every device's part of the batch."""
+    def feeds(self, batch: tuple[Any, Any]) -> list[dict[ValueId, torch.Tensor]]:
+        """Every device's part of the batch."""
         flat = self.captured.flatten(batch)
         named = dict(zip(self.captured.batch_names, flat, strict=True))
         # Copies: a view would be sent with the whole batch that it is a view of.
-        return self.captured.count(flat), [
+        return [
             {key: take(named[name], box).clone() for key, name, box in device.feeds} for device in self.plan.devices
         ]
 
@@ -204,24 +204,24 @@ class Job:
         self.captured.check_state()
         self.optimizer_reads.check()
         self.active = self.training
-        count, feeds = self.training.feeds(batch)
-        return [self.cluster.call(i, "step", feed, count, gradients) for i, feed in enumerate(feeds)]
+        feeds = self.training.feeds(batch)
+        return [self.cluster.call(i, "step", feed, gradients) for i, feed in enumerate(feeds)]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
         """The loss of a batch, with the evaluation plan."""
         assert self.evaluation is not None, "call prepare() with an evaluation plan first"
         self.active = self.evaluation
-        count, feeds = self.evaluation.feeds(batch)
-        return self.finish([self.cluster.call(i, "evaluate", feed, count) for i, feed in enumerate(feeds)]).loss
+        feeds = self.evaluation.feeds(batch)
+        return self.finish([self.cluster.call(i, "evaluate", feed) for i, feed in enumerate(feeds)]).loss
 
     def measure(self, batch: tuple[Any, Any]) -> list[Any]:
         """Runs a slow step and returns its memory use on every device (device/measure.py)."""
         self.active = self.training
-        count, feeds = self.training.feeds(batch)
+        feeds = self.training.feeds(batch)
         return [
             measured
             for _, measured in self.cluster.wait(
-                [self.cluster.call(i, "measure", feed, count) for i, feed in enumerate(feeds)]
+                [self.cluster.call(i, "measure", feed) for i, feed in enumerate(feeds)]
             )
         ]
 

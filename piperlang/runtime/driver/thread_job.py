@@ -161,7 +161,6 @@ class _PlanRun:
 
     def run(self, step: int, flat: list[torch.Tensor]) -> float:
         named = dict(zip(self.captured.batch_names, flat, strict=True))
-        count = self.captured.count(flat)
         failures: list[tuple[Device, Failed]] = []
 
         def run(device: Device, streams: Streams) -> None:
@@ -173,7 +172,7 @@ class _PlanRun:
                 self.board.abort()
 
         for device in self.devices:
-            device.begin(step, {key: take(named[name], box) for key, name, box in device.plan.feeds}, count)
+            device.begin(step, {key: take(named[name], box) for key, name, box in device.plan.feeds})
         threads = [threading.Thread(target=run, args=pair) for pair in zip(self.devices, self.streams, strict=True)]
         try:
             for thread in threads:

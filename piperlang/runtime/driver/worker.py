@@ -107,9 +107,9 @@ class DeviceRun:
 
         self.streams = kind.streams(device, execute)
 
-    def step(self, step: int, feeds: dict[ValueId, torch.Tensor], count: float) -> float:
+    def step(self, step: int, feeds: dict[ValueId, torch.Tensor]) -> float:
         """The device's contribution to the loss. Raises the exception of a failed instruction or send."""
-        self.device.begin(step, feeds, count)
+        self.device.begin(step, feeds)
         with torch.no_grad():
             self.streams.step()
         self.comm.settle()
@@ -212,9 +212,9 @@ class Worker:
     def _begun(self, position: int) -> None:
         struct.pack_into("<i", self.progress, self.slot, position)
 
-    def step(self, feeds: dict[ValueId, torch.Tensor], count: float, gradients: bool = False) -> Report:
+    def step(self, feeds: dict[ValueId, torch.Tensor], gradients: bool = False) -> Report:
         self.runs["train"].device.last_gradients = {} if gradients else None
-        report = self._run("train", feeds, count)
+        report = self._run("train", feeds)
         if report.failed is None:
             try:
                 self.runs["train"].device.optimizers.advance()
@@ -228,14 +228,14 @@ class Worker:
         self.steps += 1
         return report
 
-    def evaluate(self, feeds: dict[ValueId, torch.Tensor], count: float) -> Report:
-        return self._run("evaluate", feeds, count)
+    def evaluate(self, feeds: dict[ValueId, torch.Tensor]) -> Report:
+        return self._run("evaluate", feeds)
 
-    def _run(self, name: str, feeds: dict[ValueId, torch.Tensor], count: float) -> Report:
+    def _run(self, name: str, feeds: dict[ValueId, torch.Tensor]) -> Report:
         started = time.perf_counter()
         run = self.active = self.runs[name]
         try:
-            loss = run.step(self.steps, feeds, count)
+            loss = run.step(self.steps, feeds)
         except Failed as failure:
             return _failed(failure.cause, run.positions[id(failure.instruction)])
         except RuntimeError as problem:  # the receiver of a message is gone
@@ -262,12 +262,12 @@ class Worker:
     def gradients(self) -> dict[ValueId, Any]:
         return {key: value.cpu() for key, value in (self.runs["train"].device.last_gradients or {}).items()}
 
-    def measure(self, feeds: dict[ValueId, torch.Tensor], count: float) -> tuple[float, Measured]:
+    def measure(self, feeds: dict[ValueId, torch.Tensor]) -> tuple[float, Measured]:
         """Runs a step and measures its memory."""
         from piperlang.runtime.device.measure import measured
 
         run = self.runs["train"]
-        found = measured(run.device, run.comm.settle, self.steps, feeds, count)
+        found = measured(run.device, run.comm.settle, self.steps, feeds)
         run.device.optimizers.advance()
         self.steps += 1
         return found

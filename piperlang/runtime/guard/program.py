@@ -148,7 +148,7 @@ class Guard:
             if versions.get(name) != version:
                 raise self._refused(f"the forward or the backward changes parameter {name} in place", name, call)
         self._check_finite(plain)
-        ours = self._captured(before, pytree.tree_leaves(batch), call, plain)
+        ours = self._captured(before, pytree.tree_leaves(batch), call)
         self.gradients = plain.gradients
         return self._difference(plain, ours, before, call)
 
@@ -189,9 +189,7 @@ class Guard:
             if math.isfinite(plain.loss) and all(
                 bool(gradient.isfinite().all()) for gradient in plain.gradients.values()
             ):
-                return self._difference(
-                    plain, self._captured(before, pytree.tree_leaves(batch), call, plain), before, call
-                )
+                return self._difference(plain, self._captured(before, pytree.tree_leaves(batch), call), before, call)
         return None
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -242,18 +240,15 @@ class Guard:
 
     # ----------------------------------------------------------------------------------------- the captured program
 
-    def _captured(self, buffers: Mapping[str, torch.Tensor], flat: list[torch.Tensor], call: int, plain: Eager) -> _Ran:
+    def _captured(self, buffers: Mapping[str, torch.Tensor], flat: list[torch.Tensor], call: int) -> _Ran:
         tensors = named_tensors(self.model) | dict(buffers) | self.traced.constants
         weights = {
             place: tensors[weight.name].detach().to(self.device)
             for place, weight in self.traced.weights.items()
             if weight.name in tensors
         }
-        combine, count = self.captured.model.combine, 1.0
-        if combine == "count":
-            counting = self.traced.count
-            count = plain.count if plain.count is not None or counting is None else float(counting(*flat))  # type: ignore[assignment]
-        share = 1.0 / self.microbatches if combine == "mean" else 1.0 / count
+        flat = flat + self.captured.program.sizes.whole(flat, self.slice)
+        share = 1.0 / self.microbatches if self.captured.model.combine == "mean" else 1.0
         ran = _Ran(0.0, {}, {})
         with torch.no_grad():
             for number in range(self.microbatches):
@@ -272,8 +267,8 @@ class Guard:
         first = number * self.samples
         values: dict[str, Any] = dict(weights)
         parts = [
-            tensor[first : first + self.samples] if tensor.dim() and tensor.shape[0] == self.slice else tensor
-            for tensor in flat
+            tensor[first : first + self.samples] if self.captured.model.tensors[name].batch is not None else tensor
+            for name, tensor in zip(self.traced.batch, flat, strict=True)
         ]
         values |= dict(zip(self.traced.batch, parts, strict=True))
         values[PLACE] = torch.tensor([mix(self.seed, call), first], device=self.device)

@@ -78,7 +78,6 @@ class GraphInterpreter:
         """Forward, backward and update on one global batch."""
         flat = self.captured.flatten(batch)
         self.batch = dict(zip(self.captured.batch_names, flat, strict=True))
-        self.count = self.captured.count(flat)
         self.values: dict[ValueId, list[Any]] = dict(self.shards.current)
         self.collected: dict[str, torch.Tensor] = {}
         self.scale: torch.Tensor | float = 1.0
@@ -217,7 +216,7 @@ class GraphInterpreter:
     def _share(self, node: Node) -> float:
         """What the loss on one device counts for in the loss of the whole batch."""
         model = self.graph.model
-        return node.template.samples / model.samples if model.combine == "mean" else 1.0 / self.count
+        return node.template.samples / model.samples if model.combine == "mean" else 1.0
 
     def _rng(self, node: Node, device: int) -> torch.Tensor:
         """[seed and step, first sample here, position along each axis that divides the weights]"""
