@@ -247,6 +247,10 @@ class CutProgram:
         """Additional names of tied weights."""
         return {weight.name: weight.aliases for weight in self.program.sizes.small.weights.values() if weight.aliases}
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.bytes for weight in self.model.weights.values())
+
     def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
         """The tensors of a batch in the order of the program's inputs, independent of the order of dict keys, and
         values of the whole batch.

@@ -300,7 +300,7 @@ def test_a_loss_may_be_a_sum_and_a_count() -> None:
         return f.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), valid.sum()
 
     traced = capture(Gpt, pair, masked(SAMPLES))
-    assert traced.cut().model.combine == "count"
+    assert traced.cut().model.combine == "sum"
     assert_same(Case("pair", Gpt, mean, masked, 4), traced, DIVIDED)
 
 

@@ -200,7 +200,7 @@ def test_a_fault_is_found_and_made_small(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Losses of parts of the batch that count for too much: all it takes is to divide the batch."""
-    monkeypatch.setattr(GraphInterpreter, "_share", lambda self, node: 1.0)
+    monkeypatch.setattr(GraphInterpreter, "_share", lambda self, node: self.graph.model.samples / node.template.samples)
     arguments = ["fuzz", MODEL, "--count", "1", "--seed", "1", "--out", str(tmp_path / "new")]
     assert main([*arguments, "--json"]) == 1
     row = json.loads(capsys.readouterr().out)

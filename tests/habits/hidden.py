@@ -50,27 +50,20 @@ def ones(x: torch.Tensor, *more: int) -> torch.Tensor:
     return torch.ones(len(x), *more)
 
 
-extra("late: the size of the batch by a product of constants", lambda self, x: x * (ones(x, 1).t() @ ones(x, 1)))
-extra("late: the size of the batch by a dot product", lambda self, x: x * ones(x).dot(ones(x)))
-extra("late: the size of the batch by einsum", lambda self, x: x * torch.einsum("ij,ik->jk", ones(x, 1), ones(x, 1)))
+# A value of the whole batch, computed from it before a step.
+for name, function in {
+    "a product of constants": lambda self, x: x * (ones(x, 1).t() @ ones(x, 1)),
+    "a dot product": lambda self, x: x * ones(x).dot(ones(x)),
+    "einsum": lambda self, x: x * torch.einsum("ij,ik->jk", ones(x, 1), ones(x, 1)),
+    "index_add": lambda self, x: x * torch.zeros(1).index_add(0, torch.zeros(len(x), dtype=torch.long), ones(x)),
+    "scatter_add": lambda self, x: x * torch.zeros(1).scatter_add(0, torch.zeros(len(x), dtype=torch.long), ones(x)),
+    "histc": lambda self, x: x * torch.histc(ones(x), 1, 0, 2),
+    "a distance": lambda self, x: x * torch.cdist(ones(x)[None], torch.zeros(1, len(x))),
+    "a convolution": lambda self, x: x * f.conv1d(ones(x)[None, None], ones(x)[None, None])[0],
+}.items():
+    extra(f"late: the size of the batch by {name}", function, SAME)
 extra("late: the size of the batch by a square matrix", lambda self, x: x * (ones(x, len(x)) @ ones(x, len(x)))[:, :1])
 extra("late: the size of the batch by sums of a square", lambda self, x: x * ones(x, len(x)).sum(1, keepdim=True))
-extra(
-    "late: the size of the batch by index_add",
-    lambda self, x: x * torch.zeros(1).index_add(0, torch.zeros(len(x), dtype=torch.long), ones(x)),
-)
-extra(
-    "late: the size of the batch by scatter_add",
-    lambda self, x: x * torch.zeros(1).scatter_add(0, torch.zeros(len(x), dtype=torch.long), ones(x)),
-)
-extra("late: the size of the batch by histc", lambda self, x: x * torch.histc(ones(x), 1, 0, 2))
-extra(
-    "late: the size of the batch by a distance", lambda self, x: x * torch.cdist(ones(x)[None], torch.zeros(1, len(x)))
-)
-extra(
-    "late: the size of the batch by a convolution",
-    lambda self, x: x * f.conv1d(ones(x)[None, None], ones(x)[None, None])[0],
-)
 extra(
     "late: weights expanded over the batch, and multiplied",
     lambda self, x: x * (ones(x)[None] @ self.layers[0].bias.expand(len(x), WIDTH)),
@@ -203,7 +196,7 @@ def rewarded(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
-@HIDDEN.loss("late: a pair of a mean and 1", REFUSED, batch=rewarded)
+@HIDDEN.loss("late: a pair of a mean and 1", SAME, batch=rewarded)
 def pair_of_means(output: torch.Tensor, target: torch.Tensor) -> Any:
     return ((output - target).square().mean(1) * target[:, 0]).mean(), target.new_ones(())
 

@@ -62,7 +62,7 @@ def pair(output: T, target: T) -> tuple[T, T]:
     return ((output - target).square() * mask).sum(), mask.sum()
 
 
-@LOSSES.loss("masked mean by hand", REFUSED, whole=SAME)
+@LOSSES.loss("masked mean by hand")
 def masked(output: T, target: T) -> T:
     mask = _mask(target)
     return ((output - target).square() * mask).sum() / mask.sum()
@@ -89,7 +89,7 @@ def huber(output: T, target: T) -> T:
     return f.huber_loss(output, target) + 0.5 * f.smooth_l1_loss(output, target)
 
 
-@LOSSES.loss("a sum and a mean added", REFUSED, whole=SAME)
+@LOSSES.loss("a sum and a mean added")
 def sum_and_mean(output: T, target: T) -> T:
     return 0.01 * (output - target).square().sum() + (output - target).abs().mean()
 
@@ -144,7 +144,7 @@ def smoothed_ignored(output: T, target: T) -> T:
     return f.cross_entropy(output, target, label_smoothing=0.1, ignore_index=-100)
 
 
-@LOSSES.loss("cross entropy with class weights: a weighted mean", REFUSED, batch=labelled, whole=SAME)
+@LOSSES.loss("cross entropy with class weights: a weighted mean", batch=labelled)
 def weighted(output: T, target: T) -> T:
     return f.cross_entropy(output, target, weight=torch.linspace(0.2, 2.0, WIDTH))
 
@@ -154,7 +154,7 @@ def nll(output: T, target: T) -> T:
     return f.nll_loss(f.log_softmax(output, -1), target)
 
 
-@LOSSES.loss("nll_loss with class weights", REFUSED, batch=labelled, whole=SAME)
+@LOSSES.loss("nll_loss with class weights", batch=labelled)
 def nll_weighted(output: T, target: T) -> T:
     return f.nll_loss(f.log_softmax(output, -1), target, weight=torch.linspace(0.2, 2.0, WIDTH))
 
@@ -269,12 +269,12 @@ def variance(output: T, target: T) -> T:
     return f.mse_loss(output, target) - 0.1 * output.var(0).mean()
 
 
-@LOSSES.loss("targets normalized over the batch", REFUSED, whole=SAME)
+@LOSSES.loss("targets normalized over the batch")
 def normalized(output: T, target: T) -> T:
     return f.mse_loss(output, (target - target.mean(0)) / (target.std(0) + 1))
 
 
-@LOSSES.loss("advantages normalized over the batch, detached", REFUSED, whole=SAME)
+@LOSSES.loss("advantages normalized over the batch, detached")
 def advantages(output: T, target: T) -> T:
     value = target.mean(-1)
     advantage = (value - value.mean()) / (value.std() + 1e-5)

@@ -527,7 +527,7 @@ class Asserted(Between):
         return x
 
 
-@STATE.habit("item() for logging", REFUSED)
+@STATE.habit("item() for logging")
 class Item(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         self.last = x.abs().mean().item()

@@ -62,7 +62,7 @@ def _whole(small: Traced, large: Traced, walk: Walk) -> list[fx.Node]:
     elsewhere = small.elsewhere
     twin = dict(zip(small.graph.nodes, large.graph.nodes, strict=True))
     changed = {root_of(target) for node in small.graph.nodes for target in written(node)}
-    constants = {place for place, weight in small.weights.items() if weight.name in small.constants}
+    constants = {p for p, w in small.weights.items() if w.name in small.constants and not w.requires_grad}
     alone: set[fx.Node] = set()
     for node in small.graph.nodes:
         if node.op == "placeholder":

@@ -158,8 +158,16 @@ class _Reads(TorchFunctionMode):
 @contextmanager
 def _without_storage() -> Iterator[None]:
     """Parameters that the body creates lose their storage when a module registers them."""
-    create, register = nn.Parameter.__new__, nn.Module.register_parameter
     convert: MetaConverter[Any] = MetaConverter()
+    with on_registration(lambda parameter: _on_meta(parameter, convert)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # load_state_dict
+        yield
+
+
+@contextmanager
+def on_registration(replaced: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[None]:
+    """Parameters that the body creates are exchanged for others when a module registers them."""
+    create, register = nn.Parameter.__new__, nn.Module.register_parameter
     created: dict[int, nn.Parameter] = {}
 
     def create_parameter(kind: type, *args: Any, **kwargs: Any) -> nn.Parameter:
@@ -171,14 +179,12 @@ def _without_storage() -> Iterator[None]:
         register(module, name, parameter)
         if parameter is not None and not (parameter.is_meta or is_lazy(parameter)) and id(parameter) in created:
             with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-                exchange(parameter, _on_meta(parameter, convert))
+                exchange(parameter, replaced(parameter))
 
     nn.Parameter.__new__ = staticmethod(create_parameter)  # type: ignore[assignment, method-assign]
     nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # load_state_dict
-            yield
+        yield
     finally:
         nn.Parameter.__new__ = staticmethod(create)  # type: ignore[method-assign]
         nn.Module.register_parameter = register  # type: ignore[method-assign]

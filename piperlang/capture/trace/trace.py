@@ -255,7 +255,7 @@ def _traced(
     refuse_backward_state(graph, mode)
     changes = _changes(program, training, weights)
     try:
-        constants = (place for place, weight in weights.items() if not isinstance(weight.fake, FakeTensor))
+        constants = (p for p, w in weights.items() if not isinstance(w.fake, FakeTensor) and not w.requires_grad)
         write_ratios(program.graph_module, training.seen.leaves, {*batch, *constants})
     except PiperError as problem:
         raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,21 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+GeneratorStates: TypeAlias = tuple[torch.Tensor, Any, Any]
+"""Of torch, `random` and NumPy."""
+
+
+def generator_states() -> GeneratorStates:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_generator_states(states: GeneratorStates) -> None:
+    of_torch, python, numpy = states
+    torch.set_rng_state(of_torch)
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 @contextmanager

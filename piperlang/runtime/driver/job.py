@@ -27,10 +27,11 @@ from piperlang.runtime.box import take
 from piperlang.runtime.comm.process_group import ProcessBackend
 from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.device.failure import Failure, failed
+from piperlang.runtime.driver import initial
 from piperlang.runtime.driver.assemble import assembled, known_to
 from piperlang.runtime.driver.cluster import Cluster, Lost, pack
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
-from piperlang.runtime.driver.worker import Setup
+from piperlang.runtime.driver.worker import Setup, Started
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
 from piperlang.runtime.optimizer.settings import Settings, difference
@@ -153,7 +154,7 @@ class Job:
             )
             packed.append(_packed(setup))
         try:
-            started = self.cluster.each("setup", packed)
+            started = self._setups(packed)
         except Lost as lost:
             raise error(
                 "P0602",
@@ -173,6 +174,22 @@ class Job:
         self._compare([one.settings for one in started], training.optimizer)
         (names,) = self.cluster.wait([self.cluster.call(0, "optimizer_reads")])
         self.optimizer_reads = what_steps_read_elsewhere(names, training.optimizer)
+
+    def _setups(self, packed: Sequence[bytes]) -> list[Started]:
+        """Sets up all workers. A large model is created once per node."""
+        call, wait = self.cluster.call, self.cluster.wait
+        if self.captured.weight_bytes <= initial.LARGE:
+            return wait([call(i, "setup", one) for i, one in enumerate(packed)])
+        nodes = [node for node, _ in self.cluster.each("where", count=len(packed))]
+        builders = {node: nodes.index(node) for node in dict.fromkeys(nodes)}
+        try:
+            made = wait([call(i, "create", packed[i]) for i in builders.values()])
+        except Lost as lost:
+            raise Lost(list(builders.values())[lost.worker]) from None
+        created = dict(zip(builders, made, strict=True))
+        started = wait([call(i, "setup", one, created[nodes[i]]) for i, one in enumerate(packed)])
+        wait([call(i, "created") for i in builders.values()])
+        return started
 
     def _open_progress(self) -> str:
         """A file in which every worker records its current instruction, read when the worker does not respond any

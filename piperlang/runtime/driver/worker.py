@@ -9,7 +9,8 @@ import pickle
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import unwrap
 from pathlib import Path
@@ -33,6 +34,7 @@ from piperlang.runtime.device import Device
 from piperlang.runtime.device.compiled import compiled
 from piperlang.runtime.device.failure import Failure, failure_of
 from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
+from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, create, mapped
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.optimizer.settings import Settings
@@ -125,6 +127,10 @@ class Worker:
         self.runs: dict[str, DeviceRun] = {}
         self.active: DeviceRun | None = None
         self.meeting: TCPStore | None = None
+        self.file: WeightFile | None = None
+        """Of a model that this worker creates for all workers of its node."""
+        self.model: tuple[Setup, Any] | None = None
+        """That model, until this worker is set up."""
 
     def where(self) -> tuple[str, int]:
         return process()
@@ -142,10 +148,27 @@ class Worker:
         """Answered by a separate thread: a stopped process does not answer."""
         return time.time()
 
-    def setup(self, packed: bytes) -> Started:
-        """Create the model and keep this device's part of it."""
+    def create(self, packed: bytes) -> Created:
+        """Create the model for all workers of this node, in a file."""
         self.close()
         setup = _loaded(packed)
+        _ = getattr(setup.make_model, "__wrapped__", None)
+        self.file = WeightFile.new()
+        model, created = create(self.file, setup.make_model, setup.seed, fingerprint)
+        self.model = setup, model
+        return created
+
+    def created(self) -> None:
+        """All workers of this node have their parts of the model."""
+        if self.file is not None:
+            self.file.close()
+        self.file = None
+
+    def setup(self, packed: bytes, created: Created | None = None) -> Started:
+        """Create the model and keep this device's part of it. `created`: by a worker of this node."""
+        if self.model is None:
+            self.close()
+        setup = self.model[0] if self.model is not None else _loaded(packed)
         rank = setup.ranks[setup.plan.device]
         where = setup.backend.device.claim(rank)
         one_machine = not setup.store.startswith("tcp:")
@@ -153,18 +176,45 @@ class Worker:
         joined = setup.backend.join(rank, setup.ranks, meeting, setup.timeout, setup.digest, one_machine)
         self.comm = joined.connected(setup.groups, setup.pairs)
         try:
-            return self._keep(setup, rank, where)
+            return self._keep(setup, rank, where, created)
         except BaseException:
             self.comm.close()  # the worker may be reused for another job
             raise
 
-    def _keep(self, setup: Setup, rank: int, where: torch.device) -> Started:
+    def _keep(self, setup: Setup, rank: int, where: torch.device, created: Created | None) -> Started:
         """Keeps the tensors of the model that this device needs."""
         _ = getattr(setup.make_model, "__wrapped__", None)  # the model file runs before seeding, as in the driver
+        if created is not None:
+            with self._file(created) as file:
+                model = self.model[1] if self.model else mapped(created, file, setup.make_model, setup.seed)
+                self.model = None
+                return self._keep_of(setup, rank, where, model, created.fingerprint, file)
         seed_all(setup.seed)
         model = setup.make_model()
-        started_from = fingerprint(model)
-        weights = named_tensors(model) | setup.constants
+        return self._keep_of(setup, rank, where, model, fingerprint(model))
+
+    @contextmanager
+    def _file(self, created: Created) -> Iterator[WeightFile]:
+        file = self.file or WeightFile(os.open(created.path, os.O_RDWR))
+        try:
+            with file.dropped():
+                yield file
+        finally:
+            if file is not self.file:
+                file.close()
+
+    def _keep_of(
+        self,
+        setup: Setup,
+        rank: int,
+        where: torch.device,
+        model: Any,
+        started_from: str,
+        file: WeightFile | None = None,
+    ) -> Started:
+        weights: Mapping[str, torch.Tensor] = named_tensors(model) | setup.constants
+        if file is not None:
+            weights = Dropped(weights, file)
         self.rest_of_model = rest_of(model, setup.known) if setup.known is not None else None
         # After the model, because stage programs call operators that it defines.
         pieces = pickle.loads(setup.pieces)
@@ -276,6 +326,8 @@ class Worker:
         return self.setting.backend.device.reset_peak()
 
     def close(self) -> None:
+        self.model = None
+        self.created()
         for run in self.runs.values():
             run.streams.close()
         if self.runs:

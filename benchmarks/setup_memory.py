@@ -1,0 +1,120 @@
+"""Peak memory of workers that set up and train a model of 1 GB of weights under ZeRO-3, as a multiple of a worker's own
+share of the weights, with and without a file of initial weights per node.
+
+python -m benchmarks.setup_memory [--workers 4] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from piperlang.capture.program import CutProgram, capture
+from piperlang.plan.lower import lower
+from piperlang.plan.plan import Plan
+from piperlang.runtime.driver import initial
+from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.training import Training
+from tests.support.equivalence import compiled
+
+WIDTH, LAYERS, SAMPLES = 4096, 16, 8
+SCRIPT = "from std.data import zero3\nmesh gpu = dp: {0}\nplace [pass=*] on gpu\nzero3(gpu.dp)\n"
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from piperlang import annotate
+
+        for i, layer in enumerate(self.layers):
+            with annotate("stage", i):
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3)
+
+
+def batch(width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(SAMPLES, width), torch.randn(SAMPLES, width)
+
+
+def memory(pid: int, what: str) -> int:
+    """`VmRSS` or its peak, `VmHWM`."""
+    (line,) = (one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def built_by_every_worker(old: bool) -> Iterator[None]:
+    large = initial.LARGE
+    initial.LARGE = 2**62 if old else large
+    try:
+        yield
+    finally:
+        initial.LARGE = large
+
+
+def _job(model: Callable[[], nn.Module], width: int, workers: int) -> tuple[Plan, CutProgram, Training]:
+    graph, captured = compiled(capture(model, loss, batch(width)), SCRIPT.format(workers))
+    return lower(graph), captured, Training(model, optimizer)
+
+
+def measure(workers: int, old: bool) -> dict[str, Any]:
+    made = _job(Layers, WIDTH, workers)
+    cluster = Cluster(workers)
+    try:
+        pids = [pid for pid in cluster.pids if pid is not None]
+        with Job(*_job(lambda: Layers(8, 2), 8, workers), cluster=cluster) as job:  # imports what every worker needs
+            job.step(batch(8))
+        base = [memory(pid, "VmRSS") for pid in pids]
+        started = time.perf_counter()
+        with built_by_every_worker(old), Job(*made, cluster=cluster) as job:
+            seconds = time.perf_counter() - started
+            at_setup = [memory(pid, "VmHWM") for pid in pids]
+            for pid in pids:
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
+            for _ in range(2):
+                job.step(batch())
+            trained = [memory(pid, "VmHWM") for pid in pids]
+    finally:
+        cluster.close()
+    share = made[1].weight_bytes / workers
+    return {
+        "initial weights": "by every worker" if old else "once per node",
+        "share_mb": round(share / 1e6),
+        "baseline_mb": round(max(base) / 1e6),
+        "setup_s": round(seconds, 1),
+        "setup": round(max((a - b) / share for a, b in zip(at_setup, base, strict=True)), 2),
+        "training": round(max((a - b) / share for a, b in zip(trained, base, strict=True)), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = [measure(options.workers, old) for old in (True, False)]
+    print(json.dumps({"rows": rows}) if options.json else "\n".join(map(str, rows)))
+
+
+if __name__ == "__main__":
+    main()
