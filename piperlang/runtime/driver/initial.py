@@ -28,7 +28,7 @@ from piperlang.diagnostics import error
 
 LARGE = 128 * 2**20
 """Models with more bytes of weights are built this way. Smaller ones are built by every worker, and compared."""
-_PAUSE = 0.02
+_PAUSE = 0.005
 """Seconds between two times that a worker drops what it has mapped."""
 
 
