@@ -7,6 +7,7 @@ python -m benchmarks.library_models [--json]
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 import traceback
@@ -17,10 +18,13 @@ import torch
 import torch.nn.functional as f
 import transformers
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from benchmarks.nccl import RANKS, compare
+from piperlang.capture.trace.observed import called
 from piperlang.runtime.comm import nccl
 from piperlang.runtime.driver.cluster import Cluster
+from tests.support.equivalence import SAMPLES, relative
 from tests.support.models import Case
 
 WORDS, LENGTH = 8192, 128
@@ -84,6 +88,20 @@ def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return f.cross_entropy(output.logits.flatten(0, 1).float(), target.flatten())
 
 
+def rounding(case: Case) -> float:
+    """The largest relative difference between gradients of the plain model and of the same weights in float32: what its
+    precision costs plain PyTorch."""
+    torch.manual_seed(0)
+    model = case.model().cuda()
+    exact = copy.deepcopy(model).float()
+    torch.manual_seed(100)
+    inputs, target = pytree.tree_map(lambda t: t.cuda(), case.batch(SAMPLES))
+    for one in (model, exact):
+        case.loss(called(one, inputs), target).backward()  # type: ignore[no-untyped-call]
+    pairs = zip(model.parameters(), exact.parameters(), strict=True)
+    return max(relative(a.grad.float(), b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
+
+
 def cases() -> dict[str, tuple[Case, str]]:
     llama = Case("Llama, LoRA, bfloat16", lora, loss, text, 2)
     found = {
@@ -110,6 +128,7 @@ def main() -> None:
             started = time.perf_counter()
             try:
                 row: dict[str, Any] = compare(cluster, case, script, options.compile)
+                row["rounding"] = rounding(case)
             except Exception as problem:
                 traceback.print_exc()
                 row = {"error": f"{type(problem).__name__}: {problem}"[:300]}
