@@ -59,6 +59,10 @@ class Flow:
     def fetch(self, edge: Edge, point: Point) -> tuple[ValueId, ...]:
         """The values that the target reads at `point`: one, or several whose sum it is."""
         source, target, tensor = edge.source, edge.target, edge.tensor
+        if tensor.summed and (
+            source.dims != target.dims or source.degree != target.degree or not alike(edge.have, edge.want)
+        ):
+            raise self._refused(edge, f"{edge.value.name} depends on all samples of a part of the batch")
         if source.dims == target.dims and (
             source.degree == target.degree or len(source.dims) == source.outer or tensor.batch is None
         ):
@@ -66,7 +70,7 @@ class Flow:
         if tensor.batch is None:
             return self._unbatched(edge, point)
         if tensor.buried:
-            raise self._buried(edge)
+            raise self._refused(edge, f"the samples of {edge.value.name} are inside a dimension, not outermost")
         outer = point[: target.outer]
         moved = self._move(edge, self._join(edge, outer), outer)
         return (self._cut_for(edge, moved, point),)
@@ -88,7 +92,7 @@ class Flow:
         if edge.have == edge.want:
             return have
         if edge.tensor.buried and not alike(edge.have, edge.want):
-            raise self._buried(edge)
+            raise self._refused(edge, f"the samples of {edge.value.name} are inside a dimension, not outermost")
         value = self.nodes.values[have]
         for hop in self._route(edge):
             moved = have.redistributed(hop.number)
@@ -188,21 +192,23 @@ class Flow:
             )
         return self._cut[known]
 
-    def _buried(self, edge: Edge) -> PiperError:
+    def _refused(self, edge: Edge, why: str) -> PiperError:
         """Concatenating or slicing its dimension would mix parts of different samples."""
         source, target = edge.source, edge.target
         splits = [split for site in (target, source) for split in self.schedule.splits(site.group)[site.outer :]]
-        by = splits[0] if source.dims != target.dims else _placed(target) or _placed(source)
+        by = splits[0] if splits and source.dims != target.dims else _placed(target) or _placed(source)
+        repair = (
+            "compute all terms of the loss in the same chunk"
+            if edge.tensor.summed
+            else ("keep the batch in the first dimension where the model is cut")
+        )
         return error(
             "P0411",
             f"{edge.value.name}, which {target.chunk} reads from {source.chunk}, cannot be redistributed",
             by.span if by else None,
             "asks for it",
-            notes=[
-                f"the samples of {edge.value.name} are inside a dimension, not outermost",
-                f"in the model: {', '.join(target.chunk.modules[:3])}",
-            ],
-            help="split and shard both alike, or keep the batch in the first dimension where the model is cut",
+            notes=[why, f"in the model: {', '.join(target.chunk.modules[:3])}"],
+            help=f"divide the batch alike in both chunks, or {repair}",
         )
 
 

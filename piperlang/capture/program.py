@@ -318,7 +318,14 @@ class CutProgram:
         _, inner = self.program.samples.dims.get(node.name, (0, 0))
         buried = bool(batch) and inner not in (0, dims[batch[0]][0])
         return ir.Tensor(
-            node.name, dims, _dtype(value), value.element_size(), batch[0] if batch else None, buried, differentiable
+            node.name,
+            dims,
+            _dtype(value),
+            value.element_size(),
+            batch[0] if batch else None,
+            buried,
+            differentiable,
+            not batch and node.name in self.program.samples.summed,
         )
 
     def _chunk(self, chunk: Subgraph) -> ir.Chunk:

@@ -28,6 +28,9 @@ class Tensor:
     buried: bool = False
     """The samples are inside a dim, not outermost: it can be passed on, but not divided otherwise than it was made."""
     differentiable: bool = False
+    summed: bool = False
+    """A sum or a mean over samples, or in proportion to their number: every part of the batch has its own, so only a
+    chunk with the same parts can read it."""
 
     def shape(self, samples: int) -> tuple[int, ...]:
         return tuple(a * samples + b for a, b in self.dims)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as f
 from torch import nn
 
+from piperlang import annotate
 from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
 from tests.support.equivalence import LIMIT, compiled, differences
@@ -55,6 +56,16 @@ def slots() -> torch.Tensor:
     made = torch.zeros(2)
     made[0] = 1
     return made
+
+
+def one_hot(target: torch.Tensor) -> torch.Tensor:
+    return (target[..., None] == torch.arange(CLASSES)).float()
+
+
+def normalized(target: torch.Tensor) -> torch.Tensor:
+    """One value of the whole batch depends on another."""
+    kept = target.clamp(min=0).float()
+    return (kept - kept.mean()) / (kept - kept.mean()).square().mean().sqrt()
 
 
 def counts(target: torch.Tensor) -> torch.Tensor:
@@ -102,6 +113,8 @@ LOSSES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "root of the number of samples": lambda o, t: o[0].square().sum() / torch.tensor(math.sqrt(len(t))),
     "constants written into zeros": lambda o, t: (slots() + o[0].square().sum()).sum(),
     "counts written into zeros": lambda o, t: (o[0].square().sum() / counts(t)).sum(),
+    "class weights from counts": lambda o, t: entropy(o, t, weight=1 / (one_hot(t).sum((0, 1)) + 1)),
+    "targets of unit variance": lambda o, t: (o[0].square().sum(-1) * normalized(t)).mean(),
     "number of samples": lambda o, t: (o[0].square().sum(), torch.tensor(float(len(t)))),
 }
 
@@ -159,3 +172,48 @@ def test_a_batch_without_targets_that_count() -> None:
     captured = capture(Layers, entropy, (x, target)).cut()
     with pytest.raises(PiperError, match="count of the loss is 0"):
         captured.flatten((x, torch.full_like(target, -100)))
+
+
+class Auxiliary(nn.Module):
+    """A term of the loss from an early stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with annotate("stage", 0):
+            h = torch.tanh(self.first(x))
+            term, penalty = h.square().mean(), self.first.weight.square().sum()
+        with annotate("stage", 1):
+            return self.last(h), term, penalty
+
+
+PIPELINE = (
+    "from std.pipeline import one_f_one_b, loop\nmesh gpu = pp: 2\nloop(gpu, 2)\nsplit batch into 2 as mb\n"
+    "one_f_one_b(gpu, 2, 2)\n"
+)
+PLACES = "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\n"
+TERMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "after": lambda o, t: entropy(o, t) + o[1],
+    "scaled, after": lambda o, t: entropy(o, t) + 0.1 * o[1],
+    "before": lambda o, t: 0.1 * o[1] + entropy(o, t),
+    "penalty": lambda o, t: entropy(o, t) + 0.1 * o[2],
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_of_an_early_stage(name: str) -> None:
+    traced = capture(Auxiliary, TERMS[name], words(8))
+    graph, captured = compiled(traced, PIPELINE)
+    assert max(differences(Case(name, Auxiliary, TERMS[name], words, 2), traced, graph, captured)) < LIMIT
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("name", TERMS)
+def test_stages_that_have_different_parts_of_the_batch(name: str, stage: int) -> None:
+    """What depends on all samples of a part cannot be passed to a chunk with other parts."""
+    traced = capture(Auxiliary, TERMS[name], words(8))
+    with pytest.raises(PiperError, match="cannot be redistributed") as refused:
+        compiled(traced, f"{PLACES}split [stage={stage}] into 2 as mb\n")
+    assert "depends on all samples of a part of the batch" in refused.value.diagnostics[0].notes[0]

@@ -145,11 +145,14 @@ def _tags(nodes: list[fx.Node], directives: list[Tag], changing: set[fx.Node]) -
     for node in nodes:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             own[node] = own[node.args[0]]
-    # An untagged operator joins the latest tagged operator that it reads, so that only its result crosses an edge;
+    # An untagged operator joins the latest tagged operator that it depends on, so that only its result crosses an edge;
+    tagged = {node: i for i, node in enumerate(nodes) if own[node]}
     for node in nodes:
         if not own[node]:
-            producers = [own[source] for source in node.all_input_nodes if own.get(source)]
-            own[node] = producers[-1] if producers else {}
+            producers = [source for source in node.all_input_nodes if source in tagged]
+            if producers:
+                last = max(producers, key=tagged.__getitem__)
+                own[node], tagged[node] = own[last], tagged[last]
     # one that reads no tagged operator (a mask, positions) joins the first operator that reads it.
     for node in reversed(nodes):
         if not own[node]:

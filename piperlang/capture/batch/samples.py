@@ -60,6 +60,8 @@ class Samples:
     weights differ."""
     free: frozenset[str] = frozenset()
     """Nodes whose values do not depend on how the batch is divided."""
+    summed: frozenset[str] = frozenset()
+    """Nodes that are sums or means over the samples, or depend on their number."""
 
 
 def walk_samples(small: Traced, large: Traced) -> Walk | None:
@@ -91,7 +93,12 @@ def samples(small: Traced, large: Traced, walk: Walk | None) -> Samples:
     free = frozenset(
         node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True)
     )
-    return Samples(loss, _dims(small, large, walk), mixing, weighted, free)
+    summed = frozenset(
+        node.name
+        for node, found in walk.states.items()
+        if isinstance(found, Mixed) or (isinstance(found, Free) and found.degree != 0)
+    )
+    return Samples(loss, _dims(small, large, walk), mixing, weighted, free, summed)
 
 
 def _two_programs(small: Traced, large: Traced) -> Diagnostic:

@@ -48,26 +48,31 @@ class Sizes:
     """The number of samples of the given batch. It may be 1, though nothing is traced with fewer than 2."""
     walk: Walk | None = None
     """How values depend on the samples; None where the two traces are two programs."""
-    _constants: dict[int, Mapping[fx.Node, torch.Tensor]] = field(default_factory=dict)
+    _constants: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def whole(self, batch: Sequence[torch.Tensor], samples: int) -> list[torch.Tensor]:
         """The values of the whole batch, which has this many samples."""
         if not self.small.whole:
             return []
+        known: dict[str, torch.Tensor] = dict(zip(self.small.given, batch, strict=True))
         wanted = ancestors(list(self.small.whole.values()))
-        given = dict(zip(self.small.given, batch, strict=True))
-        constants = self._constants_at(samples, wanted)
+        known |= {name: value.to(batch[0].device) for name, value in self._constants_at(samples, wanted).items()}
+        nodes = [node for node in self.small.graph.nodes if node in wanted]
         values: dict[fx.Node, Any] = {}
         with torch.no_grad():
-            for node in self.small.graph.nodes:
-                if node.op == "placeholder" and node in wanted:
-                    values[node] = given[node.name] if node.name in given else constants[node].to(batch[0].device)
-                elif node in wanted:
-                    args, kwargs = self.arguments(node, samples, values.__getitem__)
-                    values[node] = node.target(*args, **kwargs)
-        for place, node in self.small.whole.items():
-            self._refuse_zero(place, values[node])
-        return [values[node] for node in self.small.whole.values()]
+            for place, result in self.small.whole.items():  # later ones may depend on earlier ones
+                behind = ancestors([result])
+                for node in nodes:
+                    if node not in behind or node in values:
+                        continue
+                    if node.op == "placeholder":
+                        values[node] = known[node.name]
+                    else:
+                        args, kwargs = self.arguments(node, samples, values.__getitem__)
+                        values[node] = node.target(*args, **kwargs)
+                known[place] = values[result]
+                self._refuse_zero(place, values[result])
+        return [known[place] for place in self.small.whole]
 
     def _refuse_zero(self, place: str, value: torch.Tensor) -> None:
         (node,) = (node for node in self.small.graph.nodes if node.name == place)
@@ -80,7 +85,7 @@ class Sizes:
                 help="skip batches in which every target is masked",
             )
 
-    def _constants_at(self, samples: int, wanted: set[fx.Node]) -> Mapping[fx.Node, torch.Tensor]:
+    def _constants_at(self, samples: int, wanted: set[fx.Node]) -> Mapping[str, torch.Tensor]:
         """The tensors that the program makes of numbers. Numbers may depend on the batch size."""
         if samples not in self._constants:
             found = {
@@ -102,7 +107,7 @@ class Sizes:
                     )
                 traced = self.at(samples)
             twin = dict(zip(self.small.graph.nodes, traced.graph.nodes, strict=True))
-            self._constants[samples] = {node: traced.weights[twin[node].name].fake for node in found}
+            self._constants[samples] = {node.name: traced.weights[twin[node].name].fake for node in found}
         return self._constants[samples]
 
     def dims(self, node: fx.Node) -> tuple[tuple[int, int], ...]:

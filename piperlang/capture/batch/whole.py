@@ -147,13 +147,14 @@ def _weigh(places: list[tuple[int, list[int]]], traced: Traced) -> Traced:
         for operand in (nodes[i] for i in operands):
             value: torch.Tensor = operand.meta["val"]
             exact = torch.promote_types(value.dtype, torch.float32)  # a share of bfloat16 has three digits
-            with traced.graph.inserting_before(nodes[position]):
-                share = insert(operand, aten.to.dtype, operand, exact) if exact != value.dtype else operand
-                share = insert(operand, aten.mul.Tensor, share, traced.samples)
-                share = insert(operand, aten.div.Tensor, share, whole)
+            user = nodes[position]  # a part's share is that of the chunk that adds
+            with traced.graph.inserting_before(user):
+                share = insert(user, aten.to.dtype, operand, exact) if exact != value.dtype else operand
+                share = insert(user, aten.mul.Tensor, share, traced.samples)
+                share = insert(user, aten.div.Tensor, share, whole)
                 if exact != value.dtype:
-                    share = insert(operand, aten.to.dtype, share, value.dtype)
-            nodes[position].replace_input_with(operand, share)
+                    share = insert(user, aten.to.dtype, share, value.dtype)
+            user.replace_input_with(operand, share)
     return traced
 
 

@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +26,21 @@ AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 aten = torch.ops.aten
 Run: TypeAlias = tuple[Any, tuple[torch.dtype, ...]]
 """An operator that ran, and the dtypes of its operands."""
+
+
+NO_GRADIENT = "piper_no_gradient"
+"""The key in a node's `custom` metadata that says that it ran without gradients inside of autocast."""
+
+
+class NotedGradients(TorchFunctionMode):
+    """Notes which operators run without gradients inside of autocast: torch.export forgets it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        if not autocast or torch.is_grad_enabled():
+            return function(*args, **(kwargs or {}))
+        with traceback.annotate({NO_GRADIENT: True}):
+            return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -38,8 +55,12 @@ class Autocast:
             return node
         values = {source: source.meta["val"] for source in node.all_input_nodes if "val" in source.meta}
         casts, expected = self._observed(node, values, enabled=True)
-        explicit = values | {source: values[source].to(dtype) for source, dtype in casts.items()}
-        first, found = self._observed(node, explicit, enabled=False)
+        with self.mode:
+            explicit = values | {source: values[source].to(dtype) for source, dtype in casts.items()}
+        try:
+            first, found = self._observed(node, explicit, enabled=False)
+        except RuntimeError:  # operands of different dtypes
+            return self._decomposed(node)
         if first or expected != found:
             return self._decomposed(node)
         for source, dtype in casts.items():
@@ -99,6 +120,8 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        if function.namespace == "prim":  # asks for the device
+            return result
         source = self.operands.get(id(args[0])) if args else None
         if function is aten._to_copy.default and source is not None and not self.runs:
             self.casts[source] = result.dtype

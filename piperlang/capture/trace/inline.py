@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piperlang.capture.trace.autocast import AUTOCAST, Autocast
+from piperlang.capture.trace.autocast import AUTOCAST, NO_GRADIENT, Autocast
 
 _GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
 _REGIONS = (_GRADIENTS, AUTOCAST)
@@ -82,13 +82,23 @@ class _Region:
             elif node.target is operator.getitem and isinstance(copied[node.args[0]], list):
                 copied[node] = copied[node.args[0]][node.args[1]]
             elif node.op != "get_attr" or not isinstance(getattr(region, node.target), fx.GraphModule):
-                copied[node] = self._operator(node, copied, cast)
+                made = self._operator(node, copied, cast)
+                forgotten = NO_GRADIENT in (node.meta.get("custom") or {})
+                copied[node] = _without_gradient(self.root.graph, self.call, made) if forgotten else made
         return results
 
     def _operator(self, node: fx.Node, copied: dict[fx.Node, Any], cast: Autocast | None) -> fx.Node:
         with self.root.graph.inserting_before(self.call):
             made = self.root.graph.node_copy(node, lambda n: copied[n])
         return cast.explicit(made) if cast is not None else made
+
+
+def _without_gradient(graph: fx.Graph, call: fx.Node, made: Any) -> Any:
+    """A result, or the list of results of an operator, detached."""
+    if isinstance(made, fx.Node):
+        tensor = isinstance(made.meta.get("val"), torch.Tensor)
+        return _detached(graph, call, made) if tensor else made
+    return [_without_gradient(graph, call, one) for one in made]
 
 
 def _detached(graph: fx.Graph, call: fx.Node, node: fx.Node) -> fx.Node:

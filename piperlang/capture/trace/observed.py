@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.trace.autocast import NotedGradients
 from piperlang.capture.trace.experts import routed_experts
 from piperlang.capture.trace.rewritten import rewritten
 from piperlang.capture.trace.untraceable import refuse_loss, user_code
@@ -63,7 +64,7 @@ class Observed(nn.Module):
         before = snapshot(self.model, self.loss)
         watched = (user_code(), recorded_reads(self.seen.environment), seeding_seen(self.seen.seeding))
         with ExitStack() as stack:
-            for context in (*watched, rewritten(), routed_experts()):
+            for context in (*watched, rewritten(), routed_experts(), NotedGradients()):
                 stack.enter_context(context)
             result = self.loss(called(self.model, inputs), target)
         refuse_loss(result, self.loss)
