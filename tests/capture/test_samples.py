@@ -106,7 +106,7 @@ def test_models_may_be_divided(name: str) -> None:
     assert not found.weighted
 
 
-@pytest.mark.parametrize("name", one_in(3, ["gpt2", "llama", "qwen_moe"]))
+@pytest.mark.parametrize("name", one_in(4, ["gpt2", "llama", "qwen_moe"]))
 def test_transformers_may_be_divided(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.support import transformers_models
@@ -308,7 +308,7 @@ FINE: dict[str, tuple[Function, Loss, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, FINE))
+@pytest.mark.parametrize("name", one_in(3, FINE))
 def test_what_may_be_divided(name: str) -> None:
     function, loss, how = FINE[name]
     found = analysed(lambda: Whole(function), loss)
@@ -486,7 +486,7 @@ MIXING: dict[str, tuple[Function, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, MIXING))
+@pytest.mark.parametrize("name", one_in(3, MIXING))
 def test_models_that_mix_samples(name: str) -> None:
     function, message = MIXING[name]
     refused = analysed(lambda: Whole(function), square).mixing
@@ -550,7 +550,7 @@ def _written(x: torch.Tensor, write: Callable[[torch.Tensor], Any]) -> torch.Ten
     return mask
 
 
-@pytest.mark.parametrize("name", one_in(2, PLACED))
+@pytest.mark.parametrize("name", one_in(3, PLACED))
 def test_where_a_sample_stands(name: str) -> None:
     refused = analysed(lambda: Whole(PLACED[name]), square).mixing
     assert refused is not None
@@ -644,7 +644,7 @@ MIXING_LOSSES: dict[str, tuple[Loss, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, MIXING_LOSSES))
+@pytest.mark.parametrize("name", one_in(3, MIXING_LOSSES))
 def test_losses_that_mix_samples(name: str) -> None:
     loss, message = MIXING_LOSSES[name]
     refused = analysed(lambda: Whole(same), loss).mixing

@@ -14,8 +14,9 @@ from piperlang.capture.autodiff.cut import cut
 from piperlang.capture.autodiff.differentiate import differentiate
 from piperlang.capture.program import capture
 from piperlang.capture.trace.trace import trace
+from piperlang.runtime.reference.interpreter import GraphInterpreter
 from tests.support.chunks import run, tag
-from tests.support.equivalence import SAMPLES, assert_same, relative
+from tests.support.equivalence import SAMPLES, assert_same, compiled, optimizer, relative
 from tests.support.models import Case
 from tests.support.transformers_models import LAYERS, WORDS, gpt2, llama, loss, qwen_moe
 
@@ -105,3 +106,27 @@ def test_scheduled_by_module_path(
 
 def words(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(WORDS, (samples, 6)), torch.randint(WORDS, (samples, 6))
+
+
+EXPERTS = """
+from std.data import ddp
+from std.expert import ep
+mesh gpu = dp: 2
+tag stage=0 at model, lm_head
+tag expert="all" at model.layers[*].mlp.experts
+place [stage=*] on gpu
+ddp(gpu.dp, [!expert])
+ep(gpu.dp)
+"""
+
+
+def test_experts_divided_by_module_path() -> None:
+    ids = torch.randint(WORDS, (4, 6))
+    graph, captured = compiled(capture(qwen_moe, loss, ({"input_ids": ids}, ids)), EXPERTS)
+    model = qwen_moe()
+    found = GraphInterpreter(graph, captured, model, optimizer).step(({"input_ids": ids}, ids))
+    value = loss(model(input_ids=ids), ids)
+    value.backward()  # type: ignore[no-untyped-call]
+    assert found.loss == pytest.approx(value.item(), rel=1e-6)
+    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert max(relative(found.gradients[name], grad) for name, grad in trained.items()) < 1e-4

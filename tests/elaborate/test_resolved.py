@@ -33,7 +33,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, [*JOB_SCHEDULES, *MORE]))
+@pytest.mark.parametrize("name", one_in(3, [*JOB_SCHEDULES, *MORE]))
 def test_it_comes_to_the_same(name: str) -> None:
     model, text = (JOB_SCHEDULES | MORE)[name]
     found = schedule(program(model), Source("s.piper", text))

@@ -79,7 +79,7 @@ def test_everything_is_drawn(model: str, mesh: Mesh | None) -> None:
     assert left == set()
 
 
-@pytest.mark.parametrize("mesh", one_in(3, [(("pp", 2), ("dp", 2)), (("dp", 2), ("tp", 2)), (("pp", 4),)]))
+@pytest.mark.parametrize("mesh", one_in(4, [(("pp", 2), ("dp", 2)), (("dp", 2), ("tp", 2)), (("pp", 4),)]))
 def test_a_mesh_is_kept_to(mesh: Mesh) -> None:
     text = ", ".join(f"{axis}: {size}" for axis, size in mesh)
     for seed in range(12):

@@ -1,4 +1,4 @@
-"""Models of libraries under schedules. One of them every time, all of them by hand: `pytest -m slow tests/models`."""
+"""Models of libraries under schedules. By hand: `pytest -m slow tests/models`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from tests.habits.run import is_expected
 from tests.models import text, training, vision  # noqa: F401
 from tests.models.model import MODELS
 from tests.models.page import PAGE
-from tests.models.run import SCHEDULES, ModelRunner
-
-OFTEN = {"GPT-OSS": "ep"}
-"""Experts divided, with their default implementation."""
+from tests.models.run import ModelRunner
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +23,10 @@ def runner() -> Iterator[ModelRunner]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_a_model_trains_as_plain_pytorch_does_or_is_refused(name: str, runner: ModelRunner) -> None:
     model = MODELS[name]
-    found = runner.outcomes(model, [OFTEN[name]] if name in OFTEN else SCHEDULES)
+    found = runner.outcomes(model)
     assert [one for schedule, one in found.items() if not is_expected(model.habit, schedule, one)] == []
 
 

@@ -935,7 +935,7 @@ def assert_plain(folder: Path, losses: list[float], weights: dict[str, Any]) -> 
         assert torch.allclose(weights[name].double(), value.double(), rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize("name", one_in(3, SAME))
+@pytest.mark.parametrize("name", one_in(4, SAME))
 def test_same_as_plain(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, losses, weights = job(tmp_path, SAME[name], PIPELINE, "--executor", "inline")
     assert code == 0, capsys.readouterr().err
@@ -1014,7 +1014,7 @@ def validation():
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", one_in(3, REFUSED))
+@pytest.mark.parametrize("name", one_in(4, REFUSED))
 def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, code, words = REFUSED[name]
     scope: dict[str, Any] = {}
@@ -1034,7 +1034,7 @@ def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("options", [(), ("--no-verify",)], ids=["verified", "not verified"])
-@pytest.mark.parametrize("name", one_in(3, OPTIMIZERS))
+@pytest.mark.parametrize("name", one_in(4, OPTIMIZERS))
 def test_optimizers_that_change_what_others_read(
     name: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

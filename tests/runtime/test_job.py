@@ -25,7 +25,7 @@ from tests.support.often import one_in
 from tests.support.random_models import case
 
 
-@pytest.mark.parametrize("name", one_in(2, JOB_SCHEDULES))
+@pytest.mark.parametrize("name", one_in(3, JOB_SCHEDULES))
 def test_trains_as_one_device_would(name: str, cluster: Cluster) -> None:
     model, script = JOB_SCHEDULES[name]
     assert_trains(cluster, CASES[model], program(model), script)

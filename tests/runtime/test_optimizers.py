@@ -236,13 +236,13 @@ def same(script: str, name: str, choice: str, schedule: Rates = None) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("script", one_in(2, [name for name in SCRIPTS if name != "one"]))
+@pytest.mark.parametrize("script", one_in(3, [name for name in SCRIPTS if name != "one"]))
 def test_groups(script: str, choice: str) -> None:
     """Chosen by shape, by position, by name and by module: as plain PyTorch has them."""
     same(script, "adamw", choice)
 
 
-@pytest.mark.parametrize("name", one_in(3, OPTIMIZERS))
+@pytest.mark.parametrize("name", one_in(4, OPTIMIZERS))
 def test_optimizers_of_torch(name: str) -> None:
     number = list(OPTIMIZERS).index(name)
     for i, script in enumerate(("ddp", "zero1", "zero3", "pp", "pp zero3")):
@@ -324,7 +324,7 @@ RATES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("rates", one_in(2, RATES))
+@pytest.mark.parametrize("rates", one_in(3, RATES))
 @pytest.mark.parametrize("name", ["momentum", "adamw", "tensor rate"])
 @pytest.mark.parametrize("script", ["zero1", "pp"])
 def test_learning_rate_schedules(script: str, name: str, rates: str) -> None:

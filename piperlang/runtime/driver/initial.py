@@ -32,7 +32,7 @@ _PAUSE = 0.005
 """Seconds between two times that a worker drops what it has mapped."""
 
 
-class Place(NamedTuple):
+class FilePart(NamedTuple):
     """Where a tensor is in the file."""
 
     offset: int
@@ -45,7 +45,7 @@ class Created:
     """What a builder tells the other workers of its node."""
 
     path: str
-    places: Mapping[str, Place]
+    places: Mapping[str, FilePart]
     generators: GeneratorStates
     fingerprint: str
 
@@ -57,7 +57,7 @@ class WeightFile:
     descriptor: int
     end: int = 0
     maps: list[mmap.mmap] = field(default_factory=list)
-    known: dict[int, Place] = field(default_factory=dict)
+    known: dict[int, FilePart] = field(default_factory=dict)
     """Places by the address at which this process has mapped them."""
 
     @classmethod
@@ -69,9 +69,9 @@ class WeightFile:
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
-    def add(self, tensor: torch.Tensor) -> Place:
+    def add(self, tensor: torch.Tensor) -> FilePart:
         """Writes a tensor to the end of the file."""
-        place = Place(self.end, tuple(tensor.shape), tensor.dtype)
+        place = FilePart(self.end, tuple(tensor.shape), tensor.dtype)
         size = _pages(tensor.numel() * tensor.element_size())
         try:
             os.posix_fallocate(self.descriptor, self.end, size)  # without space, a write to the mapping kills a process
@@ -86,7 +86,7 @@ class WeightFile:
         self.tensor(place).copy_(tensor.detach())
         return place
 
-    def tensor(self, place: Place) -> torch.Tensor:
+    def tensor(self, place: FilePart) -> torch.Tensor:
         """A tensor that is a part of the file."""
         count = prod(place.shape) * place.dtype.itemsize
         mapped = mmap.mmap(self.descriptor, _pages(count), offset=place.offset)
@@ -95,7 +95,7 @@ class WeightFile:
         self.known[found.data_ptr()] = place
         return found
 
-    def place_of(self, tensor: torch.Tensor) -> Place:
+    def place_of(self, tensor: torch.Tensor) -> FilePart:
         """Where a tensor is. What has moved since it was registered is written anew."""
         place = self.known.get(tensor.data_ptr())
         fits = place is not None and place[1:] == (tuple(tensor.shape), tensor.dtype) and tensor.is_contiguous()
