@@ -228,7 +228,6 @@ FINE: dict[str, tuple[Function, Loss, str]] = {
     "means of columns": (same, lambda o, t: ((o - t) ** 2).mean(0).sum(), "mean"),
     "product over samples": (same, lambda o, t: torch.einsum("bij,bij->", o, t), "sum"),
     "gram of features": (same, lambda o, t: (o.flatten(0, 1).T @ t.flatten(0, 1)).diagonal().sum() / len(o), "mean"),
-    "cross entropy": (same, lambda o, t: f.cross_entropy(*classes(o, t)) * 2, "mean"),
     "cross entropy by hand": (
         same,
         lambda o, t: f.cross_entropy(*classes(o, t), reduction="none").view(o.shape[:2]).sum(1).mean(),
@@ -244,7 +243,6 @@ FINE: dict[str, tuple[Function, Loss, str]] = {
         lambda o, t: f.cross_entropy(o.flatten(0, 1), t.flatten(0, 1).softmax(-1)),
         "mean",
     ),
-    "nll": (lambda x: x.log_softmax(-1), lambda o, t: f.nll_loss(*classes(o, t)), "mean"),
     "l1": (same, f.l1_loss, "mean"),
     "huber": (same, lambda o, t: f.huber_loss(o, t, reduction="sum"), "sum"),
     "smooth l1": (same, f.smooth_l1_loss, "mean"),
@@ -455,10 +453,6 @@ MIXING: dict[str, tuple[Function, str]] = {
     ),
     "size as a factor": (lambda x: (x / x.shape[0]).exp(), "exp uses a number that depends on the batch size"),
     "size as a bound": (lambda x: x.clamp(max=0.01 * x.shape[0]), "clamp uses a number that depends on the batch size"),
-    "size as a tensor": (
-        lambda x: x * torch.ones(x.shape[0], dtype=x.dtype).sum(),
-        "mul uses a number that depends on the batch size",
-    ),
     "across two batches": (crossing(lambda x: len(x) // 2), "slice selects some of the samples"),
     "from the third sample": (crossing(lambda x: 2), "slice selects some of the samples"),
     "between constants": (padded, "cat concatenates other data along the batch dimension"),

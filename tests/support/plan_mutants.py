@@ -307,8 +307,8 @@ def share(m: Mutant) -> None:
 
 
 def feed(m: Mutant) -> None:
-    device = m.pick(d for d in m.plan.devices if d.feeds)
-    k = m.pick(range(len(device.feeds)))
+    found = [(d, k) for d in m.plan.devices for k, fed in enumerate(d.feeds) if fed.box]  # a number has no box to move
+    device, k = m.pick(found)
     fed = device.feeds[k]
     if m.draw.random() < 0.3:
         del device.feeds[k]
