@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from benchmarks.sleeping import optimizer, options, show
 from piperlang.capture.autodiff.cost import Cost
 from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.batch.layout import BatchLayout
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import Copy, Forward, Instruction
 from piperlang.plan.plan import DevicePlan, Feed, Plan, StageProgram
@@ -34,17 +36,13 @@ IDENTITY = StageProgram("F", 0, 1, ((), ()), (("input", 0),), (("output", 0),), 
 class Identity:
     """Stands for a captured model: one chunk, which returns what it is given."""
 
-    batch_names: Sequence[str] = ("x", "y")
+    layout = BatchLayout(pytree.tree_structure((0, 0)), ((1,), (1,)), (torch.float32,) * 2, ("x", "y"), None)
     aliases: Mapping[str, Sequence[str]] = {}
     constants: Mapping[str, torch.Tensor] = {}
     weight_bytes = 0
 
     def check_state(self) -> None:
         """There is none."""
-
-    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
-        """Any batch will do."""
-        return list(batch)
 
     def pass_graphs(self, chunk: int, samples: int, sharding: Any = ((), ())) -> PassGraphs:
         graph = fx.Graph()

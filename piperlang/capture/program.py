@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from piperlang.capture.autodiff.cut import Subgraph, cut, matches
 from piperlang.capture.autodiff.differentiate import Localize, divide, signature
 from piperlang.capture.autodiff.joint import Joint
 from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.batch.layout import BatchLayout
 from piperlang.capture.batch.samples import Samples, samples
 from piperlang.capture.batch.sizes import Sizes, trace_sizes
 from piperlang.capture.spmd.features import Unfit, features_of, operator_name, refusal
@@ -24,7 +24,7 @@ from piperlang.capture.trace.names import ModuleName, names_of
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function, line_of_operator
 from piperlang.core.placement import DISPATCHED, Dispatched, Placement, Shard
-from piperlang.diagnostics import Diagnostic, PiperError, did_you_mean, error
+from piperlang.diagnostics import Diagnostic, did_you_mean, error
 from piperlang.directives.tag import ModulePath, Tag
 from piperlang.ir import model as ir
 from piperlang.ir.model import Sharding
@@ -229,10 +229,6 @@ class CutProgram:
         self.keys = [program.key(chunk) for chunk in chunks]
         self.model = self._describe()
 
-    @property
-    def batch_names(self) -> Sequence[str]:
-        return self.program.sizes.small.batch
-
     def check_state(self) -> None:
         """Python state that the program has captured must not change. Called before every step."""
         self.program.sizes.small.frozen.check()
@@ -251,31 +247,14 @@ class CutProgram:
     def weight_bytes(self) -> int:
         return sum(weight.bytes for weight in self.model.weights.values())
 
-    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
-        """The tensors of a batch in the order of the program's inputs, independent of the order of dict keys, and
-        values of the whole batch.
-
-        A plan is for batches of one shape: additional samples would be ignored, and fewer would not be enough."""
+    @cached_property
+    def layout(self) -> BatchLayout:
+        """What batches look like."""
         sizes = self.program.sizes
         assert sizes.layout is not None
-        try:
-            flat: list[torch.Tensor] = sizes.layout.flatten_up_to(tuple(batch))
-        except ValueError:
-            raise _other_shape(
-                f"a batch has the structure {_written(pytree.tree_structure(batch))}, but the model was traced with"
-                f" {_written(sizes.layout)}"
-            ) from None
-        for i, (tensor, shape, dtype) in enumerate(zip(flat, sizes.shapes, sizes.dtypes, strict=True)):
-            if tuple(tensor.shape) != shape:
-                raise _other_shape(
-                    f"tensor {i} of a batch has shape {list(tensor.shape)}, but the model was traced with {list(shape)}"
-                )
-            if tensor.dtype != dtype:
-                raise _other_shape(
-                    f"tensor {i} of a batch has dtype {tensor.dtype}, but the model was traced with {dtype}"
-                )
-        given = [tensor.detach() if tensor.requires_grad else tensor for tensor in flat]
-        return given + sizes.whole(given, sizes.samples)
+        return BatchLayout(
+            sizes.layout, sizes.shapes, sizes.dtypes, tuple(sizes.small.batch), sizes.whole(sizes.samples)
+        )
 
     def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
         return self.program.pass_graphs(self.chunks[chunk], self.keys[chunk], samples, sharding)
@@ -375,15 +354,6 @@ def _routed(places: tuple[Placement, ...], divides: Sequence[ir.Divide]) -> tupl
 def _of(slot: ir.Slot) -> ir.Slot:
     """The slot whose gradient this is."""
     return slot[0].removeprefix("grad_"), slot[1]
-
-
-def _written(layout: pytree.TreeSpec) -> str:
-    """`([tensor, tensor], tensor)`."""
-    return str(pytree.tree_unflatten(["tensor"] * layout.num_leaves, layout)).replace("'tensor'", "tensor")
-
-
-def _other_shape(message: str) -> PiperError:
-    return error("P0801", message, help="give all batches the same shape: drop or pad the last one")
 
 
 def _weights_differ(nodes: Sequence[str]) -> Diagnostic:

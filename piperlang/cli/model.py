@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,23 +47,16 @@ def load_both(model: str, script: str) -> ModelFile:
 
 
 class Batches:
-    """The batches of a job. The model is traced with the first one, which is also the first training batch. Data
-    that ends starts over: a new epoch."""
+    """The batches of a job. The model is traced with the first one, which is also the first training batch."""
 
     def __init__(self, file: ModelFile, seed: int) -> None:
+        from piperlang.capture.user.batches import endless
         from piperlang.capture.user.seeding import seed_all
 
         seed_all(seed)
-        self.file = file
         with doing("loading the first batch"):
-            self.epoch = iter(file.data())
-            self.first: tuple[Any, Any] = next(self.epoch)
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        yield self.first
-        while True:
-            yield from self.epoch
-            self.epoch = iter(self.file.data())
+            self.others = endless(file.data)
+            self.first: tuple[Any, Any] = next(self.others)
 
 
 def captured(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.backend import add_backend, add_executor, chosen_backend
+from piperlang.cli.feeding import Feeding, InWorkers, feeding
 from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
 from piperlang.cli.model import Batches, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SECONDS, SEED
@@ -77,6 +78,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help=(
             "compare the captured program with the eager model before the first step (default: yes, if memory suffices)"
         ),
+    )
+    parser.add_argument(
+        "--data",
+        choices=("workers", "driver"),
+        help="where batches are loaded (default: in workers, unless that could make a difference)",
     )
     parser.add_argument("--masters", action="store_true", help="keep float32 master weights for half-precision weights")
     parser.add_argument(
@@ -166,6 +172,7 @@ def _train(
     with doing("importing the runtime"):
         from piperlang.capture.user.held import refuse_use
         from piperlang.capture.user.model_file import shipped
+        from piperlang.capture.user.seeding import generators_left_alone
         from piperlang.capture.user.watched import WatchedModel
         from piperlang.runtime.driver.training import Training
         from piperlang.runtime.optimizer.optimize import default_optimizer
@@ -180,13 +187,11 @@ def _train(
         options.masters,
         shipped(file, "loss"),
     )
-    batches = iter(given)
-    first = next(batches)
     at = folder.absolute()  # the user's code may change the working directory
     with ExitStack() as stack:
         loggers = stack.enter_context(_loggers(options, plan, folder))
         validation = _evaluation(options, file, plan, given.first, backend)
-        _verify(options, cut, plan, first, training, folder)
+        _verify(options, cut, plan, given.first, training, folder)
         rows = at / "metrics.jsonl"
         with writing(rows, "all rows of metrics"):
             metrics = stack.enter_context(rows.open("w", encoding="utf-8"))
@@ -203,14 +208,16 @@ def _train(
                 emit(row)
             log(loggers, row.record())
             if file.on_step is not None:
-                file.on_step(row.record())
+                with generators_left_alone(file.on_step) if isinstance(fed, InWorkers) else nullcontext():
+                    file.on_step(row.record())
 
+        fed = feeding(options.data, job, file, given, cut, validation[1] if validation else None, options.seed)
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
         checks = _checks(file, [WatchedModel(model.named_modules()) for model in refuse_use()])
         started = time.perf_counter()
         trained: list[int] = []
         with _weights_kept(job, at, trained), stepping(options.steps, options.log_every, str(folder)):
-            for row in _steps(options, file, job, plan, batches, first, validation is not None, checks, trained):
+            for row in _steps(options, file, fed, plan, validation is not None, checks, trained):
                 note(row)
         save(job, at, WEIGHTS)
     seconds = time.perf_counter() - started
@@ -221,42 +228,36 @@ def _train(
 def _steps(
     options: argparse.Namespace,
     file: ModelFile,
-    job: Any,
+    fed: Feeding,
     plan: Any,
-    batches: Iterator[Any],
-    batch: Any,
     validates: bool,
     checks: Sequence[Callable[[], None]],
     trained: list[int],
 ) -> Iterator[StepMetrics]:
     """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except before
     a validation, and for files with `on_step`: the data may depend on either."""
-    from piperlang.capture.user.user_code import located
-    from piperlang.capture.user.where import line_of_function
-
     for step in range(options.steps):
         last = step + 1 == options.steps
         validated = validates and (last or (step + 1) % (options.validate_every or options.steps) == 0)
-        ahead = file.on_step is None and not validated
+        ahead = not last and not validated and (file.on_step is None or isinstance(fed, InWorkers))
         for check in checks:
             check()
         with doing("running the first step") if step == 0 else nullcontext():  # it may compile chunks
-            with located(line_of_function(file.data)):
-                begun = job.begin(batch)
-            problem = None
-            try:
-                batch = next(batches) if ahead and not last else batch
-            except PiperError as raised:
-                problem = raised
-            done = job.finish(begun)
+            done = fed.step(ahead)
             trained.append(step)
-        row = StepMetrics(step, done.loss, round(done.seconds, 6), round(plan.samples / done.seconds, 2), done.memory)
+        row = StepMetrics(
+            step,
+            done.loss,
+            round(done.seconds, 6),
+            round(plan.samples / done.seconds, 2),
+            done.memory,
+            waited_for_data=None if done.waited is None else round(done.waited, 6),
+        )
         if validated:
-            row = replace(row, validation_loss=_validated(job, file))
+            row = replace(row, validation_loss=_validated(fed, file))
         yield row
-        if problem is not None:
-            raise problem
-        batch = batch if ahead or last else next(batches)
+        if not last:
+            fed.advance(ahead)
 
 
 def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], None]]:
@@ -364,7 +365,7 @@ def _evaluation(
     if file.validation is None:
         return None
 
-    from piperlang.capture.user.batches import may_share_state
+    from piperlang.capture.user.batches import DATA, may_share_state
     from piperlang.capture.user.seeding import restored
     from piperlang.capture.user.user_code import located
     from piperlang.capture.user.where import line_of_function
@@ -376,14 +377,14 @@ def _evaluation(
     if found.problems:
         raise PiperError(*found.problems)
     cut: Any = found.captured
-    if not may_share_state(file.data, file.validation):
+    if not may_share_state(file.data, file.validation, DATA):
         # A batch that cannot be used is reported before training, not after it.
         with restored(), located(line_of_function(file.validation)):
-            cut.flatten(next(file.validation()))
+            cut.layout.flatten(next(file.validation()))
     return evaluation_plan(found.graph(), plan, cut), cut
 
 
-def _validated(job: Any, file: ModelFile) -> float:
+def _validated(fed: Feeding, file: ModelFile) -> float:
     """The mean loss over all batches of `validation`."""
     from piperlang.capture.user.user_code import located
     from piperlang.capture.user.where import line_of_function
@@ -392,8 +393,8 @@ def _validated(job: Any, file: ModelFile) -> float:
     with doing("validating"), located(line_of_function(file.validation)):
         losses: list[float] = []
         late = time.monotonic() + ENDLESS
-        for batch in file.validation():
-            losses.append(job.evaluate(batch))
+        for loss in fed.validate():
+            losses.append(loss)
             if time.monotonic() > late:
                 late = float("inf")
                 emit(Notice(_endless(len(losses)), warning=True))

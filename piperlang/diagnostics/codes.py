@@ -63,7 +63,7 @@ CODES = {
     "P0604": "worker failed",
     "P0605": "cannot start workers",
     "P0606": "model differs in evaluation mode",
-    "P0607": "initial weights or settings differ between workers",
+    "P0607": "initial weights, settings or batches differ between workers",
     "P0608": "captured program differs from the model",
     "P0609": "results cannot be written",
     "P0801": "invalid model file",

@@ -58,9 +58,11 @@ class StepMetrics:
     samples_per_second: float
     memory_bytes: int
     validation_loss: float | None = None
+    waited_for_data: float | None = None
+    """Seconds, after the step, for the next batch; known where workers load batches."""
 
     def record(self) -> dict[str, Any]:
-        """As JSON. `validation_loss` is present if it was evaluated."""
+        """As JSON, without what is not known."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -306,7 +306,7 @@ FINE: dict[str, tuple[Function, Loss, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, FINE))
+@pytest.mark.parametrize("name", one_in(6, FINE))
 def test_what_may_be_divided(name: str) -> None:
     function, loss, how = FINE[name]
     found = analysed(lambda: Whole(function), loss)
@@ -480,7 +480,7 @@ MIXING: dict[str, tuple[Function, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, MIXING))
+@pytest.mark.parametrize("name", one_in(6, MIXING))
 def test_models_that_mix_samples(name: str) -> None:
     function, message = MIXING[name]
     refused = analysed(lambda: Whole(function), square).mixing
@@ -638,7 +638,7 @@ MIXING_LOSSES: dict[str, tuple[Loss, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, MIXING_LOSSES))
+@pytest.mark.parametrize("name", one_in(5, MIXING_LOSSES))
 def test_losses_that_mix_samples(name: str) -> None:
     loss, message = MIXING_LOSSES[name]
     refused = analysed(lambda: Whole(same), loss).mixing

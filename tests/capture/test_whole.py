@@ -126,7 +126,7 @@ def value_of(result: Any) -> torch.Tensor:
     return sum(result.values()) if isinstance(result, dict) else result  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", one_in(3, LOSSES))
+@pytest.mark.parametrize("name", one_in(5, LOSSES))
 def test_divided_and_whole_batches_give_the_same(name: str) -> None:
     traced = capture(Layers, LOSSES[name], words(8))
     graph, captured = compiled(traced, SCRIPT)
@@ -172,7 +172,7 @@ def test_a_batch_without_targets_that_count() -> None:
     x, target = words(8)
     captured = capture(Layers, entropy, (x, target)).cut()
     with pytest.raises(PiperError, match="count of the loss is 0"):
-        captured.flatten((x, torch.full_like(target, -100)))
+        captured.layout.flatten((x, torch.full_like(target, -100)))
 
 
 class Auxiliary(nn.Module):

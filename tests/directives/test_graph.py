@@ -294,6 +294,7 @@ def test_parts_with_fewer_targets_weigh_less() -> None:
     assert_same(case, capture(case.model, case.loss, case.batch(SAMPLES)), DIVIDED)
 
 
+@pytest.mark.slow
 def test_a_loss_may_be_a_sum_and_a_count() -> None:
     def pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         valid = target != -100

@@ -117,6 +117,7 @@ def test_a_model_without_stages_is_cut_by_its_modules() -> None:
     assert any("pp: 4" in write(found, seed) or "pp: 2" in write(found, seed) for seed in range(5))
 
 
+@pytest.mark.slow
 def test_stages_that_share_weights_are_known() -> None:
     assert traits("gpt-2").tied
     assert not traits("mlp-4").tied

@@ -65,8 +65,8 @@ def runs_right(cluster: Cluster, name: str, plan: Plan) -> None:
                     assert not value.numel() or relative(have[key], value) <= LIMIT, key
 
 
-def test_three_mistakes_on_gloo(cluster: Cluster) -> None:
-    for _, name, plan in islice(accepted(), 3):
+def test_a_mistake_on_gloo(cluster: Cluster) -> None:
+    for _, name, plan in islice(accepted(), 1):
         runs_right(cluster, name, plan)
 
 

@@ -61,6 +61,11 @@ BY_HAND = {
     "07_hf_llama/zbv",
     "08_dropless/data_axis",
     "08_dropless/own_mesh",
+    "02_gpt/one_f_one_b",
+    "03_moe/own_axis",
+    "04_zero/prefetch",
+    "04_zero/zero1",
+    "04_zero/zero2_1f1b",
 }
 """Schedules that take long and differ from others of their example in what other tests vary."""
 

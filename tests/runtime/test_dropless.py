@@ -134,7 +134,7 @@ def test_equals_the_single_device(name: str) -> None:
     assert {x.op for device in plan.devices for x in device.instructions} >= set(ROUTING)
 
 
-@pytest.mark.parametrize("name", ["an expert a device", "data and experts", "experts elsewhere"])
+@pytest.mark.parametrize("name", one_in(3, ["an expert a device", "data and experts", "experts elsewhere"]))
 def test_equals_the_single_device_on_workers(name: str, cluster: Cluster) -> None:
     assert_trains(cluster, CASE, program(), SCHEDULES[name])
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from piperlang.capture.autodiff.cost import Cost
+from piperlang.capture.batch.layout import BatchLayout
 from piperlang.capture.trace import effects, functions, keep, routed  # noqa: F401
 from piperlang.ir.model import Sharding, Slot
 
@@ -71,7 +72,7 @@ class TracedModel(Protocol):
     """What an executor needs of a model that is cut into chunks."""
 
     @property
-    def batch_names(self) -> Sequence[str]: ...
+    def layout(self) -> BatchLayout: ...
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]: ...
@@ -81,8 +82,6 @@ class TracedModel(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, Sequence[str]]: ...
-
-    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]: ...
 
     def check_state(self) -> None: ...
 

@@ -10,8 +10,8 @@ are not proportional to the batch size are therefore predicted for a third size 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from piperlang.capture.batch.layout import WholeValues
 from piperlang.capture.batch.mixing import same_number
 from piperlang.capture.batch.samples import Walk
 from piperlang.capture.batch.whole import edits
@@ -48,67 +49,60 @@ class Sizes:
     """The number of samples of the given batch. It may be 1, though nothing is traced with fewer than 2."""
     walk: Walk | None = None
     """How values depend on the samples; None where the two traces are two programs."""
-    _constants: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
-    def whole(self, batch: Sequence[torch.Tensor], samples: int) -> list[torch.Tensor]:
-        """The values of the whole batch, which has this many samples."""
-        if not self.small.whole:
-            return []
-        known: dict[str, torch.Tensor] = dict(zip(self.small.given, batch, strict=True))
-        wanted = ancestors(list(self.small.whole.values()))
-        known |= {name: value.to(batch[0].device) for name, value in self._constants_at(samples, wanted).items()}
-        nodes = [node for node in self.small.graph.nodes if node in wanted]
-        values: dict[fx.Node, Any] = {}
-        with torch.no_grad():
-            for place, result in self.small.whole.items():  # later ones may depend on earlier ones
-                behind = ancestors([result])
-                for node in nodes:
-                    if node not in behind or node in values:
-                        continue
-                    if node.op == "placeholder":
-                        values[node] = known[node.name]
-                    else:
-                        args, kwargs = self.arguments(node, samples, values.__getitem__)
-                        values[node] = node.target(*args, **kwargs)
-                known[place] = values[result]
-                self._refuse_zero(place, values[result])
-        return [known[place] for place in self.small.whole]
+    def whole(self, samples: int) -> WholeValues | None:
+        """Computes the values of the whole batch, which has this many samples."""
+        small = self.small
+        if not small.whole:
+            return None
+        graph, root = fx.Graph(), nn.Module()
+        known: dict[str, fx.Node] = {name: graph.placeholder(name) for name in small.given}
+        wanted = ancestors(list(small.whole.values()))
+        for i, (name, value) in enumerate(self._constants_at(samples, wanted).items()):
+            root.register_buffer(f"constant_{i}", value)
+            known[name] = graph.get_attr(f"constant_{i}")
+        nodes = [node for node in small.graph.nodes if node in wanted]
+        values: dict[fx.Node, fx.Node] = {}
+        for place, result in small.whole.items():  # later ones may depend on earlier ones
+            behind = ancestors([result])
+            for node in nodes:
+                if node not in behind or node in values:
+                    continue
+                if node.op == "placeholder":
+                    values[node] = known[node.name]
+                else:
+                    values[node] = graph.call_function(node.target, *self.arguments(node, samples, values.__getitem__))
+            known[place] = values[result]
+        graph.output([known[place] for place in small.whole])
+        divisors = tuple(i for i, place in enumerate(small.whole) if self._divides(place))
+        return WholeValues(fx.GraphModule(root, graph), divisors, line_of_function(small.loss))
 
-    def _refuse_zero(self, place: str, value: torch.Tensor) -> None:
+    def _divides(self, place: str) -> bool:
         (node,) = (node for node in self.small.graph.nodes if node.name == place)
-        divides = any(user.target is torch.ops.aten.div.Tensor and user.args[1] is node for user in node.users)
-        if divides and value.numel() == 1 and not value.item():
-            raise error(
-                "P0807",
-                "the count of the loss is 0 for a batch, and the loss would divide by 0",
-                line_of_function(self.small.loss),
-                help="skip batches in which every target is masked",
-            )
+        return any(user.target is torch.ops.aten.div.Tensor and user.args[1] is node for user in node.users)
 
     def _constants_at(self, samples: int, wanted: set[fx.Node]) -> Mapping[str, torch.Tensor]:
         """The tensors that the program makes of numbers. Numbers may depend on the batch size."""
-        if samples not in self._constants:
-            found = {
-                node: (self.small.weights[node.name].fake, self.large.weights[self.twin[node].name].fake)
-                for node in wanted
-                if node.name in self.small.weights
-            }
-            traced = self.small
-            if samples != traced.samples and not all(torch.equal(*pair) for pair in found.values()):
-                if samples < 2:
-                    raise error(
-                        "P0807",
-                        "the loss reads a Python number that depends on the batch size",
-                        line_of_function(traced.loss),
-                        help=(
-                            "count elements of the target: `torch.ones_like(target).sum()`, or use batches of two or"
-                            " more samples"
-                        ),
-                    )
-                traced = self.at(samples)
-            twin = dict(zip(self.small.graph.nodes, traced.graph.nodes, strict=True))
-            self._constants[samples] = {node.name: traced.weights[twin[node].name].fake for node in found}
-        return self._constants[samples]
+        found = {
+            node: (self.small.weights[node.name].fake, self.large.weights[self.twin[node].name].fake)
+            for node in wanted
+            if node.name in self.small.weights
+        }
+        traced = self.small
+        if samples != traced.samples and not all(torch.equal(*pair) for pair in found.values()):
+            if samples < 2:
+                raise error(
+                    "P0807",
+                    "the loss reads a Python number that depends on the batch size",
+                    line_of_function(traced.loss),
+                    help=(
+                        "count elements of the target: `torch.ones_like(target).sum()`, or use batches of two or"
+                        " more samples"
+                    ),
+                )
+            traced = self.at(samples)
+        twin = dict(zip(self.small.graph.nodes, traced.graph.nodes, strict=True))
+        return {node.name: traced.weights[twin[node].name].fake for node in found}
 
     def dims(self, node: fx.Node) -> tuple[tuple[int, int], ...]:
         """Every dim of a node's value as (a, b): its size is a * samples + b."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from inspect import unwrap
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -43,22 +43,30 @@ class UserBatches(Guarded):
             yield from every
 
 
-_FIXED = (
-    *(bool, int, float, complex, str, bytes, type(None), type),
-    *(FunctionType, BuiltinFunctionType, ModuleType, torch.Tensor, np.ndarray),
-)
+def endless(data: Callable[[], Iterator[tuple[Any, Any]]]) -> Generator[tuple[Any, Any]]:
+    """Data that ends starts over: a new epoch."""
+    while True:
+        yield from data()
+
+
+_FIXED = (*(bool, int, float, complex, str, bytes, type(None), type), *(FunctionType, BuiltinFunctionType, ModuleType))
 """What a function does not change as long as it does not assign it. Of others, an iterator, a list or a data set, a
 batch may leave something behind."""
+DATA = (torch.Tensor, np.ndarray)
+"""What functions that make batches read, as a rule, and do not change."""
 
 
-def may_share_state(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Whether a batch of one function may change the batches of the other, by a variable that both of them use: an
-    iterator, a generator of random numbers, a count. Variables in closures may be shared."""
+def may_share_state(one: Callable[..., Any], other: Callable[..., Any], but: tuple[type, ...] = ()) -> bool:
+    """Whether calls of one function may change what the other does, by a variable that both of them use: an iterator, a
+    generator of random numbers, a count. Variables in closures may be shared. `but`: types of values that they do not
+    change."""
     functions = unwrap(one), unwrap(other)
     if any(getattr(function, "__closure__", None) for function in functions):
         return True
     mine, theirs = ({(name, id(scope)): scope.get(name) for name, scope in globals_of([f])} for f in functions)
-    kept = [{id(value) for value in found.values() if not isinstance(value, _FIXED)} for found in (mine, theirs)]
+    kept = [
+        {id(value) for value in found.values() if not isinstance(value, (*_FIXED, *but))} for found in (mine, theirs)
+    ]
     assigned = globals_assigned(functions)
     return bool(kept[0] & kept[1]) or any(name in assigned for name, _ in mine.keys() & theirs.keys())
 

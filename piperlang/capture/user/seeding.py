@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from piperlang.capture.user.where import line_of_function
+from piperlang.diagnostics import error
+
 
 def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
@@ -68,6 +71,22 @@ def _told(function: Callable[..., Any], seen: Callable[[], None]) -> Callable[..
         return function(*args, **kwargs)
 
     return called
+
+
+@contextmanager
+def generators_left_alone(on_step: Callable[..., Any]) -> Iterator[None]:
+    """Refuses an `on_step` that draws random numbers where workers load the batches: in a plain loop, `data` would draw
+    the numbers that follow."""
+    before = generator_states()
+    yield
+    of_torch, python, numpy = generator_states()
+    if not torch.equal(before[0], of_torch) or before[1] != python or str(before[2]) != str(numpy):
+        raise error(
+            "P0801",
+            "`on_step` draws random numbers, and `data` is called in other processes",
+            line_of_function(on_step),
+            help="give it a generator of its own (`torch.Generator()`), or load batches in the driver: `--data driver`",
+        )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pickle
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
 from piperlang.capture.user.user_code import said
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
-from piperlang.diagnostics import error
+from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Compute, Send
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.plan.verify import check
@@ -30,11 +30,13 @@ from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver import initial
 from piperlang.runtime.driver.assemble import assembled, known_to
 from piperlang.runtime.driver.cluster import Cluster, Lost, pack
+from piperlang.runtime.driver.loading import Loaded, Loading, fingerprint
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
 from piperlang.runtime.optimizer.settings import Settings, difference
+from piperlang.source import Span
 
 
 class WorkerInputs:
@@ -78,8 +80,7 @@ class WorkerInputs:
 
     def feeds(self, batch: tuple[Any, Any]) -> list[dict[ValueId, torch.Tensor]]:
         """Every device's part of the batch."""
-        flat = self.captured.flatten(batch)
-        named = dict(zip(self.captured.batch_names, flat, strict=True))
+        named = self.captured.layout.named(batch)
         # Copies: a view would be sent with the whole batch that it is a view of.
         return [
             {key: take(named[name], box).clone() for key, name, box in device.feeds} for device in self.plan.devices
@@ -106,6 +107,9 @@ class Job:
         self.training = self.active = WorkerInputs(plan, captured)
         self.sets_options = training.lr_schedule or training.optimizer
         self.evaluation: WorkerInputs | None = None
+        self.loading: list[int] = []
+        """The workers that load batches themselves."""
+        self.data_line: Span | None = None
         self.backend = cluster.backend if cluster is not None else backend or for_workers()
         self.compiles = self.backend.device.compiles if compiles is None else compiles
         if not self.backend.buffered:
@@ -211,10 +215,74 @@ class Job:
         ]
         self.cluster.each("prepare", packed)
 
+    # ------------------------------------------------------------------------------------------------- batches
+
+    def load(self, loading: Loading, first: tuple[Any, Any]) -> Loaded | None:
+        """From now on, workers load their batches themselves. None if they have loaded `first`; otherwise what a
+        worker has loaded, or why it has loaded nothing, and batches are still passed to `begin`."""
+        runs = [run for run in (self.training, self.evaluation) if run is not None]
+        self.loading = [i for i in range(len(self.plan.devices)) if any(run.plan.devices[i].feeds for run in runs)]
+        self.data_line = line_of_function(loading.data)
+        packed = pack(loading)
+        found = self.cluster.wait([self.cluster.call(i, "start_loading", packed) for i in self.loading])
+        expected = fingerprint(loading.layout.flatten(first))
+        other = next((one for one in found if one.failed is not None or one.fingerprint != expected), None)
+        if other is not None:
+            self.stop_loading()
+        return other
+
+    def stop_loading(self) -> None:
+        """From now on, batches are passed to `begin`."""
+        self.cluster.wait([self.cluster.call(i, "stop_loading") for i in self.loading])
+        self.loading = []
+
+    def load_next(self, name: str = "train") -> Loaded:
+        """Load the next batch. Raises what the user's code raises."""
+        found = self.cluster.wait([self.cluster.call(i, "load", name) for i in self.loading])
+        loaded, problem = self._loaded(dict(zip(self.loading, found, strict=True)))
+        if problem is not None:
+            raise problem
+        return loaded
+
+    def _loaded(self, found: Mapping[int, Loaded]) -> tuple[Loaded, PiperError | None]:
+        """What workers have loaded, which must be the same on all of them."""
+        first, *others = found
+        print(found[first].printed, end="")
+        for i, one in found.items():
+            if one.failed is not None:
+                return one, failed(f"device {self.plan.devices[i].device}", one.failed, None, [])
+        other = next((i for i in others if found[i].batch != found[first].batch), None)
+        if other is not None:
+            devices = [self.plan.devices[i].device for i in (first, other)]
+            return found[other], error(
+                "P0607",
+                f"devices {devices[0]} and {devices[1]} have loaded different batches",
+                self.data_line,
+                help=(
+                    "make `data` yield the same batches in every process: draw random numbers from torch, `random` or"
+                    " NumPy, or seed your own generator; or load batches in the driver: `--data driver`"
+                ),
+            )
+        return max(found.values(), key=lambda one: one.waited), None
+
+    def validate(self) -> Iterator[float]:
+        """The losses of the validation batches that workers load."""
+        self.cluster.each("validate", count=len(self.plan.devices))
+        while not self.load_next("evaluate").ended:
+            self.active = self.evaluation or self.training
+            yield self.finish([self.cluster.call(i, "evaluate", None) for i in range(len(self.plan.devices))]).loss
+
     # --------------------------------------------------------------------------------------------------- steps
 
     def step(self, batch: tuple[Any, Any], gradients: bool = False) -> StepResult:
         return self.finish(self.begin(batch, gradients))
+
+    def begin_loaded(self, ahead: bool) -> list[Any]:
+        """Start a step on the batch that workers have loaded. `ahead`: they load the next one meanwhile."""
+        self.captured.check_state()
+        self.optimizer_reads.check()
+        self.active = self.training
+        return [self.cluster.call(i, "step", None, False, ahead) for i in range(len(self.plan.devices))]
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
         """Start a step; the caller may prepare the next batch meanwhile."""
@@ -256,7 +324,14 @@ class Job:
                 raise self._gone("P0602", "died", dead[0]) if dead else self._failed(i, report.failed)
         if len({report.settings for report in reports if report.settings}) > 1:
             self._compare(self.cluster.each("settings", count=len(self.plan.devices)), self.sets_options)
-        return StepResult(sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports))
+        result = StepResult(
+            sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports)
+        )
+        coming = {i: report.coming for i, report in enumerate(reports) if report.coming is not None}
+        if coming:
+            loaded, problem = self._loaded(coming)
+            result = replace(result, waited=loaded.waited, problem=problem)
+        return result
 
     def _compare(self, settings: Sequence[Settings], by: Callable[..., Any]) -> None:
         """What the user's functions have decided must be the same in all workers."""

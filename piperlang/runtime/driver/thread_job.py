@@ -157,10 +157,10 @@ class _PlanRun:
         self.streams = [kind.streams(device, device.execute) for device in devices]
 
     def checked(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
-        return self.captured.flatten(batch)
+        return self.captured.layout.flatten(batch)
 
     def run(self, step: int, flat: list[torch.Tensor]) -> float:
-        named = dict(zip(self.captured.batch_names, flat, strict=True))
+        named = dict(zip(self.captured.layout.names, flat, strict=True))
         failures: list[tuple[Device, Failed]] = []
 
         def run(device: Device, streams: Streams) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
+from piperlang.diagnostics import PiperError
 from piperlang.plan.plan import StageProgram
 
 
@@ -31,6 +32,10 @@ class StepResult:
     seconds: float
     memory: int
     """Of the worker that uses the most."""
+    waited: float | None = None
+    """Seconds that workers waited for their next batch, where they load batches themselves."""
+    problem: PiperError | None = None
+    """Why they could not load it."""
 
 
 def piece_of(captured: TracedModel, program: StageProgram) -> PassGraph:

@@ -8,25 +8,30 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from piperlang.capture.user.held import hold, refuse_use
 from piperlang.capture.user.operators import functions_of_operators
 from piperlang.capture.user.seeding import seed_all
 from piperlang.capture.user.state import Frozen, TorchState
 from piperlang.capture.user.tensors import named_tensors
 from piperlang.capture.user.user_code import said
+from piperlang.capture.user.watched import WatchedModel
 from piperlang.capture.user.where import line_of, line_of_function
 from piperlang.core.value_id import ValueId
-from piperlang.diagnostics import error
+from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, StageProgram
 from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm, opened
@@ -35,6 +40,7 @@ from piperlang.runtime.device.compiled import compiled
 from piperlang.runtime.device.failure import Failure, failure_of
 from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, create, mapped
+from piperlang.runtime.driver.loading import Loaded, Loader, Loading
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.optimizer.settings import Settings
@@ -84,6 +90,8 @@ class Report:
     failed: Failure | None = None
     settings: str = ""
     """A digest of the options that a schedule has set."""
+    coming: Loaded | None = None
+    """The next batch, if the worker has loaded one."""
 
 
 class Started(NamedTuple):
@@ -131,6 +139,10 @@ class Worker:
         """Of a model that this worker creates for all workers of its node."""
         self.model: tuple[Setup, Any] | None = None
         """That model, until this worker is set up."""
+        self.loader: Loader | None = None
+        """Where workers load batches themselves, and this one reads some of them."""
+        self.between_steps: list[Callable[[], None]] = []
+        """Checks that `data` leaves as it is what the program reads."""
 
     def where(self) -> tuple[str, int]:
         return process()
@@ -212,6 +224,7 @@ class Worker:
         started_from: str,
         file: WeightFile | None = None,
     ) -> Started:
+        hold(model)
         weights: Mapping[str, torch.Tensor] = named_tensors(model) | setup.constants
         if file is not None:
             weights = Dropped(weights, file)
@@ -262,24 +275,86 @@ class Worker:
     def _begun(self, position: int) -> None:
         struct.pack_into("<i", self.progress, self.slot, position)
 
-    def step(self, feeds: dict[ValueId, torch.Tensor], gradients: bool = False) -> Report:
+    # ----------------------------------------------------------------------------------------------------- batches
+
+    def start_loading(self, packed: bytes) -> Loaded:
+        """From now on, batches are loaded here. Loads the first one."""
+        try:
+            loading: Loading = pickle.loads(packed)
+            line = line_of_function(loading.data)
+            loss = unwrap(self.setting.loss) if self.setting.loss is not None else None
+            reads = [(name, vars(sys.modules[module])) for name, module in loading.reads if module in sys.modules]
+            frozen = Frozen(
+                "the traced program",
+                [loss] if loss is not None else [],
+                (),
+                line,
+                names=[*reads, ("max_norm", getattr(unwrap(loading.data), "__globals__", {}))],
+                environment=loading.environment,
+            )
+            kept = [WatchedModel(model.named_modules()) for model in refuse_use()]
+            kept += [WatchedModel(loss.named_modules())] if isinstance(loss, nn.Module) else []
+            self.between_steps = [frozen.check, *(partial(model.check, "between steps", line) for model in kept)]
+            feeds = {name: run.device.plan.feeds for name, run in self.runs.items()}
+            self.loader = Loader(loading, feeds, self.setting.backend.device.name == "cuda")
+        except BaseException as problem:
+            return Loaded(failed=failure_of(problem))
+        return self.load()
+
+    def stop_loading(self) -> None:
+        if self.loader is not None:
+            self.loader.close()
+        self.loader = None
+
+    def validate(self) -> None:
+        """A validation begins."""
+        if self.loader is not None:
+            self.loader.validate()
+
+    def load(self, name: str = "train") -> Loaded:
+        """Load the next batch."""
+        assert self.loader is not None
+        self.loader.load(name)
+        return self._coming()
+
+    def _coming(self) -> Loaded:
+        assert self.loader is not None
+        found = self.loader.loaded()
+        try:
+            for check in self.between_steps:
+                check()
+        except PiperError as problem:
+            return found if found.failed is not None else found._replace(failed=failure_of(problem))
+        return found
+
+    def _feeds(self) -> dict[ValueId, torch.Tensor]:
+        return self.loader.take() if self.loader is not None else {}
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def step(self, feeds: dict[ValueId, torch.Tensor] | None, gradients: bool = False, ahead: bool = False) -> Report:
+        """`feeds`: None if batches are loaded here. `ahead`: load the next one while this step runs."""
         self.runs["train"].device.last_gradients = {} if gradients else None
+        feeds = self._feeds() if feeds is None else feeds
+        ahead = ahead and self.loader is not None
+        if self.loader is not None and ahead:
+            self.loader.load()
         report = self._run("train", feeds)
         if report.failed is None:
             try:
                 self.runs["train"].device.optimizers.advance()
                 if self.program_reads is not None:
-                    self.program_reads.check("when the optimizer or its schedule steps")
+                    self.program_reads.check(_WHEN if not ahead else f"{_WHEN}, or while a batch is loaded")
                 report = replace(report, settings=self.runs["train"].device.optimizers.passed_on)
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:
                 return _failed(problem)
         self.steps += 1
-        return report
+        return replace(report, coming=self._coming()) if ahead and report.failed is None else report
 
-    def evaluate(self, feeds: dict[ValueId, torch.Tensor]) -> Report:
-        return self._run("evaluate", feeds)
+    def evaluate(self, feeds: dict[ValueId, torch.Tensor] | None) -> Report:
+        return self._run("evaluate", self._feeds() if feeds is None else feeds)
 
     def _run(self, name: str, feeds: dict[ValueId, torch.Tensor]) -> Report:
         started = time.perf_counter()
@@ -326,6 +401,7 @@ class Worker:
         return self.setting.backend.device.reset_peak()
 
     def close(self) -> None:
+        self.stop_loading()
         self.model = None
         self.created()
         for run in self.runs.values():
@@ -333,6 +409,9 @@ class Worker:
         if self.runs:
             self.runs, self.active = {}, None
             self.comm.close()
+
+
+_WHEN = "when the optimizer or its schedule steps"
 
 
 def _loaded(packed: bytes) -> Setup:

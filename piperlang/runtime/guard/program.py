@@ -247,7 +247,8 @@ class Guard:
             for place, weight in self.traced.weights.items()
             if weight.name in tensors
         }
-        flat = flat + self.captured.program.sizes.whole(flat, self.slice)
+        whole = self.captured.program.sizes.whole(self.slice)
+        flat = flat if whole is None else flat + whole.of(flat)
         share = 1.0 / self.microbatches if self.captured.model.combine == "mean" else 1.0
         ran = _Ran(0.0, {}, {})
         with torch.no_grad():

@@ -76,8 +76,7 @@ class GraphInterpreter:
     @torch.no_grad()
     def step(self, batch: tuple[Any, Any]) -> Stepped:
         """Forward, backward and update on one global batch."""
-        flat = self.captured.flatten(batch)
-        self.batch = dict(zip(self.captured.batch_names, flat, strict=True))
+        self.batch = self.captured.layout.named(batch)
         self.values: dict[ValueId, list[Any]] = dict(self.shards.current)
         self.collected: dict[str, torch.Tensor] = {}
         self.scale: torch.Tensor | float = 1.0

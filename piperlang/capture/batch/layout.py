@@ -1,0 +1,84 @@
+"""What every batch of a job must look like, and the values of the whole batch. It can be sent to another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from piperlang.diagnostics import PiperError, error
+from piperlang.source import Span
+
+
+@dataclass(frozen=True)
+class WholeValues:
+    """Computes the values of the whole batch, from its tensors: such as the number of targets that are not masked."""
+
+    module: fx.GraphModule
+    divisors: tuple[int, ...]
+    """Values that the loss divides by."""
+    loss: Span | None
+    """The line of the loss."""
+
+    def of(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = list(self.module.to(batch[0].device).forward(*batch))
+        for i in self.divisors:
+            if found[i].numel() == 1 and not found[i].item():
+                raise error(
+                    "P0807",
+                    "the count of the loss is 0 for a batch, and the loss would divide by 0",
+                    self.loss,
+                    help="skip batches in which every target is masked",
+                )
+        return found
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """A plan is for batches of one shape: additional samples would be ignored, and fewer would not be enough."""
+
+    structure: pytree.TreeSpec
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    names: tuple[str, ...]
+    """Of the tensors of the batch and of the values of the whole batch, in the program."""
+    whole: WholeValues | None
+
+    def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
+        """The tensors of a batch in the order of the program's inputs, independent of the order of dict keys, and
+        values of the whole batch."""
+        try:
+            flat: list[torch.Tensor] = self.structure.flatten_up_to(tuple(batch))
+        except ValueError:
+            raise _other_shape(
+                f"a batch has the structure {_written(pytree.tree_structure(batch))}, but the model was traced with"
+                f" {_written(self.structure)}"
+            ) from None
+        for i, (tensor, shape, dtype) in enumerate(zip(flat, self.shapes, self.dtypes, strict=True)):
+            if tuple(tensor.shape) != shape:
+                raise _other_shape(
+                    f"tensor {i} of a batch has shape {list(tensor.shape)}, but the model was traced with {list(shape)}"
+                )
+            if tensor.dtype != dtype:
+                raise _other_shape(
+                    f"tensor {i} of a batch has dtype {tensor.dtype}, but the model was traced with {dtype}"
+                )
+        given = [tensor.detach() if tensor.requires_grad else tensor for tensor in flat]
+        return given if self.whole is None else given + self.whole.of(given)
+
+    def named(self, batch: tuple[Any, Any]) -> Mapping[str, torch.Tensor]:
+        return dict(zip(self.names, self.flatten(batch), strict=True))
+
+
+def _written(layout: pytree.TreeSpec) -> str:
+    """`([tensor, tensor], tensor)`."""
+    return str(pytree.tree_unflatten(["tensor"] * layout.num_leaves, layout)).replace("'tensor'", "tensor")
+
+
+def _other_shape(message: str) -> PiperError:
+    return error("P0801", message, help="give all batches the same shape: drop or pad the last one")

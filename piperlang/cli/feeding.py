@@ -1,0 +1,145 @@
+"""Where batches are loaded: in the workers that read them, or in the driver, which sends every worker its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from piperlang.diagnostics import PiperError, error
+from piperlang.progress import Notice, emit
+
+if TYPE_CHECKING:
+    from piperlang.capture.user.model_file import ModelFile
+    from piperlang.cli.model import Batches
+    from piperlang.runtime.driver.training import StepResult
+
+
+class Feeding(Protocol):
+    """Steps on batches that follow each other."""
+
+    def step(self, ahead: bool) -> StepResult:
+        """One step on the batch that is loaded. `ahead`: the next one is loaded while the step runs."""
+
+    def advance(self, ahead: bool) -> None:
+        """The next batch. Raises what the user's code has raised, after the row of the step is written."""
+
+    def validate(self) -> Iterator[float]:
+        """The loss of each batch of `validation`."""
+
+
+class InDriver:
+    """Batches are loaded in this process."""
+
+    def __init__(self, job: Any, file: ModelFile, batches: Batches) -> None:
+        self.job, self.file = job, file
+        self.batch, self.others = batches.first, batches.others
+        self.problem: PiperError | None = None
+
+    def step(self, ahead: bool) -> StepResult:
+        from piperlang.capture.user.user_code import located
+        from piperlang.capture.user.where import line_of_function
+
+        with located(line_of_function(self.file.data)):
+            begun = self.job.begin(self.batch)
+        try:
+            self.batch = next(self.others) if ahead else self.batch
+        except PiperError as raised:
+            self.problem = raised
+        result: StepResult = self.job.finish(begun)
+        return result
+
+    def advance(self, ahead: bool) -> None:
+        if self.problem is not None:
+            raise self.problem
+        self.batch = self.batch if ahead else next(self.others)
+
+    def validate(self) -> Iterator[float]:
+        assert self.file.validation is not None
+        for batch in self.file.validation():
+            yield self.job.evaluate(batch)
+
+
+class InWorkers:
+    """Batches are loaded in the workers; the driver has none of them."""
+
+    def __init__(self, job: Any) -> None:
+        self.job = job
+        self.problem: PiperError | None = None
+
+    def step(self, ahead: bool) -> StepResult:
+        result: StepResult = self.job.finish(self.job.begin_loaded(ahead))
+        self.problem = result.problem
+        return result
+
+    def advance(self, ahead: bool) -> None:
+        if self.problem is not None:
+            raise self.problem
+        if not ahead:
+            self.job.load_next()
+
+    def validate(self) -> Iterator[float]:
+        losses: Iterator[float] = self.job.validate()
+        return losses
+
+
+def feeding(
+    where: str, job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: Any | None, seed: int
+) -> Feeding:
+    """`where`: the option `--data`. By default, batches are loaded in workers unless that would not be the same."""
+    from piperlang.runtime.driver.thread_job import ThreadJob
+
+    if where == "driver" or isinstance(job, ThreadJob):
+        return InDriver(job, file, batches)
+    reason = _needs_driver(file) or _refused(job, file, batches, cut, evaluation, seed)
+    if reason is None:
+        batches.others.close()
+        return InWorkers(job)
+    if where == "workers":
+        from piperlang.capture.user.where import line_of_function
+
+        raise error(
+            "P0902",
+            f"cannot use `--data workers`: {reason}",
+            line_of_function(file.data),
+            help="load them in the driver: `--data driver`",
+        )
+    emit(Notice(f"the driver loads the batches: {reason}"))
+    return InDriver(job, file, batches)
+
+
+def _needs_driver(file: ModelFile) -> str | None:
+    """Code that runs elsewhere may change what `data` yields, or the other way around."""
+    from piperlang.capture.user.batches import may_share_state
+
+    yields = [(name, one) for name in ("data", "validation") if (one := getattr(file, name)) is not None]
+    for name in ("on_step", "optimizer", "lr_schedule"):
+        other = getattr(file, name)
+        for mine, function in yields if other is not None else ():
+            if may_share_state(function, other):
+                return f"`{mine}` and `{name}` may share variables"
+    return None
+
+
+def _refused(job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: Any | None, seed: int) -> str | None:
+    from piperlang.capture.user.model_file import shipped
+    from piperlang.runtime.driver.loading import Loading
+
+    data = shipped(file, "data")
+    assert data is not None
+    frozen = cut.program.sizes.small.frozen
+    loading = Loading(
+        data,
+        cut.layout,
+        seed,
+        shipped(file, "validation"),
+        evaluation.layout if evaluation is not None else None,
+        [(name, scope["__name__"]) for name, scope in frozen.names if "__name__" in scope],
+        frozen.environment,
+    )
+    try:
+        other = job.load(loading, batches.first)
+    except (TypeError, AttributeError, NotImplementedError) as problem:  # a container that cannot be pickled
+        return f"they cannot be described to workers ({problem})"
+    if other is None:
+        return None
+    return other.failed.said if other.failed is not None else "`data` yields other batches in other processes"

@@ -1,0 +1,216 @@
+"""Batches that workers load: the same as those of a plain loop, or the driver loads them, or the job is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piperlang.cli.main import main
+from tests.support.between_steps import (
+    BASE,
+    CURSORS,
+    OPTIMIZERS,
+    PIPELINE,
+    REFUSED,
+    REPLICAS,
+    SAME,
+    assert_plain,
+    job,
+    seed,
+)
+from tests.support.jobs import Lent
+from tests.support.often import one_in
+
+
+@pytest.mark.parametrize("name", one_in(8, SAME))
+def test_same_as_plain(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, losses, weights = job(tmp_path, SAME[name], PIPELINE)
+    assert code == 0, capsys.readouterr().err
+    assert_plain(tmp_path, losses, weights)
+
+
+@pytest.mark.parametrize("name", one_in(9, REFUSED))
+def test_refused(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, code, words = REFUSED[name]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    scope: dict[str, Any] = {}
+    exec(BASE + text, scope)
+    try:
+        exit_code, _, _ = job(tmp_path, text, REPLICAS)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        if "UNDO" in scope:
+            setattr(*scope["UNDO"])
+    err = capsys.readouterr().err
+    assert exit_code == 1
+    assert f"error[{code}]" in err
+    named = re.search("`.*?`", words)
+    assert named is None or named[0] in err
+    assert "model.py:" in err
+
+
+@pytest.mark.parametrize("name", one_in(9, OPTIMIZERS))
+def test_optimizers(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, _, _ = job(tmp_path, OPTIMIZERS[name][0], REPLICAS, "--no-verify")
+    assert exit_code == 1
+    assert "error[P0" in capsys.readouterr().err
+
+
+IN_WORKERS = {
+    "torch's generator": SAME["data from torch's generator"],
+    "NumPy": """
+import numpy as np
+def data():
+    while True: yield torch.from_numpy(np.random.randn(8, 4).astype("float32")), torch.randint(3, (8,))
+""",
+    "a shuffled DataLoader": """
+from torch.utils.data import DataLoader, TensorDataset
+g = torch.Generator().manual_seed(5)
+SET = TensorDataset(torch.randn(16, 4, generator=g), torch.randint(3, (16,), generator=g))
+def data(): return DataLoader(SET, batch_size=8, shuffle=True)
+""",
+    "a DataLoader with processes": """
+from torch.utils.data import DataLoader, TensorDataset
+g = torch.Generator().manual_seed(5)
+SET = TensorDataset(torch.randn(32, 4, generator=g), torch.randint(3, (32,), generator=g))
+def data(): return DataLoader(SET, batch_size=8, shuffle=True, num_workers=2)
+""",
+    "a configuration that the model reads": """
+class Config: samples, width = 8, 4
+CONFIG = Config()
+class N(M):
+    def forward(self, x): return super().forward(x) / CONFIG.samples
+def model(): return N()
+def data():
+    while True: yield torch.randn(CONFIG.samples, CONFIG.width), torch.randint(3, (CONFIG.samples,))
+""",
+    "printing": "def data():\n    for i in range(9):\n        print('batch', i)\n"
+    "        yield torch.randn(8, 4), torch.randint(3, (8,))\n",
+    "masked targets": """
+def data():
+    while True:
+        target = torch.randint(3, (8,))
+        target[torch.randperm(8)[:3]] = -100
+        yield torch.randn(8, 4), target
+""",
+}
+
+
+@pytest.mark.parametrize("script", [PIPELINE, REPLICAS], ids=["pp", "dp"])
+@pytest.mark.parametrize("name", IN_WORKERS)
+def test_in_workers(name: str, script: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, losses, weights = job(tmp_path, IN_WORKERS[name], script, "--data", "workers")
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    if name == "printing":
+        assert out.count("batch 1\n") == 1
+    assert_plain(tmp_path, losses, weights)
+    rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["waited_for_data"] >= 0 for row in rows[:-1])
+
+
+IN_DRIVER = {
+    "an unseeded generator": (
+        "import numpy as np\ndef data():\n    g = np.random.default_rng()\n"
+        '    while True: yield torch.from_numpy(g.standard_normal((8, 4)).astype("float32")), torch.randint(3, (8,))\n',
+        "`data` yields other batches in other processes",
+    ),
+    "what on_step changes": (SAME["data that on_step changes"], "`data` and `on_step` may share variables"),
+}
+
+
+@pytest.mark.parametrize("name", IN_DRIVER)
+def test_in_the_driver(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, reason = IN_DRIVER[name]
+    code, _, _ = job(tmp_path, text, REPLICAS)
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert f"the driver loads the batches: {reason}" in out
+    code, _, _ = job(tmp_path, text, REPLICAS, "--data", "workers", "--out", str(tmp_path / "other"))
+    err = capsys.readouterr().err
+    assert (code, "error[P0902]" in err, reason in err) == (2, True, True)
+
+
+DIFFERENT = {
+    "batches differ later": (
+        "import os\ndef data():\n    for i in range(9):\n        x = torch.randn(8, 4)\n"
+        "        yield x + (os.getpid() if i == 2 else 0), torch.randint(3, (8,))\n",
+        "error[P0607]: devices 0 and 1 have loaded different batches",
+    ),
+    "an exception": (
+        "def data():\n    for i in range(9):\n        if i == 2: raise ValueError('no file')\n"
+        "        yield torch.randn(8, 4), torch.randint(3, (8,))\n",
+        "error[P0801]: `data` raised ValueError: no file",
+    ),
+    "another shape": (
+        "def data():\n    for i in range(9): yield torch.randn(8 - i // 2, 4), torch.randint(3, (8 - i // 2,))\n",
+        "error[P0801]: batch 3 of `data` has a tensor of shape [7, 4]",
+    ),
+    "random numbers in on_step": ("def on_step(row): torch.randn(1)\n", "error[P0801]: `on_step` draws random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_workers_cannot_load(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, words = DIFFERENT[name]
+    code, _, _ = job(tmp_path, text, REPLICAS, "--data", "workers")
+    err = capsys.readouterr().err
+    assert code == 1
+    assert words in err
+    assert "model.py:" in err
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == (1 if "on_step" in text else 2)
+    if "error[P0801]" in words:
+        assert (tmp_path / "run" / "weights-unfinished.pt").exists()
+
+
+@pytest.mark.parametrize("name", CURSORS)
+def test_validation_that_moves_the_data(
+    name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Validation batches are loaded in workers, too, and drawn in the order of a plain loop."""
+    text = (
+        CURSORS[name]
+        + """
+def numbered():
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(draw())) + torch.randn(1)
+    return x, x.argmax(1) % 3
+def data():
+    while True: yield numbered()
+def validation():
+    for _ in range(2): yield numbered()
+"""
+    )
+    code, losses, _ = job(tmp_path, text, PIPELINE, "--validate-every", "2", "--data", "workers", "--steps", "5")
+    assert code == 0, capsys.readouterr().err
+    scope: dict[str, Any] = {}
+    exec(BASE + text, scope)
+    seed(0)
+    model = scope["model"]()
+    optimizer = scope["optimizer"](model.parameters())
+    seed(0)
+    batches, expected, validated = scope["data"](), [], []
+    for step in range(5):
+        inputs, target = next(batches)
+        optimizer.zero_grad()
+        loss = scope["loss"](model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+        if step % 2 or step == 4:
+            with torch.no_grad():
+                found = [float(scope["loss"](model(x), t)) for x, t in scope["validation"]()]
+            validated.append(sum(found) / len(found))
+    rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert [row["validation_loss"] for row in rows if "validation_loss" in row] == pytest.approx(validated, rel=1e-5)
+
+
+def test_the_driver_is_told_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model.py", "s.piper", "--data", "disk"]) == 2
+    assert "workers" in capsys.readouterr().err
