@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from math import inf, nextafter
 
 from piperlang.core.mesh import Submesh
 from piperlang.ir.graph import Graph
@@ -32,6 +33,7 @@ def linearize(graph: Graph, costs: Costs) -> Sequence:
     tops = topological(graph)
     users, waits = edges(graph)
     urgency = _urgency(graph, users, tops, costs)
+    _hurry_reductions(graph, users, urgency)
     lanes = _lanes(graph)
     free: dict[tuple[int, str], float] = {}
     ready = [0.0] * len(users)
@@ -81,6 +83,23 @@ def _urgency(graph: Graph, users: list[list[int]], tops: list[int], costs: Costs
     for i in reversed(tops):
         longest[i] = costs.seconds(graph.nodes[i]) + beyond(i)
     return longest
+
+
+def _hurry_reductions(graph: Graph, users: list[list[int]], urgency: list[float]) -> None:
+    """A reduce-scatter of gradients is a little more urgent than the gathers that wait for the same backward. They
+    would go before it, and where communication is the bottleneck, whole gradients of all layers would wait for the last
+    of them."""
+    for i, node in enumerate(graph.nodes):
+        if node.op != "reduce_scatter" or node.writes[0] not in graph.held:
+            continue
+        makers = {graph.made[key] for keys in node.reads for key in keys if key in graph.made}
+        gathers = [
+            urgency[user]
+            for maker in makers
+            for user in users[maker]
+            if user < len(graph.nodes) and graph.nodes[user].op == "all_gather"
+        ]
+        urgency[i] = max([urgency[i], *(nextafter(found, inf) for found in gathers)])
 
 
 def _lanes(graph: Graph) -> dict[Submesh, list[int]]:

@@ -17,14 +17,16 @@ import pytest
 import torch
 from torch import nn
 
+from piperlang.capture.annotate import annotate
 from piperlang.capture.program import capture
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.fuzz.write import write
 from piperlang.plan import files
+from piperlang.plan.estimate.cost import Machine
 from piperlang.plan.estimate.memory import peak, peaks
 from piperlang.plan.estimate.summary import as_json, summary
-from piperlang.plan.instructions import Copy, LocalCopy, Message, Receive, Send
+from piperlang.plan.instructions import Backward, Copy, LocalCopy, Message, Receive, ScatterGradients, Send
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import VERSION, Plan
 from piperlang.plan.verify import check, measured
@@ -504,3 +506,28 @@ def test_summary_tells_what_each_line_added() -> None:
     assert added["s.piper:4"] == {"all_reduce": 2}
     moved = as_json(plan, graph)["communication"]["comm"]
     assert moved["bytes"] == len(plan.devices) * moved["of_a_device"]["max"]
+
+
+def test_gradients_do_not_wait_behind_gathers() -> None:
+    """Where communication is the bottleneck, ZeRO-3 still reduces a gradient before many others are computed."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, layer in enumerate(self.layers):
+                with annotate("stage", i):
+                    x = torch.tanh(layer(x))
+            return x
+
+    text = "from std.data import zero3\nmesh gpu = dp: 2\nplace [pass=*] on gpu\nzero3(gpu.dp)\n"
+    graph, _ = compiled(capture(Layers, square, vectors(SAMPLES)), text)
+    plan = lower(graph, Machine(link=1e6))
+    check(plan)
+    waiting = most = 0
+    for x in plan.devices[0].instructions:
+        waiting += isinstance(x, Backward) - isinstance(x, ScatterGradients)
+        most = max(most, waiting)
+    assert most <= 3

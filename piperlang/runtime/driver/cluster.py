@@ -99,6 +99,8 @@ class Cluster:
     def _start(self, count: int) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback only, for one job of this user
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # if several workers fail, one diagnostic is enough
+        # Memory that torch's allocator on ARM has freed goes back at once: a step would seem to need twice as much.
+        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
         _loopback()
         _hush()
         self.connected = True
