@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from piperlang.cli.model import add_precision
 from piperlang.cli.parsing import SEED
 from piperlang.cli.report import add_parameters, exit_code, model_first, open_script, parameters, result, say, scripts
 from piperlang.diagnostics import PiperError, error
@@ -28,6 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=SEED, default=0, help="random seed of weights and dropout, for --numerics")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_parameters(parser)
+    add_precision(parser)
 
 
 def run(options: argparse.Namespace) -> int:

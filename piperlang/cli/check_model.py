@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(model: str, options: argparse.Namespace, result: dict[str, Any]) -> tuple[Diagnostic, ...]:
-    file = load_both(model, options.script)
+    file = load_both(model, options.script, options.precision)
     if options.numerics:
         from piperlang.runtime.reference.numerics import capture_doubled
 

@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from piperlang.cli.model import captured, doing, load_both, scheduled
+from piperlang.cli.model import add_precision, captured, doing, load_both, scheduled
 from piperlang.cli.parsing import POSITION
 from piperlang.cli.report import add_parameters, check_output
 from piperlang.diagnostics import PiperError, error
@@ -28,12 +28,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--json", action="store_true", help="print nodes, values and orders as JSON")
     how.add_argument("--svg", metavar="FILE", help="write a drawing to a file")
     add_parameters(parser)
+    add_precision(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.svg:
         check_output(Path(options.svg), "--svg")
-    found = scheduled(captured(load_both(options.model, options.script)), options, options.after)
+    found = scheduled(captured(load_both(options.model, options.script, options.precision)), options, options.after)
     if found.problems:
         raise PiperError(*found.problems)
     with doing("building the graph"):

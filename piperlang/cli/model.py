@@ -39,11 +39,19 @@ def load(name: str) -> ModelFile:
         return load_model(Path(name))
 
 
-def load_both(model: str, script: str) -> ModelFile:
+def load_both(model: str, script: str, precision: str | None = None) -> ModelFile:
     """The model of `MODEL.py SCHEDULE.piper`. A script that does not parse is rejected first: loading a model takes
     seconds, tracing it may take minutes."""
     from_source(*open_script(script))
-    return load(model)
+    return load(model).at(precision)
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--precision",
+        choices=("bf16-mixed", "bf16-true"),
+        help="autocast to bfloat16, or bfloat16 weights with float32 masters (default: `precision` of the model file)",
+    )
 
 
 class Batches:
@@ -92,6 +100,7 @@ def recorded_plan(graph: Graph, options: argparse.Namespace, max_norm: float | N
         plan = planned(graph, max_norm)
         source, path = open_script(options.script)
         made_from = about(Path(options.model), path, parameters(options), source.text if path is None else None)
+        made_from["parameters"] |= {"--precision": options.precision} if options.precision else {}
         plan.about = {**made_from, "model": options.model, "script": options.script}
         instructions = sum(len(device.instructions) for device in plan.devices)
         planning.detail = f"{counted(len(plan.devices), 'device')}, {counted(instructions, 'instruction')}"

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from piperlang.cli.model import captured, doing, load_both, recorded_plan, scheduled
+from piperlang.cli.model import add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.report import add_parameters, check_output, report
 from piperlang.diagnostics import error
 
@@ -18,12 +18,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan to a file")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_parameters(parser)
+    add_precision(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.output:
         check_output(Path(options.output), "-o")
-    file = load_both(options.model, options.script)
+    file = load_both(options.model, options.script, options.precision)
     found = scheduled(captured(file), options)
     if found.problems:
         report(found.problems, options.format)

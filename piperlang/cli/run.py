@@ -49,8 +49,17 @@ def run(options: argparse.Namespace) -> int:
             raise PiperError(old)
         check(plan)
     options.script, options.model = made["script"], made["model"]
-    options.parameters = [f"{name}={value}" for name, value in made.get("parameters", {}).items()]
-    file = load(made["model"])
+    given = dict(made.get("parameters", {}))
+    precision = given.pop("--precision", None)
+    if options.precision not in (None, precision):
+        raise error(
+            "P0902",
+            f"cannot use `--precision {options.precision}`: {options.plan} was made without it",
+            help=f"make it again with `piperc plan MODEL.py SCHEDULE.piper --precision {options.precision}`",
+        )
+    options.precision = precision
+    options.parameters = [f"{name}={value}" for name, value in given.items()]
+    file = load(made["model"]).at(options.precision)
     check_loaded(options, file)
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from piperlang.cli.backend import add_backend, add_executor, chosen_backend
 from piperlang.cli.feeding import Feeding, InWorkers, feeding
 from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
-from piperlang.cli.model import Batches, captured, doing, load_both, recorded_plan, scheduled
+from piperlang.cli.model import Batches, add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SECONDS, SEED
 from piperlang.cli.report import add_parameters, report
 from piperlang.cli.run_folder import (
@@ -84,6 +84,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         choices=("workers", "driver"),
         help="where batches are loaded (default: in workers, unless that could make a difference)",
     )
+    add_precision(parser)
     parser.add_argument("--masters", action="store_true", help="keep float32 master weights for half-precision weights")
     parser.add_argument(
         "--validate-every",
@@ -109,7 +110,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_usage(options)
-    file = load_both(options.model, options.script)
+    file = load_both(options.model, options.script, options.precision)
     check_loaded(options, file)
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)
@@ -184,7 +185,7 @@ def _train(
         shipped(file, "optimizer") or default_optimizer,
         shipped(file, "lr_schedule"),
         options.seed,
-        options.masters,
+        options.masters or file.precision == "bf16-true",
         shipped(file, "loss"),
     )
     at = folder.absolute()  # the user's code may change the working directory

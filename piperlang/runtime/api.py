@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from piperlang.capture.program import CutProgram, capture
-from piperlang.capture.user.batches import detached, placed, wrong_batch
+from piperlang.capture.user.batches import detached, paired, placed, wrong_batch
+from piperlang.capture.user.precision import TRUE, InPrecision, loss_in, wrong_precision
 from piperlang.capture.user.user_code import (
     Guarded,
     UserFunction,
@@ -89,11 +90,11 @@ class Trainer:
         self._tell(Notice(str(found)))
         return found
 
-    def step(self, batch: tuple[Any, Any]) -> StepResult:
-        """Forward, backward and update on one global batch. Returns the loss of the whole batch."""
+    def step(self, batch: Any) -> StepResult:
+        """Forward, backward and update on one global batch: a pair (input, target), or a dict, which is both. Returns
+        the loss of the whole batch."""
         with located_at_call():
-            _check_batch(batch)
-            done = self.job.step(batch)
+            done = self.job.step(_checked(batch))
         self._tell(StepMetrics(self.steps, done.loss, done.seconds, self.plan.samples / done.seconds, done.memory))
         self.steps += 1
         return done
@@ -103,11 +104,11 @@ class Trainer:
         if self._display is not None:
             self._display.show(event)
 
-    def evaluate(self, batch: tuple[Any, Any]) -> float:
+    def evaluate(self, batch: Any) -> float:
         """The loss of a batch with the model in evaluation mode; nothing is trained. The first call traces the model in
         that mode."""
         with located_at_call(), _shown(self._display):
-            _check_batch(batch)
+            batch = _checked(batch)
             if self.job.evaluation is None:
                 self.job.prepare(*self._evaluation())
             return self.job.evaluate(batch)
@@ -136,7 +137,7 @@ def compile(
     script: str | Path,
     *,
     loss: Callable[[Any, Any], Any],
-    example: tuple[Any, Any],
+    example: Any,
     optimizer: Callable[[Any], Any],
     lr_schedule: Callable[[Any], Any] | None = None,
     parameters: Mapping[str, Any] | None = None,
@@ -146,6 +147,7 @@ def compile(
     timeout: float = 300.0,
     masters: bool = False,
     max_norm: float | None = None,
+    precision: str | None = None,
     backend: str | None = None,
     cuda: bool | None = None,
     compiles: bool | None = None,
@@ -155,15 +157,20 @@ def compile(
     """Capture `model()`, apply the script, check the plan. Every mistake is a PiperError with located diagnostics.
 
     `masters` keeps float32 master weights for weights in half precision, `max_norm` clips gradients by their global
-    norm. `backend` is that of `--backend`; `cuda` chooses between nccl and gloo. By default CUDA is used where it is
+    norm, `precision` is "bf16-mixed" or "bf16-true".
+
+    `backend` is that of `--backend`; `cuda` chooses between nccl and gloo. By default CUDA is used where it is
     available, and chunks are compiled there (`compiles`). `verify`: before the first step the
     captured program is compared with the eager model on slices of `example`; the result is `trainer.verified`.
     `progress`: show progress, on standard error or in the notebook; by default it is shown in notebooks only."""
     if executor not in ("ray", "inline"):
         raise ValueError(f"executor must be 'ray' or 'inline', not {executor!r}")
+    example = paired(example)
     _check_arguments(
-        {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm
+        {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm, precision
     )
+    if precision is not None:
+        model, loss, masters = InPrecision(model, precision), loss_in(loss, precision), masters or precision == TRUE
     example = detached(example)
     model, optimizer = UserFunction(model, "model"), UserFunction(optimizer, "optimizer")
     lr_schedule = UserFunction(lr_schedule, "lr_schedule") if lr_schedule is not None else None
@@ -220,13 +227,15 @@ def _shown(display: Display | None) -> AbstractContextManager[None]:
     return displayed_by(display) if display is not None else nullcontext()
 
 
-def _check_batch(batch: Any) -> None:
+def _checked(batch: Any) -> Any:
+    batch = paired(batch)
     wrong = wrong_batch(batch, "the batch")
     if wrong is not None:
         raise PiperError(mistake("P0801", wrong))
+    return batch
 
 
-def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any) -> None:
+def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any, precision: Any) -> None:
     """Diagnostics for all arguments that cannot be used, at the line of the function or of the call."""
     problems: list[Diagnostic] = []
     for name, function in functions.items():
@@ -235,7 +244,7 @@ def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any) 
         wrong = not_a_function(name, function)
         problem = mistake("P0801", wrong) if wrong else wrong_signature(name, function)
         problems += [problem] if problem else []
-    wrongs = (wrong_batch(example, "`example`"), wrong_max_norm(max_norm))
+    wrongs = (wrong_batch(example, "`example`"), wrong_max_norm(max_norm), wrong_precision(precision))
     problems += [mistake("P0801", wrong) for wrong in wrongs if wrong]
     if problems:
         with located(here()):

@@ -214,3 +214,39 @@ def validation():
 def test_the_driver_is_told_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model.py", "s.piper", "--data", "disk"]) == 2
     assert "workers" in capsys.readouterr().err
+
+
+DICTS = """
+class D(M):
+    def forward(self, input, labels=None, mask=None):
+        output = super().forward(input * mask)
+        return {"logits": output, "loss": nn.functional.cross_entropy(output, labels)}
+def model(): return D()
+def loss(output, batch): return output["loss"] + 0.1 * (output["logits"].mean(-1) * batch["mask"][:, 0]).mean()
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        mask = (torch.rand(4, generator=g) > 0.2).float()
+        return {"input": torch.randn(4, generator=g), "labels": i % 3, "mask": mask}
+def data(): return torch.utils.data.DataLoader(Rows(), batch_size=8, shuffle=True)
+"""
+
+
+def test_batches_that_are_dicts(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, losses, _ = job(tmp_path, DICTS, REPLICAS, "--data", "workers")
+    assert code == 0, capsys.readouterr().err
+    scope: dict[str, Any] = {}
+    exec(BASE + DICTS, scope)
+    seed(0)
+    model = scope["model"]()
+    optimizer = scope["optimizer"](model.parameters())
+    seed(0)
+    expected = []
+    for batch, _ in zip(scope["data"](), range(3), strict=False):
+        optimizer.zero_grad()
+        loss = scope["loss"](model(**batch), batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert losses == pytest.approx(expected, rel=1e-5)

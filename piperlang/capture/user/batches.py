@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from inspect import unwrap
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ class UserBatches(Guarded):
 
     def __call__(self) -> Iterator[tuple[Any, Any]]:
         first: Any = None
-        for number, batch in enumerate(self._batches(), 1):
+        for number, batch in enumerate(map(paired, self._batches()), 1):
             wrong = wrong_batch(batch, f"a batch of `{self.name}`") or (
                 wrong_change(batch, first, f"batch {number} of `{self.name}`") if number > 1 else None
             )
@@ -76,6 +76,11 @@ def placed(batch: Any, device: str) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, detached(batch))
 
 
+def paired(batch: Any) -> Any:
+    """A dict is the input, as keyword arguments of the model, and the target, as transformers' batches are."""
+    return (dict(batch), dict(batch)) if isinstance(batch, Mapping) else batch
+
+
 def detached(batch: Any) -> Any:
     """A batch without the autograd graph that it was made with. Training changes the model's parameters; the gradient
     of a batch changes nothing, and a graph can be gone through only once. Views that conjugate or negate lazily become
@@ -89,7 +94,7 @@ def _plain(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _no_batches(every: Any, name: str) -> Wrong | None:
-    one = isinstance(every, torch.Tensor | dict) or (
+    one = isinstance(every, torch.Tensor | Mapping) or (
         isinstance(every, tuple | list) and len(every) == 2 and any(isinstance(part, torch.Tensor) for part in every)
     )
     if one:
@@ -161,8 +166,6 @@ def _unusual(leaf: torch.Tensor, where: str) -> Wrong | None:
 def _pairs_from(batch: Any) -> str:
     if isinstance(batch, tuple | list) and len(batch) == 1:
         return f"{_PAIRS}: `TensorDataset(inputs, targets)`, or `(x, x)` where the target is computed from the input"
-    if isinstance(batch, dict):
-        return f"{_PAIRS}; the input may be a dict, whose entries become keyword arguments of the model"
     if isinstance(batch, tuple | list):
         return f"{_PAIRS}; put several inputs into one tuple: `(a, b), target`"
     return _PAIRS

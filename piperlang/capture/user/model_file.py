@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from piperlang.capture.user.batches import UserBatches
+from piperlang.capture.user.precision import InPrecision, loss_in, wrong_precision
 from piperlang.capture.user.user_code import (
     CALLED,
     UserFunction,
@@ -31,6 +32,7 @@ from piperlang.source import Source, Span
 REQUIRED = ("model", "loss", "data")
 OPTIONAL = ("optimizer", "lr_schedule", "validation", "on_step")
 MAX_NORM = "max_norm"
+PRECISION = "precision"
 BODIES = {
     "model": "return MyModule()",
     "loss": "return torch.nn.functional.mse_loss(output, target)",
@@ -54,6 +56,15 @@ class ModelFile:
     """Gradients are clipped to this global norm."""
     on_step: Callable[[dict[str, Any]], Any] | None = None
     """Called in the driver after every step, with the step's entry in metrics.jsonl."""
+    precision: str | None = None
+    """That of `model` and `loss`, if the file or the command line declares one."""
+
+    def at(self, precision: str | None) -> ModelFile:
+        """The file in this precision, unless it is None."""
+        if precision is None or precision == self.precision:
+            return self
+        made = _run(self.path, self.text)[1]
+        return _made(self.path, self.text, made, precision)
 
 
 def load_model(path: Path) -> ModelFile:
@@ -109,11 +120,14 @@ def _run(path: Path, text: str) -> tuple[Source, ModuleType, ModelFile]:
     problems = [*_missing(source, module), *_unusable(source, module)]
     if problems:
         raise PiperError(*problems)
-    return source, module, _made(source, path, module)
+    return source, module, _made(path, source.text, module, getattr(module, PRECISION, None))
 
 
-def _made(source: Source, path: Path, module: ModuleType) -> ModelFile:
-    found = {name: getattr(module, name, None) for name in (*REQUIRED, *OPTIONAL)}
+def _made(path: Path, text: str, module: ModuleType, precision: str | None) -> ModelFile:
+    found: dict[str, Any] = {name: getattr(module, name, None) for name in (*REQUIRED, *OPTIONAL)}
+    if precision is not None:
+        found["model"] = InPrecision(found["model"], precision)
+        found["loss"] = loss_in(found["loss"], precision)
     norm = getattr(module, MAX_NORM, None)
 
     def guarded(name: str, wrapper: type[Any]) -> Any:
@@ -121,15 +135,16 @@ def _made(source: Source, path: Path, module: ModuleType) -> ModelFile:
 
     return ModelFile(
         path,
-        source.text,
+        text,
         model=guarded("model", UserFunction),
-        loss=found["loss"],  # type: ignore[arg-type]  # not wrapped: it may be a module with weights of its own
+        loss=found["loss"],  # not wrapped: it may be a module with weights of its own
         data=guarded("data", UserBatches),
         optimizer=guarded("optimizer", UserFunction),
         lr_schedule=guarded("lr_schedule", UserFunction),
         validation=guarded("validation", UserBatches),
         max_norm=None if norm is None else float(norm),
         on_step=guarded("on_step", UserFunction),
+        precision=precision,
     )
 
 
@@ -140,11 +155,12 @@ class Shipped:
     path: Path
     text: str
     name: str
+    precision: str | None = None
 
     @property
     def __wrapped__(self) -> Any:
         """For inspect: the signature and the line are those of the function itself."""
-        return getattr(from_text(self.path, self.text), self.name)
+        return getattr(from_text(self.path, self.text).at(self.precision), self.name)
 
     def __call__(self, *arguments: Any) -> Any:
         return self.__wrapped__(*arguments)
@@ -152,7 +168,7 @@ class Shipped:
 
 def shipped(file: ModelFile, name: str) -> Shipped | None:
     """The function called `name`, if the file has it."""
-    return Shipped(file.path, file.text, name) if getattr(file, name) is not None else None
+    return Shipped(file.path, file.text, name, file.precision) if getattr(file, name) is not None else None
 
 
 # ------------------------------------------------------------------------------------------------------- what is wrong
@@ -202,6 +218,9 @@ def _unusable(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
     wrong = wrong_max_norm(getattr(module, MAX_NORM, None))
     if wrong is not None:
         yield mistake("P0801", wrong, _line_of_name(source, MAX_NORM) or line_at(source, 1))
+    wrong = wrong_precision(getattr(module, PRECISION, None))
+    if wrong is not None:
+        yield mistake("P0801", wrong, _line_of_name(source, PRECISION) or line_at(source, 1))
 
 
 def _line_of_name(source: Source, name: str, kind: type[ast.stmt] = ast.stmt) -> Span | None:
