@@ -65,7 +65,8 @@ def loss_in(loss: Callable[[Any, Any], Any], precision: str) -> Callable[[Any, A
 
 def _enter_autocast(module: nn.Module) -> None:
     """Not by an attribute of the module, which copies of it would share."""
-    module.__class__ = _class_in_autocast(type(module))
+    kind: Any = type(module)
+    module.__class__ = _class_in_autocast(kind)
 
 
 @cache
