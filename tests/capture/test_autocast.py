@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as f
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piperlang import annotate
 from piperlang.capture.program import capture
+from piperlang.capture.trace.autocast import Autocast
 from tests.support.equivalence import compiled, differences
 from tests.support.models import Case
 from tests.support.often import one_in
@@ -83,3 +85,26 @@ def test_operators_stay_whole() -> None:
     found = {str(node.target).removeprefix("aten.").split(".")[0] for node in nodes if node.op == "call_function"}
     assert {"linear", "conv1d", "cross_entropy_loss", "to"} <= found
     assert not found & {"addmm", "convolution", "_to_copy", "nll_loss_forward"}
+
+
+def test_cross_entropy_in_autocast_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it takes the logarithm in half precision, and is no longer one operator; on fake tensors, without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    mode = FakeTensorMode()
+    with mode:
+        values = [
+            torch.empty(4, WIDE, device="cuda", dtype=torch.bfloat16),
+            torch.zeros(4, device="cuda", dtype=torch.long),
+        ]
+    graph = fx.Graph()
+    places = [graph.placeholder(name) for name in ("scores", "target")]
+    for place, value in zip(places, values, strict=True):
+        place.meta = {"val": value}
+    loss = graph.call_function(torch.ops.aten.cross_entropy_loss.default, tuple(places))
+    result = Autocast("cuda", torch.bfloat16, mode).explicit(loss)
+    graph.output(result)
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert result.target is torch.ops.aten.nll_loss.default
+    assert torch.ops.aten._log_softmax.default in called
+    assert result.meta["val"].dtype == torch.float32

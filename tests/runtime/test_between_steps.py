@@ -15,6 +15,7 @@ import torch
 
 from piperlang.capture.program import capture
 from piperlang.capture.user.model_file import load_model
+from piperlang.capture.user.state import TorchState
 from piperlang.cli.main import main
 from tests.support.between_steps import (
     BASE,
@@ -336,3 +337,13 @@ def test_what_the_file_prints_stays_out_of_the_records(tmp_path: Path, capsys: p
     found = capsys.readouterr()
     assert [json.loads(line)["step"] for line in found.out.splitlines()] == [0, 1]
     assert "seen 0\nseen 1\n" in found.err
+
+
+def test_torch_itself_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo replaces methods of nn.Module that no forward calls, when the first chunk is compiled."""
+    before = TorchState(torch.nn.Linear(2, 2))
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(torch.nn.Module, name, lambda *_: None, raising=False)
+    assert before.changed() is None
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda *_: None)
+    assert before.changed() == "`Linear.forward`"

@@ -97,6 +97,7 @@ class Autocast:
 
         with self.mode, torch.no_grad():
             inner = make_fx(call)(*(source.meta["val"] for source in sources)).graph
+        _join_losses(inner)
         copied: dict[fx.Node, Any] = dict(
             zip((place for place in inner.nodes if place.op == "placeholder"), sources, strict=True)
         )
@@ -109,6 +110,26 @@ class Autocast:
                     copied[one].meta = {**node.meta, "val": one.meta["val"]}
         node.graph.erase_node(node)
         return results
+
+
+_LOSSES = {
+    aten.nll_loss_forward.default: aten.nll_loss.default,
+    aten.nll_loss2d_forward.default: aten.nll_loss2d.default,
+}
+
+
+def _join_losses(graph: fx.Graph) -> None:
+    """Losses as the operators that model code calls, with one result: other passes know these as means over targets."""
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.target in _LOSSES and all(user.args[1] == 0 for user in node.users):
+            for user in list(node.users):
+                with graph.inserting_before(user):
+                    joined = graph.call_function(_LOSSES[node.target], node.args, node.kwargs)
+                joined.meta = user.meta
+                user.replace_all_uses_with(joined)
+                graph.erase_node(user)
+            graph.erase_node(node)
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -324,7 +324,8 @@ class TorchState:
         kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
         scopes = [(kind.__qualname__, vars(kind)) for kind in kinds if not is_users_own(kind)]
         self.scopes: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
-            (label, scope, dict(scope)) for label, scope in [*scopes, ("torch.nn.functional", vars(nn.functional))]
+            (label, scope, {name: value for name, value in scope.items() if name not in _BUILDING})
+            for label, scope in [*scopes, ("torch.nn.functional", vars(nn.functional))]
         ]
         self.settings = _settings()
 
@@ -335,6 +336,10 @@ class TorchState:
                 return next(f"`{label}.{name}`" for name, was in values.items() if scope.get(name) is not was)
         now = _settings()
         return next((name for name, was in self.settings.items() if now[name] != was), None)
+
+
+_BUILDING = ("__init__", "__setstate__")
+"""Methods that no forward calls. Dynamo replaces those of nn.Module when it compiles for the first time."""
 
 
 def _settings() -> dict[str, object]:
