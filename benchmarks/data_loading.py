@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import CutProgram, capture
+from piperlang.capture.user.seeding import GeneratorStates, generator_states, seed_all
 from piperlang.plan.lower import lower
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
@@ -99,9 +100,14 @@ def of_driver(cluster: Cluster, megabytes: int, steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {"megabytes": megabytes}
     with Job(plan, captured, training, cluster=cluster) as job:
         found["driver loads: CPU ms per step"] = _cpu(lambda: job.step(batch), steps)
-        assert job.load(Loading(partial(data, megabytes), captured.layout, 0), batch) is None
+        assert job.load(Loading(partial(data, megabytes), captured.layout, 0), batch, _seeded()) is None
         found["workers load: CPU ms per step"] = _cpu(lambda: job.finish(job.begin_loaded(True)), steps)
     return found
+
+
+def _seeded() -> GeneratorStates:
+    seed_all(0)
+    return generator_states()
 
 
 def _cpu(step: Any, steps: int) -> float:
@@ -118,11 +124,12 @@ def of_loader(cluster: Cluster, steps: int) -> dict[str, Any]:
     """A step takes longer than to load a batch, in two processes of every worker."""
     width, depth, seconds = 512, 8, 0.0005
     make = partial(loader, seconds, width)
-    torch.manual_seed(0)
+    _seeded()
     batch = next(make())
+    after = generator_states()
     plan, captured, training = _planned(partial(Net, width, depth), batch)
     with Job(plan, captured, training, cluster=cluster) as job:
-        other = job.load(Loading(make, captured.layout, 0), batch)
+        other = job.load(Loading(make, captured.layout, 0), batch, after)
         assert other is None, other
         results = [job.finish(job.begin_loaded(True)) for _ in range(3 * steps)][1:]
     waited = [1e3 * (result.waited or 0.0) for result in results]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from piperlang.diagnostics import PiperError, error
@@ -85,29 +86,33 @@ class InWorkers:
 def feeding(
     where: str, job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: Any | None, seed: int
 ) -> Feeding:
-    """`where`: the option `--data`. By default, batches are loaded in workers unless that would not be the same."""
+    """`where`: the option `--data`. By default, batches are loaded in workers unless code that runs elsewhere may
+    change them."""
+    from piperlang.capture.user.where import line_of_function
     from piperlang.runtime.driver.thread_job import ThreadJob
 
     if where == "driver" or isinstance(job, ThreadJob):
         return InDriver(job, file, batches)
-    reason = _needs_driver(file) or _refused(job, file, batches, cut, evaluation, seed)
-    if reason is None:
-        batches.others.close()
-        return InWorkers(job)
-    if where == "workers":
-        from piperlang.capture.user.where import line_of_function
-
+    reason = _may_differ(file)
+    if reason is None and where is None and file.on_step is not None:
+        reason = "`on_step` may change what `data` reads (if not: `--data workers`)"
+    if reason is not None and where == "workers":
         raise error(
             "P0902",
             f"cannot use `--data workers`: {reason}",
             line_of_function(file.data),
             help="load them in the driver: `--data driver`",
         )
+    if reason is None:
+        reason = _started(job, file, batches, cut, evaluation, seed)
+    if reason is None:
+        batches.others.close()
+        return InWorkers(job)
     emit(Notice(f"the driver loads the batches: {reason}"))
     return InDriver(job, file, batches)
 
 
-def _needs_driver(file: ModelFile) -> str | None:
+def _may_differ(file: ModelFile) -> str | None:
     """Code that runs elsewhere may change what `data` yields, or the other way around."""
     from piperlang.capture.user.batches import may_share_state
 
@@ -120,8 +125,11 @@ def _needs_driver(file: ModelFile) -> str | None:
     return None
 
 
-def _refused(job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: Any | None, seed: int) -> str | None:
+def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: Any | None, seed: int) -> str | None:
+    """Lets workers load. A reason why they cannot even begin; a batch that they load differently is an error, because
+    `data` may have left something behind, such as a position in a file."""
     from piperlang.capture.user.model_file import shipped
+    from piperlang.capture.user.where import line_of_function
     from piperlang.runtime.driver.loading import Loading
 
     data = shipped(file, "data")
@@ -137,9 +145,18 @@ def _refused(job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: 
         frozen.environment,
     )
     try:
-        other = job.load(loading, batches.first)
+        other = job.load(loading, batches.first, batches.after_first)
     except (TypeError, AttributeError, NotImplementedError) as problem:  # a container that cannot be pickled
         return f"they cannot be described to workers ({problem})"
     if other is None:
         return None
-    return other.failed.said if other.failed is not None else "`data` yields other batches in other processes"
+    help = "load them in the driver: `--data driver`"
+    if other.failed is not None and other.failed.diagnostics:
+        raise PiperError(*(replace(one, helps=(*one.helps, help)) for one in other.failed.diagnostics))
+    raise error(
+        "P0607",
+        "`data` yields other batches in other processes",
+        line_of_function(file.data),
+        notes=[] if other.failed is None else [other.failed.said],
+        help=f"give generators a seed, and leave nothing behind that the next call reads, such as a file; or {help}",
+    )

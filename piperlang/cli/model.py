@@ -58,13 +58,15 @@ class Batches:
     """The batches of a job. The model is traced with the first one, which is also the first training batch."""
 
     def __init__(self, file: ModelFile, seed: int) -> None:
-        from piperlang.capture.user.batches import endless
-        from piperlang.capture.user.seeding import seed_all
+        from piperlang.capture.user.batches import DataReads, endless
+        from piperlang.capture.user.seeding import generator_states, seed_all
 
         seed_all(seed)
         with doing("loading the first batch"):
             self.others = endless(file.data)
             self.first: tuple[Any, Any] = next(self.others)
+        self.after_first = generator_states()
+        self.reads = DataReads(file.data, file.validation)
 
 
 def captured(

@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)
     found = scheduled(captured(file, options.seed, batches.first, backend), options)
+    batches.reads.check("when `model` is called")
     if found.problems:
         report(found.problems, options.format)
         return 1
@@ -193,6 +194,7 @@ def _train(
         loggers = stack.enter_context(_loggers(options, plan, folder))
         validation = _evaluation(options, file, plan, given.first, backend)
         _verify(options, cut, plan, given.first, training, folder)
+        given.reads.check("when the optimizer or its schedule steps")
         rows = at / "metrics.jsonl"
         with writing(rows, "all rows of metrics"):
             metrics = stack.enter_context(rows.open("w", encoding="utf-8"))

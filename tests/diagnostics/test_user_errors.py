@@ -633,9 +633,9 @@ BATCHES = [
     ),
     Mistake(
         "data gives a dict",
-        written(data=f"def data():  # here\n    yield {{'x': {ONE}}}\n"),
+        written(data="def data():  # here\n    yield {'x': [1.0, 2.0]}\n"),
         "P0801",
-        ("a dict of 1", "keyword arguments"),
+        ("contains a value of type float",),
     ),
     Mistake(
         "data gives arrays",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -115,13 +116,33 @@ def test_in_workers(name: str, script: str, lent: Lent, tmp_path: Path, capsys: 
 
 
 IN_DRIVER = {
-    "an unseeded generator": (
-        "import numpy as np\ndef data():\n    g = np.random.default_rng()\n"
-        '    while True: yield torch.from_numpy(g.standard_normal((8, 4)).astype("float32")), torch.randint(3, (8,))\n',
-        "`data` yields other batches in other processes",
-    ),
     "what on_step changes": (SAME["data that on_step changes"], "`data` and `on_step` may share variables"),
+    "what lr_schedule may change": (
+        "CONFIG = {'rate': 0.5, 'samples': 8}\n"
+        "def lr_schedule(o): return torch.optim.lr_scheduler.ExponentialLR(o, CONFIG['rate'])\n"
+        "def data():\n    while True: yield torch.randn(CONFIG['samples'], 4), torch.randint(3, (8,))\n",
+        "`data` and `lr_schedule` may share variables",
+    ),
 }
+
+
+def test_on_step_is_called_in_the_driver(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may change what `data` reads in ways that nobody sees: here, a variable of the environment."""
+    text = """
+import os
+def data():
+    while True: yield torch.randn(8, 4) * float(os.environ.get("PIPER_TEST_FACTOR", "1")), torch.randint(3, (8,))
+def on_step(row): os.environ["PIPER_TEST_FACTOR"] = str(2.0 + float(os.environ.get("PIPER_TEST_FACTOR", "1")))
+"""
+    try:
+        code, losses, weights = job(tmp_path, text, REPLICAS)
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        assert "the driver loads the batches: `on_step` may change what `data` reads" in out
+        os.environ.pop("PIPER_TEST_FACTOR")
+        assert_plain(tmp_path, losses, weights)
+    finally:
+        os.environ.pop("PIPER_TEST_FACTOR", None)
 
 
 @pytest.mark.parametrize("name", IN_DRIVER)
@@ -134,6 +155,56 @@ def test_in_the_driver(name: str, lent: Lent, tmp_path: Path, capsys: pytest.Cap
     code, _, _ = job(tmp_path, text, REPLICAS, "--data", "workers", "--out", str(tmp_path / "other"))
     err = capsys.readouterr().err
     assert (code, "error[P0902]" in err, reason in err) == (2, True, True)
+
+
+REJECTED = {
+    "an unseeded generator": (
+        "import numpy as np\ndef data():\n    g = np.random.default_rng()\n"
+        '    while True: yield torch.from_numpy(g.standard_normal((8, 4)).astype("float32")), torch.randint(3, (8,))\n',
+        "P0607]: `data` yields other batches in other processes",
+    ),
+    "a position on disk": (
+        "import pathlib\nAT = pathlib.Path(__file__).parent / 'position'\ndef data():\n"
+        "    every = torch.randn(9, 8, 4)\n    while True:\n"
+        "        k = int(AT.read_text()) if AT.exists() else 0\n        AT.write_text(str(k + 1))\n"
+        "        yield every[k], torch.zeros(8, dtype=torch.long)\n",
+        "P0607]: `data` yields other batches in other processes",
+    ),
+    "a cache on disk": (
+        "import pathlib\nAT = pathlib.Path(__file__).parent\ndef data():\n    for i in range(9):\n"
+        "        file = AT / f'{i}.pt'\n"
+        "        if not file.exists(): torch.save((torch.randn(8, 4), torch.randint(3, (8,))), file)\n"
+        "        yield torch.load(file)\n",
+        "P0607]: `data` yields other batches in other processes",
+    ),
+    "an exception in workers": (
+        "import threading\ndef data():\n"
+        "    if threading.current_thread().name.startswith('piperlang'): raise OSError('no file')\n"
+        "    while True: yield torch.randn(8, 4), torch.randint(3, (8,))\n",
+        "P0801]: `data` raised OSError: no file",
+    ),
+    "a global that model sets": (
+        "SCALE = 1.0\ndef model():\n    global SCALE\n    SCALE = 2.0\n    return M()\n"
+        "def data():\n    while True: yield torch.randn(8, 4) * SCALE, torch.randint(3, (8,))\n",
+        "P0808]: global `SCALE` changes when `model` is called, and `data` reads it",
+    ),
+    "a list that lr_schedule changes": (
+        "WARM = [0]\ndef lr_schedule(o):\n    def f(s):\n        WARM[0] = s\n        return 1.0 / (1 + s)\n"
+        "    return torch.optim.lr_scheduler.LambdaLR(o, f)\n"
+        "def data():\n    while True: yield torch.randn(8, 4) * (1 + WARM[0]), torch.randint(3, (8,))\n",
+        "P0808]: global `WARM` changes when the optimizer or its schedule steps, and `data` reads it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, words = REJECTED[name]
+    code, _, _ = job(tmp_path, text, REPLICAS)
+    err = capsys.readouterr().err
+    assert code == 1
+    assert words in err
+    assert "model.py:" in err
 
 
 DIFFERENT = {
@@ -151,7 +222,10 @@ DIFFERENT = {
         "def data():\n    for i in range(9): yield torch.randn(8 - i // 2, 4), torch.randint(3, (8 - i // 2,))\n",
         "error[P0801]: batch 3 of `data` has a tensor of shape [7, 4]",
     ),
-    "random numbers in on_step": ("def on_step(row): torch.randn(1)\n", "error[P0801]: `on_step` draws random numbers"),
+    "random numbers in on_step": (
+        "def on_step(row): torch.randn(1)\n",
+        "error[P0801]: `on_step` uses the global generators",
+    ),
 }
 
 
@@ -229,7 +303,9 @@ class Rows(torch.utils.data.Dataset):
         g = torch.Generator().manual_seed(i)
         mask = (torch.rand(4, generator=g) > 0.2).float()
         return {"input": torch.randn(4, generator=g), "labels": i % 3, "mask": mask}
-def data(): return torch.utils.data.DataLoader(Rows(), batch_size=8, shuffle=True)
+def data():
+    for i, batch in enumerate(torch.utils.data.DataLoader(Rows(), batch_size=8, shuffle=True)):
+        yield dict(reversed(batch.items())) if i % 2 else batch
 """
 
 

@@ -97,6 +97,12 @@ def _record(function: type, *arguments: Any) -> Any:
         "torch."
     ):  # torch's own: part of a custom operator, which is traced as one operator, or without gradient
         return _apply(function, *arguments)
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise _refused(
+            function,
+            "is called inside of torch.autocast",
+            "call it in `with torch.autocast(x.device.type, enabled=False)`, on tensors of the dtype it computes in",
+        )
     flat, layout = pytree.tree_flatten(arguments)
     tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     other = next((leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.user.state import globals_assigned, globals_of
+from piperlang.capture.user.prints import Prints
+from piperlang.capture.user.state import globals_assigned, globals_of, labelled
 from piperlang.capture.user.user_code import Guarded, Wrong, kind, mistake
-from piperlang.diagnostics import PiperError
+from piperlang.capture.user.where import line_of_function
+from piperlang.diagnostics import PiperError, error
 
 _PAIRS = "yield (input, target) pairs"
 
@@ -41,6 +43,40 @@ class UserBatches(Guarded):
             if wrong is not None:
                 raise PiperError(mistake("P0801", wrong, self.line))
             yield from every
+
+
+class DataReads:
+    """Plain values of globals that `data` and `validation` read, after the first batch."""
+
+    def __init__(self, data: Callable[..., Any], validation: Callable[..., Any] | None) -> None:
+        self.line = line_of_function(data)
+        functions = [unwrap(function) for function in (data, validation) if function is not None]
+        self.entries = [one for one in labelled(globals_of(functions)) if _is_plain(one.scope.get(one.name))]
+        self.prints = self._prints()
+
+    def _prints(self) -> dict[str, object]:
+        prints = Prints(contents=True)
+        return {one.label: one.print(prints) for one in self.entries if _is_plain(one.scope.get(one.name))}
+
+    def check(self, when: str) -> None:
+        """Refuses what other functions of the file change: they run in another order, or in other processes."""
+        name = next((name for name, print in self._prints().items() if self.prints[name] != print), None)
+        if name is not None:
+            raise error(
+                "P0808",
+                f"{name} changes {when}, and `data` reads it",
+                self.line,
+                notes=["`data` is called before `model`, and may be called in another process than the optimizer"],
+                help="set it where the file is loaded, or in `data` itself",
+            )
+
+
+def _is_plain(value: object) -> bool:
+    """A number, a text or an array, or a container of such. Other objects change in ways that `data` need not see."""
+    leaves = list(value) if isinstance(value, set) else pytree.tree_leaves(value)
+    return all(
+        isinstance(leaf, bool | int | float | complex | str | bytes | torch.Tensor | np.ndarray) for leaf in leaves
+    )
 
 
 def endless(data: Callable[[], Iterator[tuple[Any, Any]]]) -> Generator[tuple[Any, Any]]:
@@ -173,9 +209,17 @@ def _pairs_from(batch: Any) -> str:
 
 def wrong_change(batch: Any, first: Any, where: str) -> Wrong | None:
     """How a batch differs from the first batch, which the model was traced with; None if it does not."""
-    leaves, layout = pytree.tree_flatten(tuple(batch))
     known, before = pytree.tree_flatten(tuple(first))
-    for leaf, other in zip(leaves, known, strict=False):
+    try:
+        leaves = before.flatten_up_to(tuple(batch))  # dict keys may come in another order
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise ValueError
+    except ValueError:
+        return Wrong(
+            f"{where} has a different structure than the first batch",
+            "give all batches the same tuples, lists and dict keys",
+        )
+    for leaf, other in zip(leaves, known, strict=True):
         if leaf.shape != other.shape:
             help = "give all batches the same shape: drop the last one (`DataLoader(..., drop_last=True)`) or pad it"
             return Wrong(
@@ -186,9 +230,4 @@ def wrong_change(batch: Any, first: Any, where: str) -> Wrong | None:
                 f"{where} has a tensor of dtype {leaf.dtype}, but the first batch had {other.dtype}",
                 "give all batches the same dtype, with `.to(dtype)`",
             )
-    if layout != before:
-        return Wrong(
-            f"{where} has a different structure than the first batch",
-            "give all batches the same tuples, lists and dict keys",
-        )
     return None

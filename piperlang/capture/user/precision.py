@@ -1,7 +1,8 @@
 """A declared precision: `precision = "bf16-mixed"` in a model file, or `--precision`.
 
 `bf16-mixed` runs the forward and the loss in `torch.autocast` with bfloat16; weights, gradients and the optimizer stay
-in float32. `bf16-true` converts the model to bfloat16; updates are made on float32 master weights."""
+in float32. `bf16-true` converts the model and its floating-point inputs to bfloat16; updates are made on float32 master
+weights."""
 
 from __future__ import annotations
 
@@ -46,10 +47,9 @@ class InPrecision:
     def __call__(self) -> Any:
         model = self.make()
         if isinstance(model, nn.Module):  # anything else is refused
-            if self.precision == MIXED:
-                _enter_autocast(model)
-            else:
+            if self.precision == TRUE:
                 model.to(torch.bfloat16)
+            _wrap_forward(model, _in_autocast if self.precision == MIXED else _on_bfloat16)
         return model
 
 
@@ -59,28 +59,42 @@ def loss_in(loss: Callable[[Any, Any], Any], precision: str) -> Callable[[Any, A
         return loss
     if not isinstance(loss, nn.Module):
         return _in_autocast(loss)
-    _enter_autocast(loss)
+    _wrap_forward(loss, _in_autocast)
     return loss
 
 
-def _enter_autocast(module: nn.Module) -> None:
-    """Not by an attribute of the module, which copies of it would share."""
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _wrap_forward(module: nn.Module, wrap: Wrap) -> None:
+    """By a class of its own: an attribute would be shared by copies of the module."""
     kind: Any = type(module)
-    module.__class__ = _class_in_autocast(kind)
+    module.__class__ = _wrapped(kind, wrap)
 
 
 @cache
-def _class_in_autocast(kind: Any) -> type[nn.Module]:
-    """The class with its forward in autocast."""
-    if getattr(kind, _MARK, False):
+def _wrapped(kind: Any, wrap: Wrap) -> type[nn.Module]:
+    if getattr(kind, _MARK, None) is wrap:
         return kind  # type: ignore[no-any-return]
-    body = {"forward": _in_autocast(kind.forward), _MARK: True, "__module__": kind.__module__}
+    body = {"forward": wrap(kind.forward), _MARK: staticmethod(wrap), "__module__": kind.__module__}
     found = type(kind.__name__, (kind,), body)
     found.__qualname__ = kind.__qualname__
     return found
 
 
-_MARK = "__piperlang_autocast__"
+_MARK = "__piperlang_precision__"
+
+
+def _on_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
+    def converted(leaf: Any) -> Any:
+        return leaf.to(torch.bfloat16) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(converted, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return called
 
 
 def _in_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

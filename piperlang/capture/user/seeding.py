@@ -83,7 +83,7 @@ def generators_left_alone(on_step: Callable[..., Any]) -> Iterator[None]:
     if not torch.equal(before[0], of_torch) or before[1] != python or str(before[2]) != str(numpy):
         raise error(
             "P0801",
-            "`on_step` draws random numbers, and `data` is called in other processes",
+            "`on_step` uses the global generators of random numbers, and `data` is called in other processes",
             line_of_function(on_step),
             help="give it a generator of its own (`torch.Generator()`), or load batches in the driver: `--data driver`",
         )

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
+from piperlang.capture.user.seeding import GeneratorStates
 from piperlang.capture.user.user_code import said
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
@@ -217,15 +218,16 @@ class Job:
 
     # ------------------------------------------------------------------------------------------------- batches
 
-    def load(self, loading: Loading, first: tuple[Any, Any]) -> Loaded | None:
-        """From now on, workers load their batches themselves. None if they have loaded `first`; otherwise what a
-        worker has loaded, or why it has loaded nothing, and batches are still passed to `begin`."""
+    def load(self, loading: Loading, first: tuple[Any, Any], generators: GeneratorStates) -> Loaded | None:
+        """From now on, workers load their batches themselves. None if they have loaded `first`, and generators have
+        these states; otherwise what a worker has loaded, or why it has loaded nothing, and batches are still passed to
+        `begin`."""
         runs = [run for run in (self.training, self.evaluation) if run is not None]
         self.loading = [i for i in range(len(self.plan.devices)) if any(run.plan.devices[i].feeds for run in runs)]
         self.data_line = line_of_function(loading.data)
         packed = pack(loading)
         found = self.cluster.wait([self.cluster.call(i, "start_loading", packed) for i in self.loading])
-        expected = fingerprint(loading.layout.flatten(first))
+        expected = fingerprint(loading.layout.flatten(first), generators)
         other = next((one for one in found if one.failed is not None or one.fingerprint != expected), None)
         if other is not None:
             self.stop_loading()
@@ -250,7 +252,9 @@ class Job:
         print(found[first].printed, end="")
         for i, one in found.items():
             if one.failed is not None:
-                return one, failed(f"device {self.plan.devices[i].device}", one.failed, None, [])
+                problem = failed(f"device {self.plan.devices[i].device}", one.failed, None, [])
+                note = "a worker loads the batches; the driver does with `--data driver`"
+                return one, PiperError(*(replace(d, notes=(*d.notes, note)) for d in problem.diagnostics))
         other = next((i for i in others if found[i].batch != found[first].batch), None)
         if other is not None:
             devices = [self.plan.devices[i].device for i in (first, other)]

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import torch
 
 from piperlang.capture.batch.layout import BatchLayout
 from piperlang.capture.user.batches import endless
-from piperlang.capture.user.seeding import generator_states, restored, seed_all, set_generator_states
+from piperlang.capture.user.seeding import GeneratorStates, generator_states, restored, seed_all, set_generator_states
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
@@ -66,9 +67,13 @@ class Loaded(NamedTuple):
         return self.fingerprint, self.ended
 
 
-def fingerprint(flat: Sequence[torch.Tensor]) -> str:
-    """Equal for equal batches. Of large tensors, some elements count."""
+def fingerprint(flat: Sequence[torch.Tensor], generators: GeneratorStates) -> str:
+    """Equal for equal batches that leave the generators in the same states. Of large tensors, some elements count."""
     found = hashlib.blake2b(digest_size=16)
+    of_torch, python, (kind, keys, *rest) = generators
+    found.update(of_torch.numpy().data)
+    found.update(np.asarray(python[1], np.int64).tobytes() + np.asarray(keys).tobytes())
+    found.update(f"{python[0]} {python[2]} {kind} {rest}".encode())
     for tensor in flat:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // COMPARED)]
@@ -127,7 +132,7 @@ class Loader:
                 return Loaded(failed=failure_of(problem), printed=printed.getvalue()), {}
         named = dict(zip(source.layout.names, flat, strict=True))
         feeds = {key: self._own(take(named[name], box)) for key, name, box in source.feeds}
-        return Loaded(fingerprint(flat), printed=printed.getvalue()), feeds
+        return Loaded(fingerprint(flat, self.generators), printed=printed.getvalue()), feeds
 
     def _own(self, part: torch.Tensor) -> torch.Tensor:
         """A copy: `data` may write the next batch into the same memory."""

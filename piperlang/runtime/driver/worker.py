@@ -344,7 +344,7 @@ class Worker:
             try:
                 self.runs["train"].device.optimizers.advance()
                 if self.program_reads is not None:
-                    self.program_reads.check(_WHEN if not ahead else f"{_WHEN}, or while a batch is loaded")
+                    self._check_program()
                 report = replace(report, settings=self.runs["train"].device.optimizers.passed_on)
             except KeyboardInterrupt:
                 raise
@@ -352,6 +352,14 @@ class Worker:
                 return _failed(problem)
         self.steps += 1
         return replace(report, coming=self._coming()) if ahead and report.failed is None else report
+
+    def _check_program(self) -> None:
+        """What the program reads must stay as it is."""
+        when, line = "when the optimizer or its schedule steps", None
+        if self.loader is not None:
+            when, line = f"{when}, or while a batch is loaded", line_of_function(self.loader.loading.data)
+        assert self.program_reads is not None
+        self.program_reads.check(when, line)
 
     def evaluate(self, feeds: dict[ValueId, torch.Tensor] | None) -> Report:
         return self._run("evaluate", self._feeds() if feeds is None else feeds)
@@ -409,9 +417,6 @@ class Worker:
         if self.runs:
             self.runs, self.active = {}, None
             self.comm.close()
-
-
-_WHEN = "when the optimizer or its schedule steps"
 
 
 def _loaded(packed: bytes) -> Setup:
