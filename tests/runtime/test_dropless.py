@@ -193,6 +193,7 @@ class OneSided(Dropless):
             nn.init.zeros_(layer.gate.weight)  # type: ignore[union-attr,arg-type]
 
 
+@pytest.mark.slow
 def test_a_device_that_nobody_chooses(cluster: Cluster) -> None:
     case = Case("one-sided", OneSided, balanced, tokens, 4)
     traced = capture(case.model, case.loss, case.batch(SAMPLES))

@@ -102,9 +102,9 @@ def data():
 }
 
 
-@pytest.mark.parametrize("script", [PIPELINE, REPLICAS], ids=["pp", "dp"])
-@pytest.mark.parametrize("name", IN_WORKERS)
-def test_in_workers(name: str, script: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("case", one_in(2, [(name, script) for name in IN_WORKERS for script in (PIPELINE, REPLICAS)]))
+def test_in_workers(case: tuple[str, str], lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, script = case
     code, losses, weights = job(tmp_path, IN_WORKERS[name], script, "--data", "workers")
     out, err = capsys.readouterr()
     assert code == 0, err

@@ -403,4 +403,4 @@ def test_a_count_that_follows_the_size_of_a_batch_of_one() -> None:
     one = (x[:1], y[:1])
     assert capture(Layers, weighted, one).cut()
     with pytest.raises(PiperError, match="depends on the batch size"):
-        capture(Layers, number_of_samples, one).cut().flatten(one)
+        capture(Layers, number_of_samples, one).cut().layout.flatten(one)
