@@ -31,6 +31,7 @@ from piperlang.plan.lower import lower
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.loading import Loading
+from piperlang.runtime.driver.shapes import TRAIN
 from piperlang.runtime.driver.training import Training
 from tests.support.equivalence import compiled
 
@@ -100,7 +101,7 @@ def of_driver(cluster: Cluster, megabytes: int, steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {"megabytes": megabytes}
     with Job(plan, captured, training, cluster=cluster) as job:
         found["driver loads: CPU ms per step"] = _cpu(lambda: job.step(batch), steps)
-        assert job.load(Loading(partial(data, megabytes), captured.layout, 0), batch, _seeded()) is None
+        assert job.load(Loading(partial(data, megabytes), {TRAIN: captured.layout}, 0), batch, _seeded()) is None
         found["workers load: CPU ms per step"] = _cpu(lambda: job.finish(job.begin_loaded(True)), steps)
     return found
 
@@ -129,7 +130,7 @@ def of_loader(cluster: Cluster, steps: int) -> dict[str, Any]:
     after = generator_states()
     plan, captured, training = _planned(partial(Net, width, depth), batch)
     with Job(plan, captured, training, cluster=cluster) as job:
-        other = job.load(Loading(make, captured.layout, 0), batch, after)
+        other = job.load(Loading(make, {TRAIN: captured.layout}, 0), batch, after)
         assert other is None, other
         results = [job.finish(job.begin_loaded(True)) for _ in range(3 * steps)][1:]
     waited = [1e3 * (result.waited or 0.0) for result in results]

@@ -51,7 +51,7 @@ def compare(cluster: Cluster, case: Case, script: str, compiles: bool) -> dict[s
     eager = optimizer([p for p in plain.parameters() if p.requires_grad])
     worst = {"loss": 0.0, "gradients": 0.0}
     with Job(plan, captured, Training(case.model, optimizer), timeout=60, cluster=cluster, compiles=compiles) as job:
-        job.prepare(only, captured)
+        job.shapes.add("evaluate", only, captured)
         for step in range(2):
             evaluated = job.evaluate(batch(step, "cpu"))
             done = job.step(batch(step, "cpu"), gradients=True)

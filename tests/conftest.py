@@ -119,32 +119,36 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests that share workers run on one process: xdist keeps those of a group together, if the mark is there before
-    it looks at the collected items. So do those that start Ray themselves: two instances that start at once on two
-    cores take longer than one after the other. Slow tests may take their time."""
+    """Tests that share eight workers run on one process: xdist keeps those of a group together, if the mark is there
+    before it looks at the collected items. Those that break workers or start Ray themselves run on another: they wait
+    most of the time, and more than two instances of Ray on two cores take longer than one after the other. Slow tests
+    may take their time."""
     if item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.timeout(0))
     if not item.get_closest_marker("xdist_group"):
-        group = "ray" if _uses_of_ray(item) else TOGETHER.get(item.path.name)
+        group = _group_of_ray(item) or TOGETHER.get(item.path.name)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _uses_of_ray(item: pytest.Item) -> list[int]:
+def _group_of_ray(item: pytest.Item) -> str | None:
     fixtures = getattr(item, "fixturenames", ())
-    return [turn for turn, name in enumerate(("cluster", "worker", "alone")) if name in fixtures]
+    if "alone" in fixtures or "worker" in fixtures:
+        return "own ray"
+    return "ray" if "cluster" in fixtures else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """xdist hands out groups in the order of the items (pyproject.toml asks for that): the long one of Ray first, and
+    """xdist hands out groups in the order of the items (pyproject.toml asks for that): the long ones of Ray first, and
     at the end single tests, so that all processes end at about the same time."""
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
 
 
-def _turn(item: pytest.Item) -> tuple[int, list[int]]:
-    """Among those of Ray, the ones that share eight workers, then those with one, then those that start their own."""
+def _turn(item: pytest.Item) -> tuple[int, bool]:
+    """Those that start Ray themselves come after those that share one worker, which they end."""
     mark = item.get_closest_marker("xdist_group")
     if mark is None:
-        return 2, []
-    return (0, _uses_of_ray(item)) if mark.args[0] == "ray" else (1, [])
+        return 3, False
+    turn = {"ray": 0, "own ray": 1}.get(mark.args[0], 2)
+    return turn, turn == 1 and "alone" in getattr(item, "fixturenames", ())

@@ -228,6 +228,8 @@ class CutProgram:
         self.program, self.chunks = program, chunks
         self.keys = [program.key(chunk) for chunk in chunks]
         self.model = self._describe()
+        self.rows: tuple[int, ...] = ()
+        """Of each sample that it was traced with, the sample of the batch, where some are repeated."""
 
     def check_state(self) -> None:
         """Python state that the program has captured must not change. Called before every step."""
@@ -252,8 +254,10 @@ class CutProgram:
         """What batches look like."""
         sizes = self.program.sizes
         assert sizes.layout is not None
+        samples = max(self.rows) + 1 if self.rows else sizes.samples
+        shapes = tuple((samples, *shape[1:]) if shape[:1] == (sizes.samples,) else shape for shape in sizes.shapes)
         return BatchLayout(
-            sizes.layout, sizes.shapes, sizes.dtypes, tuple(sizes.small.batch), sizes.whole(sizes.samples)
+            sizes.layout, shapes, sizes.dtypes, tuple(sizes.small.batch), sizes.whole(samples), self.rows
         )
 
     def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:

@@ -63,12 +63,17 @@ class InDriver:
 class InWorkers:
     """Batches are loaded in the workers; the driver has none of them."""
 
-    def __init__(self, job: Any) -> None:
-        self.job = job
+    def __init__(self, job: Any, file: ModelFile) -> None:
+        self.job, self.file = job, file
         self.problem: PiperError | None = None
 
     def step(self, ahead: bool) -> StepResult:
-        result: StepResult = self.job.finish(self.job.begin_loaded(ahead))
+        from piperlang.capture.user.user_code import located
+        from piperlang.capture.user.where import line_of_function
+
+        with located(line_of_function(self.file.data)):
+            begun = self.job.begin_loaded(ahead)
+        result: StepResult = self.job.finish(begun)
         self.problem = result.problem
         return result
 
@@ -83,9 +88,7 @@ class InWorkers:
         return losses
 
 
-def feeding(
-    where: str, job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: Any | None, seed: int
-) -> Feeding:
+def feeding(where: str | None, job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int) -> Feeding:
     """`where`: the option `--data`. By default, batches are loaded in workers unless code that runs elsewhere may
     change them."""
     from piperlang.capture.user.where import line_of_function
@@ -104,10 +107,10 @@ def feeding(
             help="load them in the driver: `--data driver`",
         )
     if reason is None:
-        reason = _started(job, file, batches, cut, evaluation, seed)
+        reason = _started(job, file, batches, cut, seed)
     if reason is None:
         batches.others.close()
-        return InWorkers(job)
+        return InWorkers(job, file)
     emit(Notice(f"the driver loads the batches: {reason}"))
     return InDriver(job, file, batches)
 
@@ -125,7 +128,7 @@ def _may_differ(file: ModelFile) -> str | None:
     return None
 
 
-def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: Any | None, seed: int) -> str | None:
+def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int) -> str | None:
     """Lets workers load. A reason why they cannot even begin; a batch that they load differently is an error, because
     `data` may have left something behind, such as a position in a file."""
     from piperlang.capture.user.model_file import shipped
@@ -137,10 +140,9 @@ def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, evaluation: 
     frozen = cut.program.sizes.small.frozen
     loading = Loading(
         data,
-        cut.layout,
+        {key: one.captured.layout for key, one in job.shapes.plans.items()},
         seed,
         shipped(file, "validation"),
-        evaluation.layout if evaluation is not None else None,
         [(name, scope["__name__"]) for name, scope in frozen.names if "__name__" in scope],
         frozen.environment,
     )

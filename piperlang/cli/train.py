@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from piperlang.pipeline import Scheduled
     from piperlang.plan.plan import Plan
     from piperlang.runtime.comm.backend import Backend
+    from piperlang.runtime.driver.shapes import Mode
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +84,13 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "--data",
         choices=("workers", "driver"),
         help="where batches are loaded (default: in workers, unless that could make a difference)",
+    )
+    parser.add_argument(
+        "--shapes",
+        type=COUNT,
+        default=8,
+        metavar="N",
+        help="plan for at most N shapes of batches; each one is compiled when it comes (default: 8)",
     )
     add_precision(parser)
     parser.add_argument("--masters", action="store_true", help="keep float32 master weights for half-precision weights")
@@ -176,8 +184,10 @@ def _train(
         from piperlang.capture.user.model_file import shipped
         from piperlang.capture.user.seeding import generators_left_alone
         from piperlang.capture.user.watched import WatchedModel
+        from piperlang.runtime.driver.shapes import OtherShapes
         from piperlang.runtime.driver.training import Training
         from piperlang.runtime.optimizer.optimize import default_optimizer
+        from piperlang.runtime.shapes import PlanForShape, evaluation_plan
 
     make = shipped(file, "model")
     assert make is not None
@@ -192,14 +202,21 @@ def _train(
     at = folder.absolute()  # the user's code may change the working directory
     with ExitStack() as stack:
         loggers = stack.enter_context(_loggers(options, plan, folder))
-        validation = _evaluation(options, file, plan, given.first, backend)
+        validation = None
+        if file.validation is not None:
+            graph, evaluated = _applied(options, file, backend, "evaluate", _validation_batch(file, given))
+            validation = evaluation_plan(graph, plan, evaluated), evaluated
         _verify(options, cut, plan, given.first, training, folder)
         given.reads.check("when the optimizer or its schedule steps")
         rows = at / "metrics.jsonl"
         with writing(rows, "all rows of metrics"):
             metrics = stack.enter_context(rows.open("w", encoding="utf-8"))
         stack.callback(drop, metrics)
-        job = stack.enter_context(_started(options, backend, plan, cut, training, loss_dtype, validation))
+        plan_for = PlanForShape(
+            partial(_applied, options, file, backend), plan, cut, training, file.max_norm, options.verify
+        )
+        others = OtherShapes(plan_for, options.shapes)
+        job = stack.enter_context(_started(options, backend, plan, cut, training, loss_dtype, validation, others))
 
         def note(row: StepMetrics) -> None:
             with uninterrupted():  # what is said of an interrupted job is what metrics.jsonl has
@@ -214,13 +231,13 @@ def _train(
                 with generators_left_alone(file.on_step) if isinstance(fed, InWorkers) else nullcontext():
                     file.on_step(row.record())
 
-        fed = feeding(options.data, job, file, given, cut, validation[1] if validation else None, options.seed)
+        fed = feeding(options.data, job, file, given, cut, options.seed)
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
-        checks = _checks(file, [WatchedModel(model.named_modules()) for model in refuse_use()])
+        checks = _checks(file, [WatchedModel(model.named_modules()) for model in refuse_use(traced_again=True)])
         started = time.perf_counter()
         trained: list[int] = []
         with _weights_kept(job, at, trained), stepping(options.steps, options.log_every, str(folder)):
-            for row in _steps(options, file, fed, plan, validation is not None, checks, trained):
+            for row in _steps(options, file, fed, validation is not None, checks, trained):
                 note(row)
         save(job, at, WEIGHTS)
     seconds = time.perf_counter() - started
@@ -232,7 +249,6 @@ def _steps(
     options: argparse.Namespace,
     file: ModelFile,
     fed: Feeding,
-    plan: Any,
     validates: bool,
     checks: Sequence[Callable[[], None]],
     trained: list[int],
@@ -252,7 +268,7 @@ def _steps(
             step,
             done.loss,
             round(done.seconds, 6),
-            round(plan.samples / done.seconds, 2),
+            round(done.samples / done.seconds, 2),
             done.memory,
             waited_for_data=None if done.waited is None else round(done.waited, 6),
         )
@@ -287,6 +303,7 @@ def _started(
     training: Any,
     loss_dtype: str,
     validation: tuple[Any, Any] | None,
+    others: Any,
 ) -> Iterator[Any]:
     """Workers, or threads, that end with the block."""
     from piperlang.runtime.driver.start import start
@@ -303,9 +320,10 @@ def _started(
             timeout=options.timeout,
             address=options.address,
             compiles=options.compile,
+            others=others,
         )
         if validation is not None:
-            job.prepare(*validation)
+            job.shapes.add("evaluate", *validation)
     try:
         yield job
     finally:
@@ -361,30 +379,33 @@ def _verify(
     emit(Notice(str(verified), warning=bool(verified.skipped and options.verify)))
 
 
-def _evaluation(
-    options: argparse.Namespace, file: ModelFile, plan: Any, batch: tuple[Any, Any], backend: Backend
-) -> tuple[Any, Any] | None:
-    """The plan for validation, if the model file has any, and its stage programs, for the model in evaluation mode."""
-    if file.validation is None:
-        return None
-
+def _validation_batch(file: ModelFile, given: Batches) -> tuple[Any, Any]:
+    """The first batch of `validation`, so that one that cannot be used is reported before training, not after it; or
+    one of `data`, if to call `validation` could change what `data` yields."""
     from piperlang.capture.user.batches import DATA, may_share_state
     from piperlang.capture.user.seeding import restored
     from piperlang.capture.user.user_code import located
     from piperlang.capture.user.where import line_of_function
-    from piperlang.runtime.api import InEvaluationMode, evaluation_plan
 
-    found = scheduled(
-        captured(replace(file, model=InEvaluationMode(file.model)), options.seed, batch, backend), options
-    )
+    assert file.validation is not None
+    if may_share_state(file.data, file.validation, DATA):
+        return given.first
+    with restored(), located(line_of_function(file.validation)):
+        return next(file.validation())
+
+
+def _applied(
+    options: argparse.Namespace, file: ModelFile, backend: Backend, mode: Mode, batch: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """The graph of the script for batches of this shape, and its stage programs."""
+    from piperlang.runtime.shapes import InEvaluationMode
+
+    if mode == "evaluate":
+        file = replace(file, model=InEvaluationMode(file.model))
+    found = scheduled(captured(file, options.seed, batch, backend), options)
     if found.problems:
         raise PiperError(*found.problems)
-    cut: Any = found.captured
-    if not may_share_state(file.data, file.validation, DATA):
-        # A batch that cannot be used is reported before training, not after it.
-        with restored(), located(line_of_function(file.validation)):
-            cut.layout.flatten(next(file.validation()))
-    return evaluation_plan(found.graph(), plan, cut), cut
+    return found.graph(), found.captured
 
 
 def _validated(fed: Feeding, file: ModelFile) -> float:

@@ -62,7 +62,7 @@ CODES = {
     "P0603": "worker does not answer",
     "P0604": "worker failed",
     "P0605": "cannot start workers",
-    "P0606": "model differs in evaluation mode",
+    "P0606": "model differs in evaluation mode or for another shape",
     "P0607": "initial weights, settings or batches differ between workers",
     "P0608": "captured program differs from the model",
     "P0609": "results cannot be written",

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from piperlang.core.value_id import ValueId
 from piperlang.ir.layout import Box
 from piperlang.ir.model import Sharding, Slot
-from piperlang.plan.instructions import Instruction, Interval
+from piperlang.plan.instructions import Compute, Instruction, Interval
 
-VERSION = 5
+VERSION = 6
 
 
 class StageProgram(NamedTuple):
@@ -95,3 +95,18 @@ class Plan:
     """The estimated step time."""
     about: dict[str, Any] = field(default_factory=dict)
     """Provenance: model, script, versions."""
+    weights: tuple[float, ...] = ()
+    """What each sample counts for, in a batch that is padded so that it can be divided; in others, 1."""
+
+    @property
+    def counted(self) -> int:
+        """The number of samples of the batch before it was padded."""
+        return round(sum(self.weights)) if self.weights else self.samples
+
+    def share(self, x: Compute) -> float:
+        """What the loss of a pass counts for."""
+        samples = self.programs[x.program].samples
+        if not self.weights:
+            return samples / self.samples if self.combine == "mean" else 1.0
+        counts = sum(self.weights[x.first_sample : x.first_sample + samples])
+        return counts / (self.counted if self.combine == "mean" else samples)

@@ -18,27 +18,30 @@ import torch
 from piperlang.capture.program import CutProgram, capture
 from piperlang.capture.user.batches import placed
 from piperlang.capture.user.model_file import shipped
+from piperlang.capture.user.precision import TRUE
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import error
 from piperlang.elaborate.resolved import resolved
+from piperlang.ir.graph import Graph
 from piperlang.pipeline import planned, schedule
-from piperlang.plan.plan import Plan
 from piperlang.progress.lines import counted
 from piperlang.repl.core import SessionCore
 from piperlang.repl.show import Row, Shown, html
 from piperlang.repl.state import State
-from piperlang.runtime.api import InEvaluationMode, Trainer, evaluation_plan
+from piperlang.runtime.api import Trainer
 from piperlang.runtime.comm.registry import chosen, for_workers
 from piperlang.runtime.comm.threads import Threads
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.shapes import Mode, OtherShapes
 from piperlang.runtime.driver.start import start as start_job
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import StepResult, Training
 from piperlang.runtime.guard.program import verify
 from piperlang.runtime.optimizer.optimize import default_optimizer
 from piperlang.runtime.reference.numerics import compare
+from piperlang.runtime.shapes import InEvaluationMode, PlanForShape
 
 
 @dataclass
@@ -101,7 +104,7 @@ class SessionTraining:
 
     def line(self, number: int) -> str:
         step = self.steps[number]
-        rate = self.trainer.plan.samples / step.seconds
+        rate = step.samples / step.seconds
         cost = f"{1e3 * step.seconds:.1f} ms  {step.memory / 2**20:,.0f} MiB"
         return f"step {number:4}  loss {step.loss:.6f}  {rate:,.0f} samples/s  {cost}"
 
@@ -156,29 +159,27 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         shipped(model.file, "optimizer") or default_optimizer,
         shipped(model.file, "lr_schedule"),
         model.seed,
-        loss=shipped(model.file, "loss"),
+        model.file.precision == TRUE,
+        shipped(model.file, "loss"),
     )
     dtype = graph.model.tensors[graph.model.loss].dtype
     first = next(model.batches())
 
-    def start() -> Job | ThreadJob:
-        cluster = None if isinstance(backend, Threads) else _workers(session, len(plan.devices))
-        return start_job(backend, plan, captured, training, dtype, cluster=cluster)
-
-    def evaluation() -> tuple[Plan, CutProgram]:
-        found = schedule(
-            capture(
-                InEvaluationMode(model.file.model), model.file.loss, placed(first, backend.device.name), model.seed
-            ),
-            state.source,
-            state.setting.path,
-            state.setting.overrides,
-        )
+    def applied(mode: Mode, batch: tuple[Any, Any]) -> tuple[Graph, CutProgram]:
+        make = InEvaluationMode(model.file.model) if mode == "evaluate" else model.file.model
+        program = capture(make, model.file.loss, placed(batch, backend.device.name), model.seed)
+        found = schedule(program, state.source, state.setting.path, state.setting.overrides)
         cut = found.captured
         assert isinstance(cut, CutProgram)
-        return evaluation_plan(found.graph(), plan, cut), cut
+        return found.graph(), cut
 
-    return Trainer(graph, plan, start, evaluation, lambda: verify(captured, plan, first, training))
+    plan_for = PlanForShape(applied, plan, captured, training, model.file.max_norm, verifies=True)
+
+    def start() -> Job | ThreadJob:
+        cluster = None if isinstance(backend, Threads) else _workers(session, len(plan.devices))
+        return start_job(backend, plan, captured, training, dtype, cluster=cluster, others=OtherShapes(plan_for))
+
+    return Trainer(graph, plan, start, lambda: verify(captured, plan, first, training))
 
 
 def _workers(session: SessionCore, count: int) -> Cluster:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from piperlang.capture.program import CutProgram, capture
 from piperlang.capture.user.batches import detached, paired, placed, wrong_batch
 from piperlang.capture.user.precision import TRUE, InPrecision, loss_in, wrong_precision
 from piperlang.capture.user.user_code import (
-    Guarded,
     UserFunction,
     located,
     located_at_call,
@@ -32,23 +30,23 @@ from piperlang.capture.user.user_code import (
     wrong_max_norm,
     wrong_signature,
 )
-from piperlang.capture.user.where import here, line_of_operator
-from piperlang.diagnostics import Diagnostic, PiperError, error
+from piperlang.capture.user.where import here
+from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import planned, schedule
 from piperlang.plan.plan import Plan
-from piperlang.plan.rewrite.forward import forward
-from piperlang.plan.verify import check
 from piperlang.progress import Display, Notice, StepMetrics, Stepping, Stopped, current, displayed_by, phase
 from piperlang.progress.lines import counted
 from piperlang.progress.notebook import notebook
 from piperlang.progress.plain import Plain
 from piperlang.runtime.comm.registry import chosen
+from piperlang.runtime.driver.shapes import MOST, Mode, OtherShapes
 from piperlang.runtime.driver.start import start as start_job
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import StepResult, Training
 from piperlang.runtime.guard.program import Verified
 from piperlang.runtime.guard.program import verify as compare_with_eager
+from piperlang.runtime.shapes import InEvaluationMode, PlanForShape
 from piperlang.syntax.parse import read
 
 if TYPE_CHECKING:
@@ -64,12 +62,11 @@ class Trainer:
         graph: Graph,
         plan: Plan,
         start: Callable[[], Job | ThreadJob],
-        evaluation: Callable[[], tuple[Plan, CutProgram]],
         verify: Callable[[], Verified],
         display: Display | None = None,
     ) -> None:
         self.graph, self.plan, self.steps = graph, plan, 0
-        self._start, self._evaluation, self._verify, self._display = start, evaluation, verify, display
+        self._start, self._verify, self._display = start, verify, display
         self._running: Job | ThreadJob | None = None
 
     @property
@@ -93,9 +90,9 @@ class Trainer:
     def step(self, batch: Any) -> StepResult:
         """Forward, backward and update on one global batch: a pair (input, target), or a dict, which is both. Returns
         the loss of the whole batch."""
-        with located_at_call():
+        with located_at_call(), _shown(self._display):
             done = self.job.step(_checked(batch))
-        self._tell(StepMetrics(self.steps, done.loss, done.seconds, self.plan.samples / done.seconds, done.memory))
+        self._tell(StepMetrics(self.steps, done.loss, done.seconds, done.samples / done.seconds, done.memory))
         self.steps += 1
         return done
 
@@ -108,10 +105,7 @@ class Trainer:
         """The loss of a batch with the model in evaluation mode; nothing is trained. The first call traces the model in
         that mode."""
         with located_at_call(), _shown(self._display):
-            batch = _checked(batch)
-            if self.job.evaluation is None:
-                self.job.prepare(*self._evaluation())
-            return self.job.evaluate(batch)
+            return self.job.evaluate(_checked(batch))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights, unsharded, under the names of the plain model."""
@@ -153,6 +147,7 @@ def compile(
     compiles: bool | None = None,
     verify: bool = True,
     progress: bool | None = None,
+    shapes: int = MOST,
 ) -> Trainer:
     """Capture `model()`, apply the script, check the plan. Every mistake is a PiperError with located diagnostics.
 
@@ -162,7 +157,8 @@ def compile(
     `backend` is that of `--backend`; `cuda` chooses between nccl and gloo. By default CUDA is used where it is
     available, and chunks are compiled there (`compiles`). `verify`: before the first step the
     captured program is compared with the eager model on slices of `example`; the result is `trainer.verified`.
-    `progress`: show progress, on standard error or in the notebook; by default it is shown in notebooks only."""
+    `progress`: show progress, on standard error or in the notebook; by default it is shown in notebooks only. `shapes`:
+    batches of other shapes than `example` are traced and planned when they come, up to this number of shapes."""
     if executor not in ("ray", "inline"):
         raise ValueError(f"executor must be 'ray' or 'inline', not {executor!r}")
     example = paired(example)
@@ -181,9 +177,10 @@ def compile(
     runs_on = chosen(executor, backend)
     overrides = {name: str(value) for name, value in (parameters or {}).items()}
 
-    def applied(make: Callable[[], Any]) -> tuple[Graph, CutProgram]:
+    def applied(mode: Mode, batch: tuple[Any, Any]) -> tuple[Graph, CutProgram]:
         with phase("tracing the model", "traced") as tracing:
-            program = capture(make, loss, placed(example, runs_on.device.name), seed)
+            make = InEvaluationMode(model) if mode == "evaluate" else model
+            program = capture(make, loss, placed(batch, runs_on.device.name), seed)
             tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
         with phase(f"applying {path.name}"):
             found = schedule(program, read(path, str(path)), path, overrides)
@@ -194,7 +191,7 @@ def compile(
         return found.graph(), captured
 
     with _shown(display):
-        graph, captured = applied(model)
+        graph, captured = applied("train", example)
         with phase("planning", "planned") as planning:
             plan = planned(graph, max_norm)
             planning.detail = counted(len(plan.devices), "device")
@@ -203,17 +200,17 @@ def compile(
         graph.model.tensors[graph.model.loss].dtype,
     )
 
-    def start() -> Job | ThreadJob:
-        return start_job(runs_on, plan, captured, training, dtype, timeout=timeout, address=address, compiles=compiles)
+    others = OtherShapes(PlanForShape(applied, plan, captured, training, max_norm, verify), shapes)
 
-    def evaluation() -> tuple[Plan, CutProgram]:
-        graph, captured = applied(InEvaluationMode(model))
-        return evaluation_plan(graph, plan, captured), captured
+    def start() -> Job | ThreadJob:
+        return start_job(
+            runs_on, plan, captured, training, dtype, timeout=timeout, address=address, compiles=compiles, others=others
+        )
 
     def verified() -> Verified:
         return compare_with_eager(captured, plan, example, training) if verify else Verified(skipped="verify=False")
 
-    return Trainer(graph, plan, start, evaluation, verified, display)
+    return Trainer(graph, plan, start, verified, display)
 
 
 def _display(progress: bool | None) -> Display | None:
@@ -249,45 +246,3 @@ def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any, 
     if problems:
         with located(here()):
             raise PiperError(*problems)
-
-
-@dataclass(frozen=True)
-class InEvaluationMode:
-    """Creates a model in evaluation mode: without dropout, and with everything else the model does differently then."""
-
-    make: Callable[[], Any]
-
-    @property
-    def __wrapped__(self) -> Callable[[], Any]:
-        """For inspect: the line is that of the function itself."""
-        return self.make
-
-    def __call__(self) -> Any:
-        with Guarded(self.make, "model").guarded():
-            return self.make().eval()
-
-
-def evaluation_plan(graph: Graph, trained: Plan, captured: CutProgram) -> Plan:
-    """The plan of a graph's forward, on the weights that another plan trains."""
-    traced = captured.program.sizes.small
-    if traced.changes:
-        place, new = next(iter(traced.changes.items()))
-        raise error(
-            "P0606",
-            f"buffer {traced.weights[place].name} changes in evaluation mode",
-            line_of_operator(new),
-            notes=["training would depend on how often the model is evaluated"],
-            help="change it in training only: `if self.training: ...`",
-        )
-    plan = forward(planned(graph))
-    check(plan, forward=True)
-    for device, other in zip(plan.devices, trained.devices, strict=True):
-        missing = sorted({held.weight for key, held in device.weights.items() if key not in other.weights})
-        if missing:
-            raise error(
-                "P0606",
-                f"in evaluation mode device {device.device} needs {missing[0]}, which it does not have in training",
-                notes=["the model uses different weights in evaluation mode"],
-                help="use the same weights in the same chunks in both modes",
-            )
-    return plan

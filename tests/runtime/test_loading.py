@@ -6,14 +6,11 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from piperlang.cli.main import main
 from tests.support.between_steps import (
-    BASE,
     CURSORS,
     OPTIMIZERS,
     PIPELINE,
@@ -22,7 +19,8 @@ from tests.support.between_steps import (
     SAME,
     assert_plain,
     job,
-    seed,
+    plain,
+    refused,
 )
 from tests.support.jobs import Lent
 from tests.support.often import one_in
@@ -38,21 +36,10 @@ def test_same_as_plain(name: str, lent: Lent, tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("name", one_in(9, REFUSED))
 def test_refused(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, code, words = REFUSED[name]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    scope: dict[str, Any] = {}
-    exec(BASE + text, scope)
-    try:
-        exit_code, _, _ = job(tmp_path, text, REPLICAS)
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        if "UNDO" in scope:
-            setattr(*scope["UNDO"])
-    err = capsys.readouterr().err
-    assert exit_code == 1
+    err = refused(tmp_path, text, REPLICAS, capsys)
     assert f"error[{code}]" in err
     named = re.search("`.*?`", words)
     assert named is None or named[0] in err
-    assert "model.py:" in err
 
 
 @pytest.mark.parametrize("name", one_in(9, OPTIMIZERS))
@@ -218,9 +205,10 @@ DIFFERENT = {
         "        yield torch.randn(8, 4), torch.randint(3, (8,))\n",
         "error[P0801]: `data` raised ValueError: no file",
     ),
-    "another shape": (
-        "def data():\n    for i in range(9): yield torch.randn(8 - i // 2, 4), torch.randint(3, (8 - i // 2,))\n",
-        "error[P0801]: batch 3 of `data` has a tensor of shape [7, 4]",
+    "another dtype": (
+        "def data():\n    for i in range(9):\n        x = torch.randn(8, 4)\n"
+        "        yield x.double() if i == 2 else x, torch.randint(3, (8,))\n",
+        "error[P0801]: batch 3 of `data` has a tensor of dtype torch.float64",
     ),
     "random numbers in on_step": (
         "def on_step(row): torch.randn(1)\n",
@@ -262,24 +250,7 @@ def validation():
     )
     code, losses, _ = job(tmp_path, text, PIPELINE, "--validate-every", "2", "--data", "workers", "--steps", "5")
     assert code == 0, capsys.readouterr().err
-    scope: dict[str, Any] = {}
-    exec(BASE + text, scope)
-    seed(0)
-    model = scope["model"]()
-    optimizer = scope["optimizer"](model.parameters())
-    seed(0)
-    batches, expected, validated = scope["data"](), [], []
-    for step in range(5):
-        inputs, target = next(batches)
-        optimizer.zero_grad()
-        loss = scope["loss"](model(inputs), target)
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
-        if step % 2 or step == 4:
-            with torch.no_grad():
-                found = [float(scope["loss"](model(x), t)) for x, t in scope["validation"]()]
-            validated.append(sum(found) / len(found))
+    expected, _, validated = plain(tmp_path / "model.py", 5, validates=(1, 3, 4))
     rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses == pytest.approx(expected, rel=1e-5)
     assert [row["validation_loss"] for row in rows if "validation_loss" in row] == pytest.approx(validated, rel=1e-5)
@@ -310,19 +281,6 @@ def data():
 
 
 def test_batches_that_are_dicts(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, losses, _ = job(tmp_path, DICTS, REPLICAS, "--data", "workers")
+    code, losses, weights = job(tmp_path, DICTS, REPLICAS, "--data", "workers")
     assert code == 0, capsys.readouterr().err
-    scope: dict[str, Any] = {}
-    exec(BASE + DICTS, scope)
-    seed(0)
-    model = scope["model"]()
-    optimizer = scope["optimizer"](model.parameters())
-    seed(0)
-    expected = []
-    for batch, _ in zip(scope["data"](), range(3), strict=False):
-        optimizer.zero_grad()
-        loss = scope["loss"](model(**batch), batch)
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_plain(tmp_path, losses, weights)

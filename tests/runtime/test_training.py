@@ -21,11 +21,11 @@ from piperlang.plan.plan import Plan
 from piperlang.plan.rewrite.clip import clipped
 from piperlang.plan.rewrite.forward import forward
 from piperlang.plan.verify import check
-from piperlang.runtime.api import InEvaluationMode
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
+from piperlang.runtime.shapes import InEvaluationMode
 from tests.support.equivalence import LIMIT, SAMPLES, compiled, optimizer, program, relative
 from tests.support.job_schedules import JOB_SCHEDULES
 from tests.support.models import CASES
@@ -157,7 +157,7 @@ def test_evaluation(name: str) -> None:
         {"B", "I", "W", "update", "scatter", "reduce"}
     )
     with ThreadJob(plan, captured, Training(case.model, optimizer)) as job:  # type: ignore[arg-type]
-        job.prepare(only, captured)  # type: ignore[arg-type]
+        job.shapes.add("evaluate", only, captured)  # type: ignore[arg-type]
         for _ in range(2):
             torch.manual_seed(7)
             inputs, target = batch = case.batch(SAMPLES)
@@ -182,7 +182,7 @@ def test_evaluation_on_workers_without_dropout(cluster: Cluster) -> None:
     torch.manual_seed(0)
     model = case.model().eval()
     with Job(lower(graph), captured, Training(case.model, optimizer), timeout=30, cluster=cluster) as job:
-        job.prepare(forward(lower(other_graph)), other)
+        job.shapes.add("evaluate", forward(lower(other_graph)), other)
         inputs, target = batch = case.batch(SAMPLES)
         assert job.evaluate(batch) == pytest.approx(float(case.loss(model(inputs), target).detach()), rel=LIMIT)
         trained = job.step(batch).loss

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -882,27 +883,49 @@ def seed(value: int) -> None:
     np.random.seed(value)
 
 
-def plain(path: Path, steps: int) -> tuple[list[float], dict[str, Any]]:
-    """Anyone's training loop; the file is run before the seed is set."""
+class Plain(NamedTuple):
+    losses: list[float]
+    weights: dict[str, Any]
+    validated: list[float]
+
+
+def plain(path: Path, steps: int, validates: Container[int] = ()) -> Plain:
+    """Anyone's training loop; the file is run before the seed is set. `validates`: steps after which the validation
+    batches are evaluated."""
     scope: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), scope)
     seed(0)
     model = scope["model"]()
     optimizer = scope["optimizer"]([p for p in model.parameters() if p.requires_grad])
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        if isinstance(batch, Mapping):
+            return scope["loss"](model(**batch), batch)  # type: ignore[no-any-return]
+        return scope["loss"](model(batch[0]), batch[1])  # type: ignore[no-any-return]
+
     seed(0)
     losses: list[float] = []
-    while len(losses) < steps:
-        for inputs, target in scope["data"]():
-            if len(losses) < steps:
-                optimizer.zero_grad()
-                loss = scope["loss"](model(inputs), target)
-                loss.backward()
-                optimizer.step()
-                losses.append(float(loss.detach()))
-                scope.get("on_step", len)({})
-            else:
-                break
-    return losses, model.state_dict()
+    validated: list[float] = []
+    batches = endless(scope["data"])
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(next(batches))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        scope.get("on_step", len)({})
+        if step in validates:
+            model.eval()
+            with torch.no_grad():
+                found = [float(loss_of(batch)) for batch in scope["validation"]()]
+            model.train()
+            validated.append(sum(found) / len(found))
+    return Plain(losses, model.state_dict(), validated)
+
+
+def endless(data: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    while True:
+        yield from data()
 
 
 def job(folder: Path, text: str, script: str, *options: str) -> tuple[int, list[float], dict[str, Any]]:
@@ -920,11 +943,28 @@ def job(folder: Path, text: str, script: str, *options: str) -> tuple[int, list[
 
 
 def assert_plain(folder: Path, losses: list[float], weights: dict[str, Any]) -> None:
-    expected, state = plain(folder / "model.py", 3)
+    expected, state, _ = plain(folder / "model.py", len(losses))
     assert losses == pytest.approx(expected, rel=1e-5)
     assert weights.keys() == state.keys()
     for name, value in state.items():
         assert torch.allclose(weights[name].double(), value.double(), rtol=1e-4, atol=1e-6), name
+
+
+def refused(folder: Path, text: str, script: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What a job that ends with a diagnostic has written. What its model file changes in torch is undone."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    scope: dict[str, Any] = {}
+    exec(BASE + text, scope)
+    try:
+        exit_code, _, _ = job(folder, text, script, *options)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        if "UNDO" in scope:
+            setattr(*scope["UNDO"])
+    err = capsys.readouterr().err
+    assert exit_code == 1
+    assert "model.py:" in err
+    return err
 
 
 CURSORS = {

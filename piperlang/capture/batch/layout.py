@@ -48,10 +48,31 @@ class BatchLayout:
     names: tuple[str, ...]
     """Of the tensors of the batch and of the values of the whole batch, in the program."""
     whole: WholeValues | None
+    rows: tuple[int, ...] = ()
+    """The samples that the program is given, where some are repeated so that the batch can be divided."""
+
+    @property
+    def written_shapes(self) -> str:
+        return ", ".join(str(list(shape)) for shape in self.shapes)
+
+    def fits(self, batch: tuple[Any, Any]) -> bool:
+        """Whether a batch has these shapes. A batch of another structure or dtype is refused."""
+        return all(tuple(leaf.shape) == shape for leaf, shape in zip(self._leaves(batch), self.shapes, strict=True))
 
     def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
         """The tensors of a batch in the order of the program's inputs, independent of the order of dict keys, and
         values of the whole batch."""
+        flat = self._leaves(batch)
+        for i, (tensor, shape) in enumerate(zip(flat, self.shapes, strict=True)):
+            if tuple(tensor.shape) != shape:
+                raise _other_shape(
+                    f"tensor {i} of a batch has shape {list(tensor.shape)}, but the model was traced with {list(shape)}"
+                )
+        given = [tensor.detach() if tensor.requires_grad else tensor for tensor in flat]
+        whole = [] if self.whole is None else self.whole.of(given)
+        return [*(repeated(given, self.rows) if self.rows else given), *whole]
+
+    def _leaves(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
         try:
             flat: list[torch.Tensor] = self.structure.flatten_up_to(tuple(batch))
         except ValueError:
@@ -59,20 +80,33 @@ class BatchLayout:
                 f"a batch has the structure {_written(pytree.tree_structure(batch))}, but the model was traced with"
                 f" {_written(self.structure)}"
             ) from None
-        for i, (tensor, shape, dtype) in enumerate(zip(flat, self.shapes, self.dtypes, strict=True)):
-            if tuple(tensor.shape) != shape:
-                raise _other_shape(
-                    f"tensor {i} of a batch has shape {list(tensor.shape)}, but the model was traced with {list(shape)}"
-                )
+        for i, (tensor, dtype) in enumerate(zip(flat, self.dtypes, strict=True)):
             if tensor.dtype != dtype:
                 raise _other_shape(
                     f"tensor {i} of a batch has dtype {tensor.dtype}, but the model was traced with {dtype}"
                 )
-        given = [tensor.detach() if tensor.requires_grad else tensor for tensor in flat]
-        return given if self.whole is None else given + self.whole.of(given)
+        return flat
 
     def named(self, batch: tuple[Any, Any]) -> Mapping[str, torch.Tensor]:
         return dict(zip(self.names, self.flatten(batch), strict=True))
+
+
+def size_of(flat: Sequence[torch.Tensor]) -> int:
+    """The number of samples of a batch."""
+    return next((tensor.shape[0] for tensor in flat if tensor.dim()), 1)
+
+
+def repeated(flat: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
+    """The tensors of a batch with these samples of it."""
+    samples, index = size_of(flat), torch.tensor(rows)
+    return [
+        tensor[index.to(tensor.device)] if tensor.dim() and tensor.shape[0] == samples else tensor for tensor in flat
+    ]
+
+
+def shapes_of(batch: tuple[Any, Any]) -> str:
+    """`[4, 128], [4]`."""
+    return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch))
 
 
 def _written(layout: pytree.TreeSpec) -> str:

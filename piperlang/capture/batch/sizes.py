@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.batch.layout import WholeValues
+from piperlang.capture.batch.layout import WholeValues, size_of
 from piperlang.capture.batch.mixing import same_number
 from piperlang.capture.batch.samples import Walk
 from piperlang.capture.batch.whole import edits
@@ -175,7 +175,7 @@ def trace_sizes(
     """Trace at the size of `batch` (at least two samples, so that no dimension looks like a broadcast) and at twice as
     many."""
     flat, layout = pytree.tree_flatten(tuple(batch))
-    samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
+    samples = size_of(flat)
     size = max(2, samples)
 
     def at(samples_traced: int) -> Traced:

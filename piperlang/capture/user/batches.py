@@ -220,11 +220,6 @@ def wrong_change(batch: Any, first: Any, where: str) -> Wrong | None:
             "give all batches the same tuples, lists and dict keys",
         )
     for leaf, other in zip(leaves, known, strict=True):
-        if leaf.shape != other.shape:
-            help = "give all batches the same shape: drop the last one (`DataLoader(..., drop_last=True)`) or pad it"
-            return Wrong(
-                f"{where} has a tensor of shape {list(leaf.shape)}, but the first batch had {list(other.shape)}", help
-            )
         if leaf.dtype != other.dtype:
             return Wrong(
                 f"{where} has a tensor of dtype {leaf.dtype}, but the first batch had {other.dtype}",

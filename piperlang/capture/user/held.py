@@ -7,7 +7,8 @@ Devices train their own parts of the weights, so code that uses the kept object 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -55,18 +56,45 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def refuse_use() -> list[nn.Module]:
-    """From now on, using parameters of these models is an error: training has begun. Returns the models."""
+def refuse_use(traced_again: bool = False) -> list[nn.Module]:
+    """From now on, using parameters of these models is an error: training has begun. Returns the models.
+    `traced_again`: they become `usable` when a batch of another shape comes, so their values are not freed."""
     models = list(_held)
     _held.clear()
+    _refuse(models, traced_again)
+    return models
+
+
+def _refuse(models: Iterable[nn.Module], traced_again: bool) -> None:
     for model in models:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, _Untrained | _Frozen):
-                    module._parameters[name] = (
+                    module._parameters[name] = refused = (
                         _Untrained(torch.empty(0)) if parameter.requires_grad else _Frozen(parameter.detach(), False)
                     )
-    return models
+                    refused.initial = parameter if traced_again else None
+
+
+@contextmanager
+def usable() -> Iterator[None]:
+    """Inside, models have their parameters with the initial values, and can be traced."""
+    refused = [
+        (module, name, parameter)
+        for module in list(_parts)
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, _Untrained | _Frozen)
+    ]
+    before = set(_held)
+    for module, name, parameter in refused:
+        module._parameters[name] = parameter.initial
+    try:
+        yield
+    finally:
+        for module, name, parameter in refused:
+            module._parameters[name] = parameter
+        if refused:  # what `model` has returned meanwhile, too
+            _refuse(set(_held) - before, traced_again=True)
 
 
 def refuses_use(tensor: torch.Tensor) -> bool:
@@ -75,6 +103,8 @@ def refuses_use(tensor: torch.Tensor) -> bool:
 
 
 class _Untrained(nn.Parameter):
+    initial: nn.Parameter | None
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _refused()
@@ -82,6 +112,8 @@ class _Untrained(nn.Parameter):
 
 class _Frozen(nn.Parameter):
     """A parameter that is not trained may be read, but not changed or trained."""
+
+    initial: nn.Parameter | None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,7 @@ from piperlang.ir.model import Slot
 from piperlang.plan.instructions import Compute
 from piperlang.plan.plan import StageProgram
 from piperlang.plan.verify.report import At, Checked
-from piperlang.plan.verify.samples import placed, samples_seen, share_of
+from piperlang.plan.verify.samples import placed, samples_seen
 
 CODE = "P0504"
 BUNDLES = ("saved", "kept")
@@ -20,7 +20,7 @@ def compute(checked: Checked) -> None:
     names = _Names(checked)
     seen: dict[int, tuple[At, Compute]] = {}
     programs, last = checked.plan.programs, checked.plan.samples
-    parts = [(program.samples, share_of(checked.plan, program), program.sharding[0]) for program in programs]
+    parts = [(program.samples, program.sharding[0]) for program in programs]
     firsts: list[list[int]] = [[] for _ in programs]
     for at, x in checked.each(Compute):
         number = x.program
@@ -40,7 +40,8 @@ def compute(checked: Checked) -> None:
         elif other.device == at.device and other is not at:
             checked.wrong(CODE, "a device does the same twice", other, at)
         firsts[number].append(x.first_sample)
-        samples, share, divides = parts[number]
+        samples, divides = parts[number]
+        share = checked.plan.share(x)
         expected = share if x.loss_share is None else x.loss_share
         if not 0 <= x.first_sample <= last - samples or expected != share or divides or x.coordinates:
             placed(checked, at, x, programs[number], share)

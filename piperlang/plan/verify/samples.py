@@ -9,16 +9,11 @@ from typing import Any
 
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import Compute, Forward
-from piperlang.plan.plan import Plan, StageProgram
+from piperlang.plan.plan import StageProgram
 from piperlang.plan.verify.messages import fills
 from piperlang.plan.verify.report import At, Checked
 
 CODE = "P0504"
-
-
-def share_of(plan: Plan, program: StageProgram) -> float:
-    """What the loss of a pass counts for."""
-    return float(program.samples / plan.samples) if plan.combine == "mean" else 1.0
 
 
 def placed(checked: Checked, at: At, x: Compute, program: StageProgram, share: float) -> None:
@@ -106,7 +101,9 @@ def losses(checked: Checked) -> None:
             if not isinstance(x, Forward) or program is None or x.outputs.index(key) != program.loss:
                 checked.wrong(CODE, f"{key} is no loss", at)
                 continue
-            expected = share_of(plan, program)
+            expected = plan.share(x)
+            if len(set(plan.weights[x.first_sample : x.first_sample + program.samples])) > 1:
+                checked.wrong(CODE, "a loss is of samples that count differently", at)
             if abs(share - expected) > 1e-12:
                 checked.wrong(
                     CODE,

@@ -8,7 +8,7 @@ import pickle
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,7 @@ from piperlang.capture.user.seeding import GeneratorStates
 from piperlang.capture.user.user_code import said
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
-from piperlang.diagnostics import PiperError, error
+from piperlang.diagnostics import error
 from piperlang.plan.instructions import Compute, Send
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.plan.verify import check
@@ -31,13 +31,14 @@ from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver import initial
 from piperlang.runtime.driver.assemble import assembled, known_to
 from piperlang.runtime.driver.cluster import Cluster, Lost, pack
-from piperlang.runtime.driver.loading import Loaded, Loading, fingerprint
+from piperlang.runtime.driver.loading import Loaded, Loading
+from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
+from piperlang.runtime.driver.worker_batches import WorkerBatches
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
 from piperlang.runtime.optimizer.settings import Settings, difference
-from piperlang.source import Span
 
 
 class WorkerInputs:
@@ -101,16 +102,18 @@ class Job:
         cluster: Cluster | None = None,
         backend: ProcessBackend | None = None,
         compiles: bool | None = None,
+        others: OtherShapes | None = None,
     ) -> None:
         """`cluster`: existing workers, which stay when the job ends, with their backend. `compiles`: whether stage
-        programs are compiled; by default, where the device suggests it."""
+        programs are compiled; by default, where the device suggests it. `others`: how batches of other shapes are
+        planned."""
         self.plan, self.captured = plan, captured
         self.training = self.active = WorkerInputs(plan, captured)
+        self.shapes = PlansByShape(others, self._prepared)
+        self.shapes.plans[TRAIN] = self.training
         self.sets_options = training.lr_schedule or training.optimizer
-        self.evaluation: WorkerInputs | None = None
-        self.loading: list[int] = []
-        """The workers that load batches themselves."""
-        self.data_line: Span | None = None
+        self.batches: WorkerBatches | None = None
+        """Where workers load batches themselves."""
         self.backend = cluster.backend if cluster is not None else backend or for_workers()
         self.compiles = self.backend.device.compiles if compiles is None else compiles
         if not self.backend.buffered:
@@ -204,17 +207,29 @@ class Job:
         self.progress = path.open("rb")
         return str(path)
 
-    def prepare(self, plan: Plan, captured: TracedModel) -> None:
-        """Set up a plan for evaluation: forwards on the weights that are trained."""
+    def _prepared(self, key: RunKey, plan: Plan, captured: TracedModel) -> WorkerInputs:
+        """Sets up another plan on the weights that are trained: of evaluation, or for batches of another shape."""
         if not self.backend.buffered:
-            check(plan, buffered=False, forward=True)
-        self.evaluation = WorkerInputs(plan, captured)
-        pairs = self.evaluation.pairs()
+            check(plan, buffered=False, forward=key.mode == "evaluate")
+        inputs = WorkerInputs(plan, captured)
+        batches, pairs = self.batches, inputs.pairs()
+        for i, device in enumerate(plan.devices):
+            if batches is not None and device.feeds and i not in batches.devices:
+                raise error(
+                    "P0801",
+                    f"device {device.device} reads parts of a batch, but of no batch before it, so it loads none",
+                    notes=[f"the batch has shape {captured.layout.written_shapes}"],
+                    help="begin with the largest batch, or load batches in the driver: `--data driver`",
+                )
+        layout = captured.layout if batches is not None else None
         packed = [
-            pack((device, plan.programs, self.evaluation.pass_graphs(device), plan.groups, pairs))
+            pack((key, layout, device, plan.programs, inputs.pass_graphs(device), plan.groups, pairs))
             for device in plan.devices
         ]
-        self.cluster.each("prepare", packed)
+        loaded = [one for one in self.cluster.each("prepare", packed) if one is not None]
+        if batches is not None and loaded:
+            batches.compared_or_raised(loaded)
+        return inputs
 
     # ------------------------------------------------------------------------------------------------- batches
 
@@ -222,86 +237,70 @@ class Job:
         """From now on, workers load their batches themselves. None if they have loaded `first`, and generators have
         these states; otherwise what a worker has loaded, or why it has loaded nothing, and batches are still passed to
         `begin`."""
-        runs = [run for run in (self.training, self.evaluation) if run is not None]
-        self.loading = [i for i in range(len(self.plan.devices)) if any(run.plan.devices[i].feeds for run in runs)]
-        self.data_line = line_of_function(loading.data)
-        packed = pack(loading)
-        found = self.cluster.wait([self.cluster.call(i, "start_loading", packed) for i in self.loading])
-        expected = fingerprint(loading.layout.flatten(first), generators)
-        other = next((one for one in found if one.failed is not None or one.fingerprint != expected), None)
-        if other is not None:
-            self.stop_loading()
+        plans = [one.plan for one in self.shapes.plans.values()]
+        reading = {
+            i: device.device
+            for i, device in enumerate(self.plan.devices)
+            if any(plan.devices[i].feeds for plan in plans)
+        }
+        batches = WorkerBatches(self.cluster, reading, loading)
+        other = batches.start(first, generators)
+        if other is None:
+            self.batches = batches
+        else:
+            batches.stop()
         return other
 
-    def stop_loading(self) -> None:
-        """From now on, batches are passed to `begin`."""
-        self.cluster.wait([self.cluster.call(i, "stop_loading") for i in self.loading])
-        self.loading = []
+    def _run_of_loaded(self, mode: Mode) -> RunKey:
+        """The plan of the batch that workers have loaded."""
+        assert self.batches is not None
+        assert self.batches.coming is not None
+        return self.batches.coming.run or self.shapes.fitting(mode, self.batches.unplanned())
 
-    def load_next(self, name: str = "train") -> Loaded:
+    def load_next(self) -> None:
         """Load the next batch. Raises what the user's code raises."""
-        found = self.cluster.wait([self.cluster.call(i, "load", name) for i in self.loading])
-        loaded, problem = self._loaded(dict(zip(self.loading, found, strict=True)))
-        if problem is not None:
-            raise problem
-        return loaded
-
-    def _loaded(self, found: Mapping[int, Loaded]) -> tuple[Loaded, PiperError | None]:
-        """What workers have loaded, which must be the same on all of them."""
-        first, *others = found
-        print(found[first].printed, end="")
-        for i, one in found.items():
-            if one.failed is not None:
-                problem = failed(f"device {self.plan.devices[i].device}", one.failed, None, [])
-                note = "a worker loads the batches; the driver does with `--data driver`"
-                return one, PiperError(*(replace(d, notes=(*d.notes, note)) for d in problem.diagnostics))
-        other = next((i for i in others if found[i].batch != found[first].batch), None)
-        if other is not None:
-            devices = [self.plan.devices[i].device for i in (first, other)]
-            return found[other], error(
-                "P0607",
-                f"devices {devices[0]} and {devices[1]} have loaded different batches",
-                self.data_line,
-                help=(
-                    "make `data` yield the same batches in every process: draw random numbers from torch, `random` or"
-                    " NumPy, or seed your own generator; or load batches in the driver: `--data driver`"
-                ),
-            )
-        return max(found.values(), key=lambda one: one.waited), None
+        assert self.batches is not None
+        self.batches.next()
 
     def validate(self) -> Iterator[float]:
         """The losses of the validation batches that workers load."""
+        assert self.batches is not None
         self.cluster.each("validate", count=len(self.plan.devices))
-        while not self.load_next("evaluate").ended:
-            self.active = self.evaluation or self.training
-            yield self.finish([self.cluster.call(i, "evaluate", None) for i in range(len(self.plan.devices))]).loss
+        while not self.batches.next("evaluate").ended:
+            yield self.finish(self._call("evaluate", self._run_of_loaded("evaluate"))).loss
 
     # --------------------------------------------------------------------------------------------------- steps
+
+    def _call(self, method: str, key: RunKey, feeds: Sequence[Any] | None = None, *given: Any) -> list[Any]:
+        """Start a step of one plan on all workers. Without `feeds`, on the batch that they have loaded."""
+        self.active = self.shapes[key]
+        parts = [None] * len(self.plan.devices) if feeds is None else feeds
+        return [self.cluster.call(i, method, key, part, *given) for i, part in enumerate(parts)]
 
     def step(self, batch: tuple[Any, Any], gradients: bool = False) -> StepResult:
         return self.finish(self.begin(batch, gradients))
 
     def begin_loaded(self, ahead: bool) -> list[Any]:
         """Start a step on the batch that workers have loaded. `ahead`: they load the next one meanwhile."""
-        self.captured.check_state()
-        self.optimizer_reads.check()
-        self.active = self.training
-        return [self.cluster.call(i, "step", None, False, ahead) for i in range(len(self.plan.devices))]
+        self._check_reads()
+        return self._call("step", self._run_of_loaded("train"), None, False, ahead)
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
         """Start a step; the caller may prepare the next batch meanwhile."""
-        self.captured.check_state()
+        self._check_reads()
+        key = self.shapes.fitting("train", batch)
+        return self._call("step", key, self.shapes[key].feeds(batch), gradients)
+
+    def _check_reads(self) -> None:
+        """Code that runs between steps must leave what the program and the optimizer read as it is."""
+        for _, one in self.shapes.of("train"):
+            one.captured.check_state()
         self.optimizer_reads.check()
-        self.active = self.training
-        feeds = self.training.feeds(batch)
-        return [self.cluster.call(i, "step", feed, gradients) for i, feed in enumerate(feeds)]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        """The loss of a batch, with the evaluation plan."""
-        assert self.evaluation is not None, "call prepare() with an evaluation plan first"
-        self.active = self.evaluation
-        feeds = self.evaluation.feeds(batch)
-        return self.finish([self.cluster.call(i, "evaluate", feed) for i, feed in enumerate(feeds)]).loss
+        """The loss of a batch in evaluation mode."""
+        key = self.shapes.fitting("evaluate", batch)
+        return self.finish(self._call("evaluate", key, self.shapes[key].feeds(batch))).loss
 
     def measure(self, batch: tuple[Any, Any]) -> list[Any]:
         """Runs a slow step and returns its memory use on every device (device/measure.py)."""
@@ -329,11 +328,15 @@ class Job:
         if len({report.settings for report in reports if report.settings}) > 1:
             self._compare(self.cluster.each("settings", count=len(self.plan.devices)), self.sets_options)
         result = StepResult(
-            sum(r.loss for r in reports), max(r.seconds for r in reports), max(r.memory for r in reports)
+            sum(r.loss for r in reports),
+            max(r.seconds for r in reports),
+            max(r.memory for r in reports),
+            self.active.plan.counted,
         )
-        coming = {i: report.coming for i, report in enumerate(reports) if report.coming is not None}
+        coming = [report.coming for report in reports if report.coming is not None]
         if coming:
-            loaded, problem = self._loaded(coming)
+            assert self.batches is not None
+            loaded, problem = self.batches.compared(coming)
             result = replace(result, waited=loaded.waited, problem=problem)
         return result
 

@@ -19,15 +19,17 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import torch
 
-from piperlang.capture.batch.layout import BatchLayout
+from piperlang.capture.batch.layout import BatchLayout, shapes_of
 from piperlang.capture.user.batches import endless
 from piperlang.capture.user.seeding import GeneratorStates, generator_states, restored, seed_all, set_generator_states
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
+from piperlang.diagnostics import PiperError
 from piperlang.plan.plan import Feed
 from piperlang.runtime.box import take
 from piperlang.runtime.device.failure import Failure, failure_of
+from piperlang.runtime.driver.shapes import Mode, RunKey
 
 Batches = Callable[[], Iterator[tuple[Any, Any]]]
 COMPARED = 4096
@@ -39,10 +41,10 @@ class Loading:
     """What workers load."""
 
     data: Batches
-    layout: BatchLayout
+    layouts: Mapping[RunKey, BatchLayout]
+    """Of the batches of each plan."""
     seed: int
     validation: Batches | None = None
-    validation_layout: BatchLayout | None = None
     reads: Sequence[tuple[str, str]] = ()
     """Globals that the traced program has read: their names, and the names of their modules."""
     environment: Sequence[str] = ()
@@ -52,6 +54,9 @@ class Loading:
 class Loaded(NamedTuple):
     """A batch that a worker has loaded."""
 
+    run: RunKey | None = None
+    """The plan that the batch fits; None if there is none yet."""
+    shapes: str = ""
     fingerprint: str = ""
     waited: float = 0.0
     """Seconds between the end of the step before it and the end of loading."""
@@ -62,9 +67,9 @@ class Loaded(NamedTuple):
     failed: Failure | None = None
 
     @property
-    def batch(self) -> tuple[str, bool]:
+    def batch(self) -> tuple[str, str, bool]:
         """The same for all workers that have loaded the same batch."""
-        return self.fingerprint, self.ended
+        return self.shapes, self.fingerprint, self.ended
 
 
 def fingerprint(flat: Sequence[torch.Tensor], generators: GeneratorStates) -> str:
@@ -85,26 +90,35 @@ class Loader:
     """Loads batches for one device, in a thread of its own, with generators of random numbers of its own: those of the
     process belong to the model and the optimizer."""
 
-    def __init__(self, loading: Loading, feeds: Mapping[str, Sequence[Feed]], pins: bool) -> None:
-        """`feeds`: what the device reads of a batch, to train and to evaluate. `pins`: copies are in pinned memory."""
-        self.loading, self.feeds, self.pins = loading, feeds, pins
-        self.sources = {"train": _Source(endless(loading.data), loading.layout, feeds["train"], loading.data)}
+    def __init__(self, loading: Loading, feeds: Mapping[RunKey, Sequence[Feed]], pins: bool) -> None:
+        """`feeds`: what each plan of the device reads of a batch. `pins`: copies are in pinned memory."""
+        self.loading, self.pins = loading, pins
+        self.plans = {key: (layout, feeds[key]) for key, layout in loading.layouts.items()}
+        self.sources: dict[Mode, _Source] = {"train": _Source(endless(loading.data), loading.data)}
         self.thread = ThreadPoolExecutor(1, "piperlang-data")
         self.coming: Future[tuple[Loaded, dict[ValueId, torch.Tensor]]] | None = None
+        self.unplanned: tuple[Any, Any] | None = None
+        """A batch that fits no plan."""
         with restored():
             seed_all(loading.seed)
             self.generators = generator_states()
 
     def validate(self) -> None:
         """Begins with the batches of `validation`."""
-        validation, layout = self.loading.validation, self.loading.validation_layout
+        validation = self.loading.validation
         assert validation is not None
-        assert layout is not None
-        self.sources["evaluate"] = _Source(validation(), layout, self.feeds["evaluate"], validation)
+        self.sources["evaluate"] = _Source(validation(), validation)
 
-    def load(self, name: str = "train") -> None:
+    def load(self, mode: Mode = "train") -> None:
         """Begins to load the next batch."""
-        self.coming = self.thread.submit(self._load, self.sources[name])
+        self.coming = self.thread.submit(self._load, mode)
+
+    def add(self, key: RunKey, layout: BatchLayout, feeds: Sequence[Feed]) -> None:
+        """There is a plan for the batch that fits none."""
+        self.plans[key] = layout, feeds
+        batch, self.unplanned = self.unplanned, None
+        if batch is not None:
+            self.coming = self.thread.submit(self._fitted, key.mode, batch, "")
 
     def loaded(self) -> Loaded:
         """Waits for the batch that is being loaded."""
@@ -120,19 +134,33 @@ class Loader:
         self.coming = None
         return feeds
 
-    def _load(self, source: _Source) -> tuple[Loaded, dict[ValueId, torch.Tensor]]:
+    def _load(self, mode: Mode) -> tuple[Loaded, dict[ValueId, torch.Tensor]]:
+        source = self.sources[mode]
         with _printing() as printed, self._drawing():
             try:
                 with located(line_of_function(source.function)):
                     batch = next(source.batches, None)
-                    if batch is None:
-                        return Loaded(ended=True, printed=printed.getvalue()), {}
-                    flat = source.layout.flatten(batch)
-            except BaseException as problem:
+            except BaseException as problem:  # user code may raise anything; it is raised again in the driver
                 return Loaded(failed=failure_of(problem), printed=printed.getvalue()), {}
-        named = dict(zip(source.layout.names, flat, strict=True))
-        feeds = {key: self._own(take(named[name], box)) for key, name, box in source.feeds}
-        return Loaded(fingerprint(flat, self.generators), printed=printed.getvalue()), feeds
+        if batch is None:
+            return Loaded(ended=True, printed=printed.getvalue()), {}
+        return self._fitted(mode, batch, printed.getvalue())
+
+    def _fitted(self, mode: Mode, batch: tuple[Any, Any], printed: str) -> tuple[Loaded, dict[ValueId, torch.Tensor]]:
+        """The parts of a batch that this device reads, if there is a plan for it."""
+        try:
+            with located(line_of_function(self.sources[mode].function)):
+                key = next((key for key, (one, _) in self.plans.items() if key.mode == mode and one.fits(batch)), None)
+                if key is None:
+                    self.unplanned = batch
+                    return Loaded(shapes=shapes_of(batch), printed=printed), {}
+                layout, wanted = self.plans[key]
+                flat = layout.flatten(batch)
+        except PiperError as problem:
+            return Loaded(failed=failure_of(problem), printed=printed), {}
+        named = dict(zip(layout.names, flat, strict=True))
+        feeds = {value: self._own(take(named[name], box)) for value, name, box in wanted}
+        return Loaded(key, shapes_of(batch), fingerprint(flat, self.generators), printed=printed), feeds
 
     def _own(self, part: torch.Tensor) -> torch.Tensor:
         """A copy: `data` may write the next batch into the same memory."""
@@ -157,8 +185,6 @@ class Loader:
 @dataclass
 class _Source:
     batches: Iterator[tuple[Any, Any]]
-    layout: BatchLayout
-    feeds: Sequence[Feed]
     function: Batches
 
 

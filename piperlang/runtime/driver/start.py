@@ -10,6 +10,7 @@ from piperlang.plan.plan import Plan
 from piperlang.runtime.comm.backend import Backend
 from piperlang.runtime.comm.process_group import ProcessBackend
 from piperlang.runtime.comm.threads import Threads
+from piperlang.runtime.driver.shapes import OtherShapes
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 
@@ -29,11 +30,12 @@ def start(
     address: str | None = None,
     compiles: bool | None = None,
     cluster: Cluster | None = None,
+    others: OtherShapes | None = None,
 ) -> Job | ThreadJob:
-    """`address`, `compiles` and `cluster` are for workers."""
+    """`address`, `compiles` and `cluster` are for workers. `others`: how batches of other shapes are planned."""
     if isinstance(backend, Threads):
-        return ThreadJob(plan, captured, training, timeout, loss_dtype, backend)
+        return ThreadJob(plan, captured, training, timeout, loss_dtype, backend, others)
     from piperlang.runtime.driver.job import Job  # imports Ray, which threads do not need
 
     assert isinstance(backend, ProcessBackend)
-    return Job(plan, captured, training, digest(plan), address, timeout, loss_dtype, cluster, backend, compiles)
+    return Job(plan, captured, training, digest(plan), address, timeout, loss_dtype, cluster, backend, compiles, others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from piperlang.runtime.comm.threads import BACKEND, Switchboard, Threads
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.failure import failed, failure_of
 from piperlang.runtime.driver.assemble import assembled, known_to, rest_of
+from piperlang.runtime.driver.shapes import TRAIN, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
 from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
@@ -37,6 +38,7 @@ class ThreadJob:
         timeout: float = 60.0,
         loss_dtype: str = "float32",
         backend: Threads = BACKEND,
+        others: OtherShapes | None = None,
     ) -> None:
         self.plan, self.captured, self.timeout, self.backend = plan, captured, timeout, backend
         with seeded(training.seed):  # `data` may use the same generators, so their state is restored
@@ -66,10 +68,12 @@ class ThreadJob:
             device.optimizers = self.optimizers
             device.loss_dtype = getattr(torch, loss_dtype)
         self.training = _PlanRun(plan, captured, board, devices, backend.device)
-        self.evaluation: _PlanRun | None = None
-        self.steps = 0
+        self.shapes = PlansByShape(others, self._prepared)
+        self.shapes.plans[TRAIN] = self.training
+        self.steps, self.last = 0, self.training
 
-    def prepare(self, plan: Plan, captured: TracedModel) -> None:
+    def _prepared(self, key: RunKey, plan: Plan, captured: TracedModel) -> _PlanRun:
+        """Sets up another plan on the same weights."""
         pieces, board = _pieces(plan, captured), self.backend.switchboard(plan.groups, self.timeout)
         devices = [
             Device(
@@ -85,35 +89,43 @@ class ThreadJob:
             )
             for device, trained in zip(plan.devices, self.training.devices, strict=True)
         ]
-        self.evaluation = _PlanRun(plan, captured, board, devices, self.backend.device)
+        for device in devices:
+            device.optimizers = self.optimizers
+            device.loss_dtype = self.training.devices[0].loss_dtype
+        return _PlanRun(plan, captured, board, devices, self.backend.device)
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        assert self.evaluation is not None, "call prepare() with an evaluation plan first"
-        return self.evaluation.run(self.steps, self.evaluation.checked(batch))
+        """The loss of a batch in evaluation mode."""
+        run = self.shapes[self.shapes.fitting("evaluate", batch)]
+        return run.run(self.steps, run.captured.layout.flatten(batch))
 
-    def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> tuple[list[torch.Tensor], bool]:
-        self.captured.check_state()
+    def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> _Begun:
+        for _, one in self.shapes.of("train"):
+            one.captured.check_state()
         self._check_reads()
+        run = self.shapes[self.shapes.fitting("train", batch)]
         # Copies: `data` may write the next batch into the same memory before this step has run.
-        return [tensor.to("cpu", copy=True) for tensor in self.training.checked(batch)], gradients
+        flat = [tensor.to("cpu", copy=True) for tensor in run.captured.layout.flatten(batch)]
+        return _Begun(run, flat, gradients)
 
     def _check_reads(self) -> None:
         """Code that runs between steps must leave what the optimizer reads as it is."""
         if self.optimizers.reads is not None:
             self.optimizers.reads.check()
 
-    def finish(self, begun: tuple[list[torch.Tensor], bool]) -> StepResult:
-        flat, gradients = begun
+    def finish(self, begun: _Begun) -> StepResult:
+        run, flat, gradients = begun
         self._check_reads()  # the next batch may have been made meanwhile
         started = time.perf_counter()
-        for device in self.training.devices:
+        self.last = run
+        for device in run.devices:
             device.last_gradients = {} if gradients else None
-        loss = self.training.run(self.steps, flat)
+        loss = run.run(self.steps, flat)
         self.optimizers.advance()
         if self.optimizers.reads is not None:
             self.optimizers.reads.renew()  # the optimizer itself may change what it reads
         self.steps += 1
-        return StepResult(loss, time.perf_counter() - started, self.backend.device.memory())
+        return StepResult(loss, time.perf_counter() - started, self.backend.device.memory(), run.plan.counted)
 
     def step(self, batch: tuple[Any, Any], gradients: bool = False) -> StepResult:
         return self.finish(self.begin(batch, gradients))
@@ -129,12 +141,11 @@ class ThreadJob:
         )
 
     def gradients(self) -> list[dict[ValueId, torch.Tensor]]:
-        return [dict(device.last_gradients or {}) for device in self.training.devices]
+        return [dict(device.last_gradients or {}) for device in self.last.devices]
 
     def close(self) -> None:
-        for run in (self.training, self.evaluation):
-            if run is not None:
-                run.close()
+        for run in self.shapes.plans.values():
+            run.close()
 
     def __enter__(self) -> ThreadJob:
         return self
@@ -147,6 +158,14 @@ def _pieces(plan: Plan, captured: TracedModel) -> list[PassGraph]:
     return [piece_of(captured, program) for program in plan.programs]
 
 
+class _Begun(NamedTuple):
+    """A step that has its batch."""
+
+    run: _PlanRun
+    flat: list[torch.Tensor]
+    gradients: bool
+
+
 class _PlanRun:
     """A plan with its devices: for training or for evaluation."""
 
@@ -155,9 +174,6 @@ class _PlanRun:
     ) -> None:
         self.plan, self.captured, self.board, self.devices = plan, captured, board, devices
         self.streams = [kind.streams(device, device.execute) for device in devices]
-
-    def checked(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
-        return self.captured.layout.flatten(batch)
 
     def run(self, step: int, flat: list[torch.Tensor]) -> float:
         named = dict(zip(self.captured.layout.names, flat, strict=True))

@@ -32,6 +32,8 @@ class StepResult:
     seconds: float
     memory: int
     """Of the worker that uses the most."""
+    samples: int
+    """Of the batch."""
     waited: float | None = None
     """Seconds that workers waited for their next batch, where they load batches themselves."""
     problem: PiperError | None = None

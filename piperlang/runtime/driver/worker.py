@@ -41,6 +41,7 @@ from piperlang.runtime.device.failure import Failure, failure_of
 from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, create, mapped
 from piperlang.runtime.driver.loading import Loaded, Loader, Loading
+from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.optimizer.settings import Settings
@@ -132,7 +133,7 @@ class Worker:
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         os.environ.update(environment or {})
         torch.set_num_threads(1)
-        self.runs: dict[str, DeviceRun] = {}
+        self.runs: dict[RunKey, DeviceRun] = {}
         self.active: DeviceRun | None = None
         self.meeting: TCPStore | None = None
         self.file: WeightFile | None = None
@@ -242,25 +243,30 @@ class Worker:
         self._open_progress(setup.progress, rank)
         self.setting, self.steps = setup, 0
         self.program_reads = _program_reads(setup, model)
-        self.runs["train"] = DeviceRun(device, self.comm, setup.backend.device, self._begun)
+        self.runs[TRAIN] = self.last = DeviceRun(device, self.comm, setup.backend.device, self._begun)
         self.operators_read = Frozen("an operator of the program", operators, (), None).plain()
         return Started(started_from, self.settings())
 
     def settings(self) -> Settings:
         """What the user's functions have decided in this process."""
-        found = dict(self.runs["train"].device.optimizers.settings())
+        found = dict(self.runs[TRAIN].device.optimizers.settings())
         return found | {"": {**found.get("", {}), **self.operators_read}}
 
-    def prepare(self, packed: bytes) -> None:
-        """Set up another plan on the same weights: evaluation."""
-        plan, programs, packed_pieces, groups, pairs = pickle.loads(packed)
-        trained, setup = self.runs["train"].device, self.setting
+    def prepare(self, packed: bytes) -> Loaded | None:
+        """Set up another plan on the same weights. If a batch is waiting for it here, what has been loaded."""
+        key, layout, plan, programs, packed_pieces, groups, pairs = pickle.loads(packed)
+        trained, setup = self.runs[TRAIN].device, self.setting
         comm = self.comm.connected(groups, pairs)
         pieces = pickle.loads(packed_pieces)
         if setup.compiles:
             pieces = compiled(pieces, programs)
         device = Device(plan, programs, groups, pieces, {}, comm, trained.where, setup.seed, trained.kept)
-        self.runs["evaluate"] = DeviceRun(device, comm, setup.backend.device, self._begun)
+        device.optimizers, device.loss_dtype = trained.optimizers, trained.loss_dtype
+        self.runs[key] = DeviceRun(device, comm, setup.backend.device, self._begun)
+        if self.loader is None or self.loader.unplanned is None:
+            return None
+        self.loader.add(key, layout, plan.feeds)
+        return self._coming()
 
     def _open_progress(self, path: str, rank: int) -> None:
         """Opens the file of the instruction last begun, which the driver can read even when this process is dead, if
@@ -295,7 +301,7 @@ class Worker:
             kept = [WatchedModel(model.named_modules()) for model in refuse_use()]
             kept += [WatchedModel(loss.named_modules())] if isinstance(loss, nn.Module) else []
             self.between_steps = [frozen.check, *(partial(model.check, "between steps", line) for model in kept)]
-            feeds = {name: run.device.plan.feeds for name, run in self.runs.items()}
+            feeds = {key: run.device.plan.feeds for key, run in self.runs.items()}
             self.loader = Loader(loading, feeds, self.setting.backend.device.name == "cuda")
         except BaseException as problem:
             return Loaded(failed=failure_of(problem))
@@ -311,11 +317,17 @@ class Worker:
         if self.loader is not None:
             self.loader.validate()
 
-    def load(self, name: str = "train") -> Loaded:
+    def load(self, mode: Mode = "train") -> Loaded:
         """Load the next batch."""
         assert self.loader is not None
-        self.loader.load(name)
+        self.loader.load(mode)
         return self._coming()
+
+    def unplanned(self) -> tuple[Any, Any]:
+        """A batch that fits no plan."""
+        assert self.loader is not None
+        assert self.loader.unplanned is not None
+        return self.loader.unplanned
 
     def _coming(self) -> Loaded:
         assert self.loader is not None
@@ -332,20 +344,24 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    def step(self, feeds: dict[ValueId, torch.Tensor] | None, gradients: bool = False, ahead: bool = False) -> Report:
+    def step(
+        self, key: RunKey, feeds: dict[ValueId, torch.Tensor] | None, gradients: bool = False, ahead: bool = False
+    ) -> Report:
         """`feeds`: None if batches are loaded here. `ahead`: load the next one while this step runs."""
-        self.runs["train"].device.last_gradients = {} if gradients else None
+        self.last = self.runs[key]
+        self.last.device.last_gradients = {} if gradients else None
+        optimizers = self.last.device.optimizers
         feeds = self._feeds() if feeds is None else feeds
         ahead = ahead and self.loader is not None
         if self.loader is not None and ahead:
             self.loader.load()
-        report = self._run("train", feeds)
+        report = self._run(key, feeds)
         if report.failed is None:
             try:
-                self.runs["train"].device.optimizers.advance()
+                optimizers.advance()
                 if self.program_reads is not None:
                     self._check_program()
-                report = replace(report, settings=self.runs["train"].device.optimizers.passed_on)
+                report = replace(report, settings=optimizers.passed_on)
             except KeyboardInterrupt:
                 raise
             except BaseException as problem:
@@ -361,12 +377,12 @@ class Worker:
         assert self.program_reads is not None
         self.program_reads.check(when, line)
 
-    def evaluate(self, feeds: dict[ValueId, torch.Tensor] | None) -> Report:
-        return self._run("evaluate", self._feeds() if feeds is None else feeds)
+    def evaluate(self, key: RunKey, feeds: dict[ValueId, torch.Tensor] | None) -> Report:
+        return self._run(key, self._feeds() if feeds is None else feeds)
 
-    def _run(self, name: str, feeds: dict[ValueId, torch.Tensor]) -> Report:
+    def _run(self, key: RunKey, feeds: dict[ValueId, torch.Tensor]) -> Report:
         started = time.perf_counter()
-        run = self.active = self.runs[name]
+        run = self.active = self.runs[key]
         try:
             loss = run.step(self.steps, feeds)
         except Failed as failure:
@@ -382,24 +398,24 @@ class Worker:
         return dict(self.active.streams.running) if self.active is not None else {}
 
     def weights(self) -> dict[ValueId, torch.Tensor]:
-        return {key: value.cpu() for key, value in self.runs["train"].device.kept.items()}
+        return {key: value.cpu() for key, value in self.runs[TRAIN].device.kept.items()}
 
     def optimizer_reads(self) -> tuple[str, ...]:
         """Names of the globals that a step of the optimizer reads."""
-        reads = self.runs["train"].device.optimizers.reads
+        reads = self.runs[TRAIN].device.optimizers.reads
         return tuple(name for name, _ in reads.names) if reads is not None else ()
 
     def rest(self) -> Rest | None:
         return self.rest_of_model
 
     def gradients(self) -> dict[ValueId, Any]:
-        return {key: value.cpu() for key, value in (self.runs["train"].device.last_gradients or {}).items()}
+        return {key: value.cpu() for key, value in (self.last.device.last_gradients or {}).items()}
 
     def measure(self, feeds: dict[ValueId, torch.Tensor]) -> tuple[float, Measured]:
         """Runs a step and measures its memory."""
         from piperlang.runtime.device.measure import measured
 
-        run = self.runs["train"]
+        run = self.runs[TRAIN]
         found = measured(run.device, run.comm.settle, self.steps, feeds)
         run.device.optimizers.advance()
         self.steps += 1
