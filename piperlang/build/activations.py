@@ -59,10 +59,12 @@ class Flow:
     def fetch(self, edge: Edge, point: Point) -> tuple[ValueId, ...]:
         """The values that the target reads at `point`: one, or several whose sum it is."""
         source, target, tensor = edge.source, edge.target, edge.tensor
-        if tensor.summed and (
+        if tensor.own and (
             source.dims != target.dims or source.degree != target.degree or not alike(edge.have, edge.want)
         ):
-            raise self._refused(edge, f"{edge.value.name} depends on all samples of a part of the batch")
+            raise self._refused(
+                edge, f"{edge.value.name} depends on which samples are in a part of the batch, or on how many"
+            )
         if source.dims == target.dims and (
             source.degree == target.degree or len(source.dims) == source.outer or tensor.batch is None
         ):
@@ -199,7 +201,7 @@ class Flow:
         by = splits[0] if splits and source.dims != target.dims else _placed(target) or _placed(source)
         repair = (
             "compute all terms of the loss in the same chunk"
-            if edge.tensor.summed
+            if edge.tensor.own
             else ("keep the batch in the first dimension where the model is cut")
         )
         return error(

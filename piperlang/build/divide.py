@@ -3,6 +3,7 @@ directives would handle."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,30 @@ if TYPE_CHECKING:
     from piperlang.directives.split import Split
 
 
-def refuse_mixing(schedule: Schedule, directive: Split | Replicate, parts: int) -> None:
-    """A model whose samples depend on each other computes other results on a part of the batch."""
-    mixing = schedule.model.mixing
-    if mixing is not None and parts > 1:
-        raise PiperError(replace(mixing, span=directive.span, label="divides the batch here"))
+def refuse_mixing(
+    schedule: Schedule, directive: Split | Replicate, parts: int, groups: Iterable[Tagset] | None = None
+) -> None:
+    """Chunks whose samples depend on each other compute other results on a part of the batch. `groups`: those that the
+    directive divides; by default, all."""
+    if parts == 1:
+        return
+    for group in schedule.groups if groups is None else groups:
+        mixing = next((chunk.mixing for chunk in schedule.groups[group] if chunk.mixing is not None), None)
+        if mixing is not None:
+            others = [one for one, chunks in schedule.groups.items() if all(c.mixing is None for c in chunks)]
+            instead = (
+                f"or divide the batch of the other chunks only: [{shown(others[0])}], ..."
+                if others
+                else 'or tag these operators (`with annotate("part", "whole"):`), and divide the other chunks only'
+            )
+            raise PiperError(
+                replace(
+                    mixing,
+                    span=directive.span,
+                    label=f"divides the batch of {shown(group)} here",
+                    helps=(*mixing.helps, instead),
+                )
+            )
 
 
 def refuse_both(directive: Directive, group: Tagset, other: Directive | None, handled: str) -> None:

@@ -189,8 +189,11 @@ class Program:
     def samples(self) -> Samples:
         """How the losses of parts of the batch combine, and whether the batch may be divided."""
         found = samples(self.sizes.small, self.sizes.large, self.sizes.walk)
-        return (
-            replace(found, mixing=_weights_differ(found.weighted)) if found.weighted and found.mixing is None else found
+        if not found.weighted:
+            return found
+        why = _weights_differ(found.weighted)
+        return replace(
+            found, mixing=found.mixing or why, reasons={**dict.fromkeys(found.weighted, why), **found.reasons}
         )
 
     @property
@@ -291,7 +294,7 @@ class CutProgram:
             for w in traced.weights.values()
         }
         samples = self.program.samples
-        return ir.Model(chunks, tensors, weights, sizes.samples, traced.result.name, samples.loss, samples.mixing, self)
+        return ir.Model(chunks, tensors, weights, sizes.samples, traced.result.name, samples.loss, self)
 
     def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
         sizes = self.program.sizes
@@ -308,7 +311,7 @@ class CutProgram:
             batch[0] if batch else None,
             buried,
             differentiable,
-            not batch and node.name in self.program.samples.summed,
+            node.name in self.program.samples.own,
         )
 
     def _chunk(self, chunk: Subgraph) -> ir.Chunk:
@@ -335,6 +338,7 @@ class CutProgram:
                 ir.Change(weight, output, chunk.outputs[output].name in self.program.samples.free)
                 for weight, output in chunk.changes
             ),
+            self.program.samples.mixing_in(chunk.nodes),
         )
 
 

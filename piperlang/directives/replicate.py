@@ -32,7 +32,7 @@ includes those before it. `bucket` limits the bytes of one reduction, `prefetch`
 gathered ahead. `accumulate=sharded` reduces the gradients of every microbatch and accumulates shards: more messages,
 and no device ever holds all gradients.
 
-Preconditions: the chunks exist, none of them uses the axes for something else, and the model does not mix samples. At
+Preconditions: the chunks exist, none of them uses the axes for something else, and none of them mixes samples. At
 the end of the script, the batch size must be divisible by the number of devices."""
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Replicate(Directive):
         use_axes(outline, self)
 
     def apply_to_schedule(self, schedule: Schedule) -> None:
-        refuse_mixing(schedule, self, prod(axis.size for axis in self.axes))
+        groups = [group for group, _ in schedule.meant(self.selector)]
+        refuse_mixing(schedule, self, prod(axis.size for axis in self.axes), groups)
         give_axes(schedule, self, self._use())
 
     def _use(self) -> Use:

@@ -28,7 +28,7 @@ Gradients are accumulated: there is one update. `split SELECTOR` divides the sam
 chunks; values on edges to other chunks are sliced and concatenated.
 
 Preconditions: the name is new, no earlier directive orders passes or uses the name, the batch size is divisible by the
-number of microbatches, and the model does not mix samples."""
+number of microbatches, and the chunks do not mix samples."""
 
 from __future__ import annotations
 
@@ -125,13 +125,12 @@ class Split(Directive):
             )
 
     def apply_to_schedule(self, schedule: Schedule) -> None:
-        if self.selector is not None:
-            list(schedule.meant(self.selector))
+        groups = None if self.selector is None else [group for group, _ in schedule.meant(self.selector)]
         samples = schedule.model.samples
         others = prod(s.count for s in schedule.outline.splits.values() if s.selector is None)
         if samples % (others * self.count):
             raise self._indivisible(samples, others)
-        refuse_mixing(schedule, self, self.count)
+        refuse_mixing(schedule, self, self.count, groups)
         schedule.outline.apply(self)
 
     def _indivisible(self, samples: int, others: int) -> PiperError:

@@ -89,7 +89,7 @@ class Traits:
     @property
     def divides(self) -> bool:
         """Whether the batch may be divided."""
-        return self.model.mixing is None
+        return all(chunk.mixing is None for chunk in self.model.chunks)
 
     @cached_property
     def tied(self) -> bool:

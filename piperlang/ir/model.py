@@ -28,9 +28,9 @@ class Tensor:
     buried: bool = False
     """The samples are inside a dim, not outermost: it can be passed on, but not divided otherwise than it was made."""
     differentiable: bool = False
-    summed: bool = False
-    """A sum or a mean over samples, or in proportion to their number: every part of the batch has its own, so only a
-    chunk with the same parts can read it."""
+    own: bool = False
+    """Every part of the batch has its own, so only a chunk with the same parts can read it: a sum or a mean over the
+    samples, or what depends on their number or on the position of a sample among them."""
 
     def shape(self, samples: int) -> tuple[int, ...]:
         return tuple(a * samples + b for a, b in self.dims)
@@ -101,6 +101,8 @@ class Chunk:
     dispatch: Dispatched | None = None
     """By which of its inputs routed tokens are dispatched to its experts, if it has such experts."""
     changes: tuple[Change, ...] = ()
+    mixing: Diagnostic | None = None
+    """Why its batch cannot be divided, if it cannot."""
 
     @property
     def tagset(self) -> frozenset[tuple[str, TagValue]]:
@@ -145,8 +147,6 @@ class Model:
     combine: str
     """How losses of parts of the batch make the loss of the whole: `mean`, `sum`, or `count` for a sum that is divided
     by a count of the batch."""
-    mixing: Diagnostic | None = None
-    """Why the batch cannot be divided, if it cannot."""
     divider: Divider | None = None
 
     @property

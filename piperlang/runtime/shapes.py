@@ -74,7 +74,9 @@ class PlanForShape:
 
     def _planned(self, mode: Mode, batch: tuple[Any, Any]) -> tuple[Plan, CutProgram]:
         flat, structure = pytree.tree_flatten(batch)
-        padding = padding_of(self.trained, size_of(flat), repeats=not self.captured.program.random)
+        padding = None
+        if all(chunk.mixing is None for chunk in self.captured.model.chunks):  # others see that samples are repeated
+            padding = padding_of(self.trained, size_of(flat), repeats=not self.captured.program.random)
         whole = batch if padding is None else pytree.tree_unflatten(repeated(flat, padding.rows), structure)
         graph, captured = self.applied(mode, whole)
         evaluates = mode == "evaluate"

@@ -9,7 +9,7 @@ Private API, kept in this file: `torch._decomp.decomposition_table` (tried on to
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias
@@ -60,8 +60,17 @@ class Samples:
     weights differ."""
     free: frozenset[str] = frozenset()
     """Nodes whose values do not depend on how the batch is divided."""
-    summed: frozenset[str] = frozenset()
-    """Nodes that are sums or means over the samples, or depend on their number."""
+    own: frozenset[str] = frozenset()
+    """Nodes of which every part of the batch has its own value: sums and means over its samples, and what depends on
+    their number or on the position of a sample among them."""
+    reasons: Mapping[str, Diagnostic] = field(default_factory=dict)
+    """By node, why it cannot be computed from a part of the batch: it mixes samples, or reads what does."""
+
+    def mixing_in(self, nodes: Iterable[fx.Node]) -> Diagnostic | None:
+        """Why operators need the whole batch."""
+        if self.mixing is not None and not self.reasons:
+            return self.mixing
+        return next((self.reasons[node.name] for node in nodes if node.name in self.reasons), None)
 
 
 def walk_samples(small: Traced, large: Traced) -> Walk | None:
@@ -93,12 +102,22 @@ def samples(small: Traced, large: Traced, walk: Walk | None) -> Samples:
     free = frozenset(
         node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True)
     )
-    summed = frozenset(
-        node.name
+    own = frozenset(node.name for node, found in walk.states.items() if any(map(_is_own, _several(found))))
+    reasons = {
+        node.name: _diagnostic(one, walk, node)
         for node, found in walk.states.items()
-        if isinstance(found, Mixed) or (isinstance(found, Free) and found.degree != 0)
-    )
-    return Samples(loss, _dims(small, large, walk), mixing, weighted, free, summed)
+        for one in _several(found)
+        if isinstance(one, Mixing)
+    }
+    if mixing is not None:
+        reasons.setdefault(small.result.name, mixing)
+    return Samples(loss, _dims(small, large, walk), mixing, weighted, free, own, reasons)
+
+
+def _is_own(state: State) -> bool:
+    if isinstance(state, Free):
+        return state.degree != 0 or not state.uniform
+    return isinstance(state, Mixed) or (isinstance(state, Along) and state.degree != 0)
 
 
 def _two_programs(small: Traced, large: Traced) -> Diagnostic:

@@ -109,8 +109,11 @@ class Guard:
 
     def _microbatch_size(self) -> int:
         """The plan's microbatch size, so that its graphs exist already. Where weights are sharded, unsharded graphs
-        exist only for the whole batch: its size is used if it is small."""
+        exist only for the whole batch: its size is used if it is small. Chunks that mix samples need the whole
+        batch."""
         model = self.captured.model
+        if any(chunk.mixing is not None for chunk in model.chunks):
+            return model.samples
         smallest = min((program.samples for program in self.plan.programs), default=model.samples)
         there = {
             program.chunk for program in self.plan.programs if program.samples == smallest and not program.sharding[0]
