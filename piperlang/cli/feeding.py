@@ -134,6 +134,7 @@ def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int) -
     from piperlang.capture.user.model_file import shipped
     from piperlang.capture.user.where import line_of_function
     from piperlang.runtime.driver.loading import Loading
+    from piperlang.runtime.driver.worker_batches import NotSent
 
     data = shipped(file, "data")
     assert data is not None
@@ -148,7 +149,7 @@ def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int) -
     )
     try:
         other = job.load(loading, batches.first, batches.after_first)
-    except (TypeError, AttributeError, NotImplementedError) as problem:  # a container that cannot be pickled
+    except NotSent as problem:
         return f"they cannot be described to workers ({problem})"
     if other is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pickle import PicklingError
 from typing import Any
 
 from piperlang.capture.user.seeding import GeneratorStates
@@ -13,6 +14,10 @@ from piperlang.runtime.device.failure import failed
 from piperlang.runtime.driver.cluster import Cluster, pack
 from piperlang.runtime.driver.loading import Loaded, Loading, fingerprint
 from piperlang.runtime.driver.shapes import TRAIN, Mode
+
+
+class NotSent(Exception):
+    """What workers need to load batches cannot be sent to them: a container that cannot be pickled."""
 
 
 class WorkerBatches:
@@ -26,7 +31,11 @@ class WorkerBatches:
     def start(self, first: tuple[Any, Any], generators: GeneratorStates) -> Loaded | None:
         """None if workers have loaded `first`, and generators have these states; otherwise what a worker has loaded, or
         why it has loaded nothing."""
-        found = self._call("start_loading", pack(self.loading))
+        try:
+            packed = pack(self.loading)
+        except (TypeError, AttributeError, NotImplementedError, PicklingError) as problem:
+            raise NotSent(str(problem)) from problem
+        found = self._call("start_loading", packed)
         expected = fingerprint(self.loading.layouts[TRAIN].flatten(first), generators)
         self.coming = found[0]
         return next((one for one in found if one.failed is not None or one.fingerprint != expected), None)

@@ -101,6 +101,7 @@ class Guard:
         self.samples = self._microbatch_size()
         self.microbatches = 2 if 2 * self.samples <= captured.model.samples else 1
         self.device = self.traced.value(self.traced.result).device
+        self.whole = captured.program.sizes.whole(self.slice)
 
     def close(self) -> None:
         """`model()` may return the same object again, so it is restored."""
@@ -250,8 +251,7 @@ class Guard:
             for place, weight in self.traced.weights.items()
             if weight.name in tensors
         }
-        whole = self.captured.program.sizes.whole(self.slice)
-        flat = flat if whole is None else flat + whole.of(flat)
+        flat = flat if self.whole is None else flat + self.whole.of(flat)
         share = 1.0 / self.microbatches if self.captured.model.combine == "mean" else 1.0
         ran = _Ran(0.0, {}, {})
         with torch.no_grad():
