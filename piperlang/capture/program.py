@@ -35,6 +35,8 @@ class Program:
     """The traced model and loss. `cut` by tags gives a CutProgram; each distinct chunk is differentiated once."""
 
     sizes: Sizes
+    rows: tuple[int, ...] = ()
+    """Where it is planned for a padded batch: for each sample, the sample of the given batch that it repeats."""
     _known: dict[object, int] = field(default_factory=dict)
     _joints: dict[tuple[int, int], Joint] = field(default_factory=dict)
     _pieces: dict[tuple[int, int, Sharding], PassGraphs] = field(default_factory=dict)
@@ -42,6 +44,11 @@ class Program:
     _tried: dict[tuple[int, int, tuple[ir.Divide, ...]], Tried] = field(default_factory=dict)
     _promised: dict[tuple[int, Sharding], tuple[int, ir.Places]] = field(default_factory=dict)
     """The placements that passes were given, with the number of samples they were found for."""
+
+    def padded(self, rows: tuple[int, ...]) -> Program:
+        """The same program, planned for a batch of these samples of the given one; if there are none, for the given
+        one."""
+        return replace(self, sizes=replace(self.sizes, samples=len(rows)), rows=rows) if rows else self
 
     def cut(self, tags: Iterable[Tag] = ()) -> CutProgram:
         return CutProgram(self, cut(self.sizes.small, tags))
@@ -231,8 +238,6 @@ class CutProgram:
         self.program, self.chunks = program, chunks
         self.keys = [program.key(chunk) for chunk in chunks]
         self.model = self._describe()
-        self.rows: tuple[int, ...] = ()
-        """Of each sample that it was traced with, the sample of the batch, where some are repeated."""
 
     def check_state(self) -> None:
         """Python state that the program has captured must not change. Called before every step."""
@@ -257,11 +262,19 @@ class CutProgram:
         """What batches look like."""
         sizes = self.program.sizes
         assert sizes.layout is not None
-        samples = max(self.rows) + 1 if self.rows else sizes.samples
-        shapes = tuple((samples, *shape[1:]) if shape[:1] == (sizes.samples,) else shape for shape in sizes.shapes)
         return BatchLayout(
-            sizes.layout, shapes, sizes.dtypes, tuple(sizes.small.batch), sizes.whole(samples), self.rows
+            sizes.layout,
+            sizes.shapes,
+            sizes.dtypes,
+            tuple(sizes.small.batch),
+            sizes.whole(self.given),
+            self.program.rows,
         )
+
+    @property
+    def given(self) -> int:
+        """The number of samples of the batch, before it is padded."""
+        return max(self.program.rows) + 1 if self.program.rows else self.program.sizes.samples
 
     def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
         return self.program.pass_graphs(self.chunks[chunk], self.keys[chunk], samples, sharding)

@@ -26,7 +26,7 @@ doing = phase
 """`with doing("tracing model.py"):` reports a phase that may take long."""
 
 
-def load(name: str) -> ModelFile:
+def load(name: str, seed: int = 0) -> ModelFile:
     if not name.endswith(".py"):
         raise error("P0902", f"{name} is not a Python file", help="pass the model first: MODEL.py SCHEDULE.piper")
     try:
@@ -36,14 +36,14 @@ def load(name: str) -> ModelFile:
     with doing(f"loading {name}", f"loaded {Path(name).name}"):
         from piperlang.capture.user.model_file import load_model
 
-        return load_model(Path(name))
+        return load_model(Path(name), seed)
 
 
-def load_both(model: str, script: str, precision: str | None = None) -> ModelFile:
+def load_both(model: str, script: str, precision: str | None = None, seed: int = 0) -> ModelFile:
     """The model of `MODEL.py SCHEDULE.piper`. A script that does not parse is rejected first: loading a model takes
     seconds, tracing it may take minutes."""
     from_source(*open_script(script))
-    return load(model).at(precision)
+    return load(model, seed).at(precision)
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         )
     options.precision = precision
     options.parameters = [f"{name}={value}" for name, value in given.items()]
-    file = load(made["model"]).at(options.precision)
+    file = load(made["model"], options.seed).at(options.precision)
     check_loaded(options, file)
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)

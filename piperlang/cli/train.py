@@ -118,7 +118,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_usage(options)
-    file = load_both(options.model, options.script, options.precision)
+    file = load_both(options.model, options.script, options.precision, options.seed)
     check_loaded(options, file)
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)
@@ -187,7 +187,7 @@ def _train(
         from piperlang.runtime.driver.shapes import OtherShapes
         from piperlang.runtime.driver.training import Training
         from piperlang.runtime.optimizer.optimize import default_optimizer
-        from piperlang.runtime.shapes import PlanForShape, evaluation_plan
+        from piperlang.runtime.shapes import PlanForShape
 
     make = shipped(file, "model")
     assert make is not None
@@ -202,19 +202,16 @@ def _train(
     at = folder.absolute()  # the user's code may change the working directory
     with ExitStack() as stack:
         loggers = stack.enter_context(_loggers(options, plan, folder))
-        validation = None
-        if file.validation is not None:
-            graph, evaluated = _applied(options, file, backend, "evaluate", _validation_batch(file, given))
-            validation = evaluation_plan(graph, plan, evaluated), evaluated
+        plan_for = PlanForShape(
+            partial(_applied, options, file, backend), plan, cut, training, file.max_norm, options.verify
+        )
+        validation = plan_for("evaluate", _validation_batch(file, given)) if file.validation is not None else None
         _verify(options, cut, plan, given.first, training, folder)
         given.reads.check("when the optimizer or its schedule steps")
         rows = at / "metrics.jsonl"
         with writing(rows, "all rows of metrics"):
             metrics = stack.enter_context(rows.open("w", encoding="utf-8"))
         stack.callback(drop, metrics)
-        plan_for = PlanForShape(
-            partial(_applied, options, file, backend), plan, cut, training, file.max_norm, options.verify
-        )
         others = OtherShapes(plan_for, options.shapes)
         job = stack.enter_context(_started(options, backend, plan, cut, training, loss_dtype, validation, others))
 
@@ -395,14 +392,19 @@ def _validation_batch(file: ModelFile, given: Batches) -> tuple[Any, Any]:
 
 
 def _applied(
-    options: argparse.Namespace, file: ModelFile, backend: Backend, mode: Mode, batch: tuple[Any, Any]
+    options: argparse.Namespace,
+    file: ModelFile,
+    backend: Backend,
+    mode: Mode,
+    batch: tuple[Any, Any],
+    rows: tuple[int, ...],
 ) -> tuple[Any, Any]:
-    """The graph of the script for batches of this shape, and its stage programs."""
+    """The graph of the script for batches of this shape, padded to these samples of it, and its stage programs."""
     from piperlang.runtime.shapes import InEvaluationMode
 
     if mode == "evaluate":
         file = replace(file, model=InEvaluationMode(file.model))
-    found = scheduled(captured(file, options.seed, batch, backend), options)
+    found = scheduled(captured(file, options.seed, batch, backend).padded(rows), options)
     if found.problems:
         raise PiperError(*found.problems)
     return found.graph(), found.captured

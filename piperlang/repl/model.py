@@ -79,7 +79,7 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
                 f"a session with a model needs {problem.name}, which is not installed",
                 help="`pip install 'piperlang[run]'` installs it; `piperc repl` without a model does not need it",
             ) from None
-        file = load_model(path)
+        file = load_model(path, seed)
     started = time.perf_counter()
     with phase(f"tracing {path.name}", "traced") as tracing:
         with seeded(seed):

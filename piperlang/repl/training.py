@@ -165,9 +165,9 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
     dtype = graph.model.tensors[graph.model.loss].dtype
     first = next(model.batches())
 
-    def applied(mode: Mode, batch: tuple[Any, Any]) -> tuple[Graph, CutProgram]:
+    def applied(mode: Mode, batch: tuple[Any, Any], rows: tuple[int, ...]) -> tuple[Graph, CutProgram]:
         make = InEvaluationMode(model.file.model) if mode == "evaluate" else model.file.model
-        program = capture(make, model.file.loss, placed(batch, backend.device.name), model.seed)
+        program = capture(make, model.file.loss, placed(batch, backend.device.name), model.seed).padded(rows)
         found = schedule(program, state.source, state.setting.path, state.setting.overrides)
         cut = found.captured
         assert isinstance(cut, CutProgram)

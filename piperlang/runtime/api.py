@@ -177,10 +177,10 @@ def compile(
     runs_on = chosen(executor, backend)
     overrides = {name: str(value) for name, value in (parameters or {}).items()}
 
-    def applied(mode: Mode, batch: tuple[Any, Any]) -> tuple[Graph, CutProgram]:
+    def applied(mode: Mode, batch: tuple[Any, Any], rows: tuple[int, ...] = ()) -> tuple[Graph, CutProgram]:
         with phase("tracing the model", "traced") as tracing:
             make = InEvaluationMode(model) if mode == "evaluate" else model
-            program = capture(make, loss, placed(batch, runs_on.device.name), seed)
+            program = capture(make, loss, placed(batch, runs_on.device.name), seed).padded(rows)
             tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
         with phase(f"applying {path.name}"):
             found = schedule(program, read(path, str(path)), path, overrides)

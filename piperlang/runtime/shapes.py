@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.batch.layout import repeated, shapes_of, size_of
+from piperlang.capture.batch.layout import shapes_of, size_of
 from piperlang.capture.program import CutProgram
 from piperlang.capture.user.held import usable
 from piperlang.capture.user.seeding import restored
@@ -21,7 +21,7 @@ from piperlang.pipeline import planned
 from piperlang.plan.instructions import Update
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.plan.rewrite.forward import forward
-from piperlang.plan.rewrite.pad import padded
+from piperlang.plan.rewrite.pad import Padding, padded
 from piperlang.plan.rewrite.pad import padding as padding_of
 from piperlang.plan.verify import check
 from piperlang.progress import Notice, emit
@@ -50,8 +50,8 @@ class InEvaluationMode:
 class PlanForShape:
     """Traces the model again with a batch of another shape, applies the script and plans it."""
 
-    applied: Callable[[Mode, tuple[Any, Any]], tuple[Graph, CutProgram]]
-    """Traces the model with a batch, and applies the script."""
+    applied: Callable[[Mode, tuple[Any, Any], tuple[int, ...]], tuple[Graph, CutProgram]]
+    """Traces the model with a batch, and applies the script for these samples of it, or for all."""
     trained: Plan
     """The plan for the first batch."""
     captured: CutProgram
@@ -69,28 +69,39 @@ class PlanForShape:
             with usable(), restored():
                 return self._planned(mode, batch)
         except PiperError as problem:
-            note = f"for a batch of shape {shapes_of(batch)}; the first one has shape {first.written_shapes}"
-            raise PiperError(*(replace(one, notes=(*one.notes, note)) for one in problem.diagnostics)) from problem
+            notes = [f"for a batch of shape {shapes_of(batch)}; the first one has shape {first.written_shapes}"]
+            why = self._unpadded or ("the model draws random numbers" if self.captured.program.random else "")
+            if why and any(one.code == "P0412" for one in problem.diagnostics):
+                notes.append(f"it is not padded with copies of its samples: {why}")
+            raise PiperError(*(replace(one, notes=(*one.notes, *notes)) for one in problem.diagnostics)) from problem
 
     def _planned(self, mode: Mode, batch: tuple[Any, Any]) -> tuple[Plan, CutProgram]:
-        flat, structure = pytree.tree_flatten(batch)
-        padding = None
-        if all(chunk.mixing is None for chunk in self.captured.model.chunks):  # others see that samples are repeated
-            padding = padding_of(self.trained, size_of(flat), repeats=not self.captured.program.random)
-        whole = batch if padding is None else pytree.tree_unflatten(repeated(flat, padding.rows), structure)
-        graph, captured = self.applied(mode, whole)
+        padding = None if self._unpadded else self._padding(size_of(pytree.tree_leaves(batch)))
+        graph, captured = self.applied(mode, batch, padding.rows if padding is not None else ())
         evaluates = mode == "evaluate"
         plan = evaluation_plan(graph, self.trained, captured) if evaluates else planned(graph, self.max_norm)
         if padding is not None:
-            captured.rows = padding.rows
             plan = padded(plan, padding.weights)
             check(plan, forward=evaluates)
         if evaluates:
             return plan, captured
         _check_same_weights(plan, self.trained)
-        found = verify(captured, plan, whole, self.training) if self.verifies else Verified(skipped="--no-verify")
+        found = verify(captured, plan, batch, self.training) if self.verifies else Verified(skipped="--no-verify")
         emit(Notice(str(found), warning=bool(found.skipped and self.verifies)))
         return plan, captured
+
+    def _padding(self, samples: int) -> Padding | None:
+        return padding_of(self.trained, samples, repeats=not self.captured.program.random)
+
+    @property
+    def _unpadded(self) -> str:
+        """Why batches are not padded: something would see that samples are repeated."""
+        chunks = self.captured.model.chunks
+        if any(chunk.mixing is not None for chunk in chunks):
+            return "the model mixes samples"
+        if any(not change.free for chunk in chunks for change in chunk.changes):
+            return "buffers of the model depend on the samples"
+        return ""
 
 
 def _check_same_weights(plan: Plan, trained: Plan) -> None:

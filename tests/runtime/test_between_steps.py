@@ -115,6 +115,7 @@ def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     text, code, words = REFUSED[name]
     err = refused(tmp_path, text, PIPELINE, capsys, "--executor", "inline")
     assert f"error[{code}]" in err
+    assert "model.py:" in err
     assert words in err
 
 
@@ -187,6 +188,24 @@ def test_a_seed_at_the_top_of_the_file_on_workers(
     assert code == 0, capsys.readouterr().err
     assert lent.jobs == 1
     assert_plain(tmp_path, losses, weights)
+
+
+def test_a_model_at_the_top_of_the_file_has_the_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a seed of its own: weights are those of a script that seeds first."""
+    text = "NET = M()\ndef model(): return NET\n"
+    code, losses, _ = job(tmp_path, text, PIPELINE, "--executor", "inline", "--seed", "7")
+    assert code == 0, capsys.readouterr().err
+    scope: dict[str, Any] = {}
+    seed(7)
+    exec(BASE + text, scope)
+    again, same, _ = job(tmp_path, text + "# again\n", PIPELINE, "--executor", "inline", "--seed", "7")
+    assert (again, same) == (0, losses)
+    unlike, other, _ = job(tmp_path, text + "# other\n", PIPELINE, "--executor", "inline", "--seed", "8")
+    assert unlike == 0
+    assert other != losses
+    seed(7)
+    inputs, target = next(scope["data"]())
+    assert losses[0] == pytest.approx(float(scope["loss"](scope["NET"](inputs), target).detach()), rel=1e-6)
 
 
 def test_the_model_file_is_run_once(tmp_path: Path) -> None:

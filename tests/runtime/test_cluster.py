@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -76,10 +77,13 @@ class Apart(Cluster):
 
 def test_a_cluster_from_start_to_end() -> None:
     """Everything listens on loopback; a process started beside the cluster is not of the cluster; workers that share no
-    files train; a process that writes while the cluster is closed does not keep it from being closed.
+    files train; a process that writes while the cluster is closed does not keep it from being closed; Ray, which draws
+    from `random`, leaves it to others as it was.
 
     One test, because starting Ray takes longer than all of this."""
+    drawn = random.getstate()
     cluster = Apart(2)
+    assert random.getstate() == drawn
     beside = subprocess.Popen(["sleep", "600"])
     writing = None
     try:
@@ -95,6 +99,7 @@ def test_a_cluster_from_start_to_end() -> None:
         assert processes(cluster.folder) == []
         assert beside.poll() is None
         cluster.close()  # nothing to do
+        assert random.getstate() == drawn
     finally:
         for process in (beside, writing):
             if process is not None:

@@ -38,6 +38,7 @@ def test_refused(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFi
     text, code, words = REFUSED[name]
     err = refused(tmp_path, text, REPLICAS, capsys)
     assert f"error[{code}]" in err
+    assert "model.py:" in err
     named = re.search("`.*?`", words)
     assert named is None or named[0] in err
 

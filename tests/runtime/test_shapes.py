@@ -20,7 +20,7 @@ from piperlang import PiperError
 from piperlang.plan.lower import lower
 from piperlang.plan.rewrite.pad import padded, padding
 from piperlang.plan.verify import check
-from tests.support.between_steps import PIPELINE, REPLICAS, assert_plain, job, plain, refused
+from tests.support.between_steps import BASE, PIPELINE, REPLICAS, WHOLE, assert_plain, job, plain, refused
 from tests.support.equivalence import compiled, program
 from tests.support.jobs import Lent
 from tests.support.often import one_in
@@ -172,6 +172,62 @@ def test_other_weights_for_another_shape(tmp_path: Path) -> None:
         (diagnostic,) = found.value.diagnostics
         assert diagnostic.code == "P0606"
         assert any("for a batch of shape [4, 9], [4, 9]" in note for note in diagnostic.notes)
+
+
+SIZED: dict[str, tuple[str, str]] = {
+    "a branch on the batch size": (
+        "class N(M):\n    def forward(self, x): return super().forward(x * 1.5 if len(x) > 1 else x)\n"
+        "def model(): return N()\n",
+        "P0608",
+    ),
+    "a branch on the batch size of the loss": (
+        "def loss(o, t): return nn.functional.cross_entropy(o, t) * (2. if len(t) == 5 else 1.)\n",
+        "",
+    ),
+    "a least number": (
+        "def loss(o, t): return nn.functional.cross_entropy(o, t, reduction='sum') / max(len(t), 2)\n",
+        "P0608",
+    ),
+    "a counter of samples": (
+        "class N(M):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.register_buffer('seen', torch.zeros((), dtype=torch.long))\n"
+        "    def forward(self, x):\n        with piperlang.annotate('stage', 0):\n            self.seen += x.shape[0]\n"
+        "        return super().forward(x)\ndef model(): return N()\n",
+        "P0412",
+    ),
+}
+LAST = "def data():\n    for n in (8, {}): yield torch.randn(n, 4), torch.randint(3, (n,))\n"
+PART = WHOLE + "split [stage=1] into 2 as mb\n"
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_what_sees_that_a_batch_is_padded(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python code that reads the batch size, and buffers that depend on the samples: never wrong without a word."""
+    text, code = SIZED[name]
+    text += LAST.format(5 if "loss" in name else 1)
+    if not code:
+        _, losses, weights = job(tmp_path, text, PART, "--executor", "inline")
+        assert_plain(tmp_path, losses, weights)
+        return
+    err = refused(tmp_path, text, PART, capsys, "--executor", "inline")
+    assert f"error[{code}" in err
+    assert "the first one has shape [8, 4], [8]" in err
+
+
+def test_a_slice_without_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss of some samples is 0 / 0; that of the batch is not."""
+    text = """
+def loss(o, t):
+    mask = (t > 1).float()
+    return (nn.functional.cross_entropy(o, t, reduction="none") * mask).sum(), mask.sum()
+def data():
+    for n in (8, 6): yield torch.randn(n, 4), torch.arange(n) * 3 // n
+"""
+    code, losses, weights = job(tmp_path, text, REPLICAS, "--executor", "inline", "--steps", "4")
+    assert code == 0, capsys.readouterr().err
+    divided = text + "pair = loss\ndef loss(o, t):\n    total, count = pair(o, t)\n    return total / count\n"
+    (tmp_path / "model.py").write_text(BASE + divided)
+    assert_plain(tmp_path, losses, weights)
 
 
 # ------------------------------------------------------------------------------------------------------- a command

@@ -289,7 +289,7 @@ def _differing(small: Traced, at: Callable[[int], Traced], node: fx.Node, what: 
         return error(
             "P0808",
             "the model runs different operators every time it is called",
-            line_of_operator(node),
+            line_of_operator(node) or line_of_function(small.loss),
             notes=["two traces with the same batch differ", *([what] if what else []), module_of(node)],
             help=(
                 "look for state that the code reads besides its weights and its inputs: a counter, a clock, a random"
@@ -299,7 +299,7 @@ def _differing(small: Traced, at: Callable[[int], Traced], node: fx.Node, what: 
     return error(
         "P0806",
         "the model depends on the batch size",
-        line_of_operator(node),
+        line_of_operator(node) or line_of_function(small.loss),
         notes=[what or f"operator {node.target}", module_of(node)],
         help="let only shapes depend on the batch size",
     )

@@ -9,6 +9,7 @@ constructor of fake tensors (tried on torch 2.11 and 2.13)."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +44,16 @@ class Built:
     differs: bool
     """Whether the constructor drew random numbers after those that a parameter without storage did not draw: a real
     build draws others."""
+
+    def on(self, device: torch.device) -> Built:
+        """The same for a trace on a device. Tensors that existed before are used as they are; where they are on another
+        device, a copy of the model is traced."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if all(id(one) in self.created or one.is_meta or one.device.type == device.type for one in tensors):
+            return self
+        model = copy.deepcopy(self.model)
+        made = [value for module in model.modules() for _, value in _own_tensors(module)]
+        return Built(model, {id(value): value for value in made}, self.differs)
 
 
 def build(make_model: Callable[[], nn.Module], seed: int, storage: bool = False) -> Built:
@@ -244,6 +255,11 @@ class Faked:
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is, or shares the memory of, one that modules have a fake for."""
         return any(tensor.untyped_storage()._cdata == old.untyped_storage()._cdata for old, _ in self.replaced.values())
+
+
+def _own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+    return [(name, one) for place in places for name, one in place.items() if isinstance(one, torch.Tensor)]
 
 
 def _tensors(place: dict[str, Any], created: Mapping[int, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:

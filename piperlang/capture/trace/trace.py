@@ -140,6 +140,7 @@ def _trace(built: Built, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]
     flat, layout = pytree.tree_flatten(batch)
     device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
     hold(built.model)
+    built = built.on(device)
     refuse_hooks(built.model)
     faked = Faked(mode, device)  # operators choose their kernels by device while they are traced
     model = faked.model(built)

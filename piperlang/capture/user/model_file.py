@@ -15,6 +15,7 @@ from torch import nn
 
 from piperlang.capture.user.batches import UserBatches
 from piperlang.capture.user.precision import InPrecision, loss_in, wrong_precision
+from piperlang.capture.user.seeding import seeded
 from piperlang.capture.user.user_code import (
     CALLED,
     UserFunction,
@@ -67,13 +68,15 @@ class ModelFile:
         return _made(self.path, self.text, made, precision)
 
 
-def load_model(path: Path) -> ModelFile:
-    """Run model.py and return its functions. Every mistake in it is a diagnostic at its line."""
+def load_model(path: Path, seed: int = 0) -> ModelFile:
+    """Run model.py and return its functions. Every mistake in it is a diagnostic at its line. `seed`: for random
+    numbers that it draws when it is run, such as the weights of a model at its top level."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise unreadable(path, problem) from None
-    return from_text(path, text)
+    with seeded(seed):
+        return from_text(path, text)
 
 
 def from_text(path: Path, text: str) -> ModelFile:

@@ -390,6 +390,14 @@ def _stored(code: CodeType, operation: str) -> Iterator[str]:
 
 
 def refuse_state(names: set[str], model: nn.Module) -> PiperError:
+    if not names:
+        return error(
+            "P0808",
+            "the model runs different operators every time it is called",
+            line_of_function(type(model).forward),
+            notes=["two traces with the same batch differ"],
+            help="look for state that the code keeps besides its weights: a cache of masks, a counter, a list",
+        )
     first, *others = sorted(names)
     generator = "generator" in first
     what = f"the model draws random numbers from {first}" if generator else f"{first} changes every time the model runs"

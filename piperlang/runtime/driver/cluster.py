@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from piperlang.capture.user.model_file import model_modules
+from piperlang.capture.user.seeding import restored
 from piperlang.diagnostics import error
 from piperlang.interrupts import uninterrupted
 from piperlang.progress import Workers, emit
@@ -81,11 +82,12 @@ class Cluster:
         try:
             with uninterrupted():
                 self._open_folder()
-            if self.own:
-                self._start(count)
-            elif not ray.is_initialized():
-                self._join(address)
-            self._hire(count)
+            with restored():  # Ray draws from `random`, and `data` may, too
+                if self.own:
+                    self._start(count)
+                elif not ray.is_initialized():
+                    self._join(address)
+                self._hire(count)
         except BaseException:
             self.close()
             raise
@@ -279,7 +281,7 @@ class Cluster:
     def close(self) -> None:
         """Stop the workers, and Ray if it was started for this job, and remove the folder. Ctrl-C is deferred until
         that is done."""
-        with uninterrupted(), self.closing:
+        with uninterrupted(), self.closing, restored():
             if self not in _open:
                 return
             try:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from piperlang.capture.user.held import hold, refuse_use
 from piperlang.capture.user.operators import functions_of_operators
-from piperlang.capture.user.seeding import seed_all
+from piperlang.capture.user.seeding import seed_all, seeded
 from piperlang.capture.user.state import Frozen, TorchState
 from piperlang.capture.user.tensors import named_tensors
 from piperlang.capture.user.user_code import said
@@ -165,7 +165,6 @@ class Worker:
         """Create the model for all workers of this node, in a file."""
         self.close()
         setup = _loaded(packed)
-        _ = getattr(setup.make_model, "__wrapped__", None)
         self.file = WeightFile.new()
         model, created = create(self.file, setup.make_model, setup.seed, fingerprint)
         self.model = setup, model
@@ -196,7 +195,6 @@ class Worker:
 
     def _keep(self, setup: Setup, rank: int, where: torch.device, created: Created | None) -> Started:
         """Keeps the tensors of the model that this device needs."""
-        _ = getattr(setup.make_model, "__wrapped__", None)  # the model file runs before seeding, as in the driver
         if created is not None:
             with self._file(created) as file:
                 model = self.model[1] if self.model else mapped(created, file, setup.make_model, setup.seed)
@@ -446,6 +444,8 @@ def _loaded(packed: bytes) -> Setup:
             notes=[said(problem)],
             help="make the module that defines them importable on every worker: install it, or set PYTHONPATH",
         ) from problem
+    with seeded(setup.seed):  # as in the driver
+        _ = getattr(setup.make_model, "__wrapped__", None)  # runs the model file
     return setup
 
 

@@ -71,13 +71,15 @@ class Verified:
         )
 
 
-def verify(captured: CutProgram, plan: Plan, batch: tuple[Any, Any], training: Training) -> Verified:
-    """Raises P0608 if the captured program differs from the model."""
+def verify(
+    captured: CutProgram, plan: Plan, batch: tuple[Any, Any], training: Training, whole: bool = False
+) -> Verified:
+    """Raises P0608 if the captured program differs from the model. `whole`: compares on the whole batch."""
     captured.check_state()
     for program in plan.programs:  # the job needs these graphs anyway, so their time is not the guard's
         captured.pass_graphs(program.chunk, program.samples, program.sharding)
     started = time.perf_counter()
-    guard = Guard(captured, plan, batch, training)
+    guard = Guard(captured, plan, batch, training, whole)
     need, free = guard.bytes_needed(), free_bytes(guard.device)
     if need > SHARE * free:
         return Verified(skipped=f"it would need {gigabytes(need)} of memory, but {gigabytes(free)} are free")
@@ -86,20 +88,34 @@ def verify(captured: CutProgram, plan: Plan, batch: tuple[Any, Any], training: T
             difference = max(guard.compare(call) for call in range(CALLS))
             other = guard.compare_varied()
             difference = max(difference, other or 0.0, guard.compare_optimizer())
+    except NotFinite as problem:
+        if guard.slice < captured.given:  # a slice may have no target that counts
+            return verify(captured, plan, batch, training, whole=True)
+        raise problem.error from None
     finally:
         guard.close()
     return Verified(difference, time.perf_counter() - started, first_batch_only=other is None)
 
 
+class NotFinite(Exception):
+    """Plain PyTorch has no numbers to compare with."""
+
+    def __init__(self, error: PiperError) -> None:
+        super().__init__()
+        self.error = error
+
+
 class Guard:
     """Compares the plain model with the captured program."""
 
-    def __init__(self, captured: CutProgram, plan: Plan, batch: tuple[Any, Any], training: Training) -> None:
+    def __init__(
+        self, captured: CutProgram, plan: Plan, batch: tuple[Any, Any], training: Training, whole: bool
+    ) -> None:
         self.captured, self.plan, self.batch, self.training, self.seed = captured, plan, batch, training, training.seed
         self.traced = captured.program.sizes.small
         self.before: dict[str, torch.Tensor] | None = None
-        self.samples = self._microbatch_size()
-        self.microbatches = 2 if 2 * self.samples <= captured.model.samples else 1
+        self.samples = captured.given if whole else self._microbatch_size()
+        self.microbatches = 2 if 2 * self.samples <= captured.given else 1
         self.device = self.traced.value(self.traced.result).device
         self.whole = captured.program.sizes.whole(self.slice)
 
@@ -111,10 +127,10 @@ class Guard:
     def _microbatch_size(self) -> int:
         """The plan's microbatch size, so that its graphs exist already. Where weights are sharded, unsharded graphs
         exist only for the whole batch: its size is used if it is small. Chunks that mix samples need the whole
-        batch."""
+        batch. A batch that is padded is compared as it is: code may depend on its size."""
         model = self.captured.model
-        if any(chunk.mixing is not None for chunk in model.chunks):
-            return model.samples
+        if self.captured.program.rows or any(chunk.mixing is not None for chunk in model.chunks):
+            return self.captured.given
         smallest = min((program.samples for program in self.plan.programs), default=model.samples)
         there = {
             program.chunk for program in self.plan.programs if program.samples == smallest and not program.sharding[0]
@@ -162,11 +178,13 @@ class Guard:
         if math.isfinite(plain.loss) and not infinite:
             return
         what = f"the gradient of {infinite[0]} is" if math.isfinite(plain.loss) else "the loss is"
-        raise error(
-            "P0608",
-            f"on the first batch {what} not finite, so the captured program cannot be compared with the model",
-            line_of_function(self.traced.loss),
-            help="begin with a batch and weights that give finite numbers; `--no-verify` skips this check",
+        raise NotFinite(
+            error(
+                "P0608",
+                f"on the first batch {what} not finite, so the captured program cannot be compared with the model",
+                line_of_function(self.traced.loss),
+                help="begin with a batch and weights that give finite numbers; `--no-verify` skips this check",
+            )
         )
 
     def compare_varied(self) -> float | None:
@@ -390,7 +408,7 @@ class Guard:
         return error(
             "P0608",
             f"the captured program differs from the model: {what}",
-            line_of_function(type(module).forward),
+            line_of_function(type(module).forward) or line_of_function(type(self.model).forward),
             notes=[*notes, *later],
             help=(
                 "look there for code that a trace cannot record: Python state, hooks, code that depends on values;"
