@@ -78,10 +78,10 @@ replicate [pass=*] over gpu.dp with {level}=sharded
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule", "level"),
-    [(2, "one_f_one_b", "params"), pytest.param(4, "zero_bubble", "grads", marks=pytest.mark.slow)],
+    ("stages", "schedule", "level"), [pytest.param(2, "one_f_one_b", "params"), pytest.param(4, "zero_bubble", "grads")]
 )
-@templates("gpt2")  # examples/07_hf_llama has Llama
+@pytest.mark.slow  # examples/07_hf_llama has Llama
+@templates("gpt2")
 def test_scheduled_by_module_path(
     model: Callable[[], nn.Module],
     first: list[Any],

@@ -126,7 +126,7 @@ def value_of(result: Any) -> torch.Tensor:
     return sum(result.values()) if isinstance(result, dict) else result  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", one_in(5, LOSSES))
+@pytest.mark.parametrize("name", one_in(8, LOSSES))
 def test_divided_and_whole_batches_give_the_same(name: str) -> None:
     traced = capture(Layers, LOSSES[name], words(8))
     graph, captured = compiled(traced, SCRIPT)

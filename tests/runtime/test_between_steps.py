@@ -37,7 +37,7 @@ from tests.support.jobs import Lent
 from tests.support.often import one_in
 
 
-@pytest.mark.parametrize("name", one_in(6, SAME))
+@pytest.mark.parametrize("name", one_in(9, SAME))
 def test_same_as_plain(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, losses, weights = job(tmp_path, SAME[name], PIPELINE, "--executor", "inline")
     assert code == 0, capsys.readouterr().err
@@ -110,7 +110,7 @@ def validation():
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", one_in(6, REFUSED))
+@pytest.mark.parametrize("name", one_in(9, REFUSED))
 def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, code, words = REFUSED[name]
     err = refused(tmp_path, text, PIPELINE, capsys, "--executor", "inline")

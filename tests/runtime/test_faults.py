@@ -18,6 +18,7 @@ from piperlang.capture.program import Program, capture
 from piperlang.diagnostics import PiperError
 from piperlang.plan.lower import lower
 from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.shapes import TRAIN
 from piperlang.runtime.driver.training import Training
 from tests.support.equivalence import compiled, optimizer
 from tests.support.processes import processes
@@ -130,7 +131,9 @@ def test_a_worker_that_raises() -> None:
         others = {key: torch.zeros(2, 16) for key, _, _ in running.plan.devices[1].feeds}
         started = time.monotonic()
         with pytest.raises(PiperError) as found:
-            running.finish([running.cluster.call(0, "step", feeds, 1.0), running.cluster.call(1, "step", others, 1.0)])
+            running.finish(
+                [running.cluster.call(0, "step", TRAIN, feeds), running.cluster.call(1, "step", TRAIN, others)]
+            )
         assert time.monotonic() - started < BUSY
         (diagnostic,) = found.value.diagnostics
         assert diagnostic.code == "P0604"

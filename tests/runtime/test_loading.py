@@ -26,14 +26,14 @@ from tests.support.jobs import Lent
 from tests.support.often import one_in
 
 
-@pytest.mark.parametrize("name", one_in(8, SAME))
+@pytest.mark.parametrize("name", one_in(13, SAME))
 def test_same_as_plain(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, losses, weights = job(tmp_path, SAME[name], PIPELINE)
     assert code == 0, capsys.readouterr().err
     assert_plain(tmp_path, losses, weights)
 
 
-@pytest.mark.parametrize("name", one_in(9, REFUSED))
+@pytest.mark.parametrize("name", one_in(14, REFUSED))
 def test_refused(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, code, words = REFUSED[name]
     err = refused(tmp_path, text, REPLICAS, capsys)

@@ -103,15 +103,24 @@ def samples(small: Traced, large: Traced, walk: Walk | None) -> Samples:
         node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True)
     )
     own = frozenset(node.name for node, found in walk.states.items() if any(map(_is_own, _several(found))))
-    reasons = {
-        node.name: _diagnostic(one, walk, node)
-        for node, found in walk.states.items()
-        for one in _several(found)
-        if isinstance(one, Mixing)
-    }
-    if mixing is not None:
-        reasons.setdefault(small.result.name, mixing)
+    reasons = {} if mixing is None else {small.result.name: mixing} | _reasons(walk, small.result)
     return Samples(loss, _dims(small, large, walk), mixing, weighted, free, own, reasons)
+
+
+def _reasons(walk: Walk, result: fx.Node) -> dict[str, Diagnostic]:
+    """By node, why it mixes samples, if the loss depends on it. An output that nobody reads may be anything."""
+    found: dict[str, Diagnostic] = {}
+    work = [result]
+    while work:
+        node = work.pop()
+        states = walk.states.get(node)
+        if isinstance(states, Mixing) and node.name not in found:
+            found[node.name] = _diagnostic(states, walk, node)
+            work += node.all_input_nodes
+            if node.target is operator.getitem:  # of an operator with several outputs
+                found[node.all_input_nodes[0].name] = found[node.name]
+                work += node.all_input_nodes[0].all_input_nodes
+    return found
 
 
 def _is_own(state: State) -> bool:
