@@ -76,6 +76,7 @@ def test_it_is_found_by_its_name(file: Path, capsys: pytest.CaptureFixture[str])
     assert sys.modules["model"].__file__ == str(file)
 
 
+@pytest.mark.slow
 def test_it_is_found_by_its_name_on_workers(file: Path, capsys: pytest.CaptureFixture[str], lent_worker: Lent) -> None:
     losses = trained(file, "ray", capsys)
     assert losses[1] < losses[0]

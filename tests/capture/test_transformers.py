@@ -120,6 +120,7 @@ ep(gpu.dp)
 """
 
 
+@pytest.mark.slow
 def test_experts_divided_by_module_path() -> None:
     ids = torch.randint(WORDS, (4, 6))
     graph, captured = compiled(capture(qwen_moe, loss, ({"input_ids": ids}, ids)), EXPERTS)

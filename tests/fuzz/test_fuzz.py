@@ -144,7 +144,7 @@ def test_only_what_it_takes_to_fail_is_left() -> None:
 # ------------------------------------------------------------------------------------------------------------ command
 
 
-@pytest.mark.parametrize(("executor", "count"), [("graph", 6), ("inline", 4)])
+@pytest.mark.parametrize(("executor", "count"), [("graph", 3), ("inline", 2)])
 def test_fine(executor: str, count: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (
         main(

@@ -180,6 +180,7 @@ def test_signs_of_life_and_none_after_the_end() -> None:
 # ---------------------------------------------------------------------------------------------------------- terminals
 
 
+@pytest.mark.slow
 def test_a_run_at_50_columns(tmp_path: Path) -> None:
     with terminal([*INLINE, "--steps", "60", "--out", "run"], 50, cwd=tmp_path) as seen:
         assert seen.end() == 0

@@ -53,6 +53,7 @@ def text(cell: Any) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
+@pytest.mark.slow
 def test_a_notebook_applies_statements_draws_graphs_and_trains() -> None:
     notebook = run(CELLS)
     nbformat.validate(notebook)

@@ -173,6 +173,7 @@ def test_tags_are_cut_while_the_next_statement_is_typed(terminal: Callable[..., 
     assert "Traceback" not in screen.text
 
 
+@pytest.mark.slow
 def test_history_is_kept_between_sessions(terminal: Callable[..., Screen]) -> None:
     first = terminal()
     first.shows(r"^piper:1>")

@@ -120,6 +120,7 @@ def test_a_driver_that_is_killed(within: float) -> None:
     gone(folder, within)
 
 
+@pytest.mark.slow
 def test_a_worker_that_raises() -> None:
     """At once, though another stream of the same device, and the other device, wait for it."""
     running = job()

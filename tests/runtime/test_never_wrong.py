@@ -183,6 +183,7 @@ class Clock(Layers):
         return super().forward(x * (1 + time.perf_counter_ns() % 997))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_program_that_is_another_one_every_time() -> None:
     for _ in range(6):  # two readings are on a line with integer slope every sixth time
         with pytest.raises(PiperError) as found:

@@ -93,7 +93,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 CASES = [(schedule, sizes, loss) for sizes in SIZES for schedule in SCHEDULES for loss in LOSSES]
 
 
-@pytest.mark.parametrize("case", one_in(11, CASES))
+@pytest.mark.parametrize("case", one_in(16, CASES))
 def test_the_same_as_plain(case: tuple[str, str, str], tmp_path: Path) -> None:
     schedule, sizes, loss = case
     _assert_plain(SCHEDULES[schedule], SIZES[sizes], loss, tmp_path)
