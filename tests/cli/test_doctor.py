@@ -142,6 +142,7 @@ def test_no_ports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert (found["ports"]["state"], found["ports"]["found"]) == ("missing", "127.0.0.1: permission denied")
 
 
+@pytest.mark.slow
 def test_files_of_this_folder_are_not_loaded(tmp_path: Path) -> None:
     """A folder with a torch.py of somebody's own is no reason to run it."""
     (tmp_path / "numpy.py").write_text("open('loaded', 'w')\n__version__ = '9.9'")

@@ -90,6 +90,7 @@ def test_ctrl_c_at_random(number: int, tmp_path: Path) -> None:
     interrupted(tmp_path, random.Random(number).uniform(0.01, 15.0))
 
 
+@pytest.mark.slow  # on workers, test_cluster.py interrupts one every time
 def test_ctrl_c_while_it_trains(tmp_path: Path) -> None:
     process = job(tmp_path)
     assert process.stdout is not None

@@ -20,6 +20,8 @@ def compute(checked: Checked) -> None:
     names = _Names(checked)
     seen: dict[int, tuple[At, Compute]] = {}
     programs, last = checked.plan.programs, checked.plan.samples
+    plan = checked.plan
+    shares = [program.samples / plan.samples if plan.combine == "mean" else 1.0 for program in programs]
     parts = [(program.samples, program.sharding[0]) for program in programs]
     firsts: list[list[int]] = [[] for _ in programs]
     for at, x in checked.each(Compute):
@@ -41,7 +43,7 @@ def compute(checked: Checked) -> None:
             checked.wrong(CODE, "a device does the same twice", other, at)
         firsts[number].append(x.first_sample)
         samples, divides = parts[number]
-        share = checked.plan.share(x)
+        share = plan.share(x) if plan.weights else shares[number]  # there are as many as passes
         expected = share if x.loss_share is None else x.loss_share
         if not 0 <= x.first_sample <= last - samples or expected != share or divides or x.coordinates:
             placed(checked, at, x, programs[number], share)
