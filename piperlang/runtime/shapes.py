@@ -83,11 +83,14 @@ class PlanForShape:
         if padding is not None:
             plan = padded(plan, padding.weights)
             check(plan, forward=evaluates)
+        training = self.training
         if evaluates:
-            return plan, captured
-        _check_same_weights(plan, self.trained)
-        found = verify(captured, plan, batch, self.training) if self.verifies else Verified(skipped="--no-verify")
-        emit(Notice(str(found), warning=bool(found.skipped and self.verifies)))
+            training = replace(training, make_model=InEvaluationMode(training.make_model))
+        else:
+            _check_same_weights(plan, self.trained)
+        found = verify(captured, plan, batch, training) if self.verifies else Verified(skipped="--no-verify")
+        if not evaluates or found.skipped:
+            emit(Notice(str(found), warning=bool(found.skipped and self.verifies)))
         return plan, captured
 
     def _padding(self, samples: int) -> Padding | None:

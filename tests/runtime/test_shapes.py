@@ -214,6 +214,15 @@ def test_what_sees_that_a_batch_is_padded(name: str, tmp_path: Path, capsys: pyt
     assert "the first one has shape [8, 4], [8]" in err
 
 
+def test_evaluation_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch of one sample is traced with two: the validation loss would be that of the other branch."""
+    text, code = SIZED["a branch on the batch size"]
+    text += "def validation():\n    for n in (8, 1): yield torch.randn(n, 4), torch.randint(3, (n,))\n"
+    err = refused(tmp_path, text, REPLICAS, capsys, "--executor", "inline")
+    assert f"error[{code}]" in err
+    assert "for a batch of shape [1, 4], [1]" in err
+
+
 def test_a_slice_without_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss of some samples is 0 / 0; that of the batch is not."""
     text = """
