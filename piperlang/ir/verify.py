@@ -12,6 +12,7 @@ from piperlang.ir.graph import COLLECTIVES, Graph
 from piperlang.ir.redistribute import moves
 
 GRADIENTS = (Kind.GRADIENT, Kind.WEIGHT_GRADIENT)
+_MOVES = frozenset((*COLLECTIVES, "send", "slice", "concat", "share"))
 
 
 class InvalidGraph(Exception):
@@ -34,17 +35,18 @@ def verify(graph: Graph, sketch: bool = False) -> None:
 
 def _flow(graph: Graph) -> Iterator[str]:
     """Every value is made once, by one node, and read only where somebody makes it."""
-    written = Counter(key for node in graph.nodes for key in node.writes)
-    for key, times in written.items():
-        if times > 1:
-            yield f"{key} is made {times} times"
+    made, written = graph.made, 0
     for node in graph.nodes:
-        for key in (key for keys in node.reads for key in keys):
-            if key not in written and not _given(graph, key):
-                yield f"{node} reads {key}, which nobody makes"
+        for keys in node.reads:
+            for key in keys:
+                if key not in made and not _given(graph, key):
+                    yield f"{node} reads {key}, which nobody makes"
         for key in node.writes:
-            if graph.made.get(key) != node.id:
-                yield f"{key} is not known to be made by {node}"
+            written += 1
+            if made.get(key) != node.id:
+                yield f"{node} makes {key}, which is not known, or made by another node too"
+    if written != len(made):
+        yield f"{len(made)} values are known to be made, nodes make {written}"
 
 
 def _given(graph: Graph, key: ValueId) -> bool:
@@ -56,14 +58,16 @@ def _given(graph: Graph, key: ValueId) -> bool:
 
 def _places(graph: Graph) -> Iterator[str]:
     """A node reads and writes values of its own devices."""
+    values, held = graph.values, graph.held
     for node in graph.nodes:
         template = node.template
-        local = [key for keys in node.reads for key in keys] if template.op != "recv" else []
-        for key in [*local, *(node.writes if template.op != "send" else ())]:
-            value, held = graph.values.get(key), graph.held.get(key)
-            where = value.layout.where if value else held.where if held else template.where
-            if where != template.where and where not in template.beyond:
-                yield f"{node} touches {key}, which lies on {where}"
+        here, op = template.where, template.op
+        reads = node.reads if op != "recv" else ()
+        for keys in (*reads, node.writes) if op != "send" else reads:
+            for key in keys:
+                lies = values[key].layout.where if key in values else held[key].where if key in held else here
+                if lies is not here and lies != here and lies not in template.beyond:
+                    yield f"{node} touches {key}, which lies on {lies}"
         if template.chunk is not None and template.slots and len(template.slots) != len(node.reads):
             yield f"{node} has {len(node.reads)} reads for {len(template.slots)} slots"
 
@@ -71,7 +75,7 @@ def _places(graph: Graph) -> Iterator[str]:
 def _moves(graph: Graph) -> Iterator[str]:
     """Communication is called what it does: the layouts on both sides say which operation it takes."""
     for node in graph.nodes:
-        if node.op not in (*COLLECTIVES, "send", "slice", "concat", "share") or node.writes[0] in graph.held:
+        if node.template.op not in _MOVES or node.writes[0] in graph.held:
             continue
         after = graph.values[node.writes[0]]
         before = [graph.values[key] for key in node.reads[0]]

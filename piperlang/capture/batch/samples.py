@@ -9,7 +9,7 @@ Private API, kept in this file: `torch._decomp.decomposition_table` (tried on to
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias
@@ -73,13 +73,14 @@ class Samples:
         return next((self.reasons[node.name] for node in nodes if node.name in self.reasons), None)
 
 
-def walk_samples(small: Traced, large: Traced) -> Walk | None:
-    """`small` and `large`: one program traced at two batch sizes, both at least 2. None where they are two programs."""
+def walk_samples(small: Traced, large: Traced, known: Known | None = None) -> Walk | None:
+    """`small` and `large`: one program traced at two batch sizes, both at least 2. None where they are two programs.
+    `known`: of an earlier walk over traces in the same modes."""
     assert large.samples > small.samples > 1
     assert large.samples % small.samples == 0
     if not _same(small.graph, large.graph):
         return None
-    walk = Walk((small.mode, large.mode), small.samples, large.samples // small.samples)
+    walk = Walk((small.mode, large.mode), small.samples, large.samples // small.samples, known=known or Known())
     walk.run(
         small.graph,
         large.graph,
@@ -206,6 +207,15 @@ def _diagnostic(state: Mixing, walk: Walk, last: fx.Node) -> Diagnostic:
 
 
 @dataclass
+class Known:
+    """Decompositions that have been made, and what they do to samples. The layers of a model are alike, so most
+    operators are decomposed once."""
+
+    graphs: dict[Hashable, fx.Graph | None] = field(default_factory=dict)
+    states: dict[Hashable, States] = field(default_factory=dict)
+
+
+@dataclass
 class Walk:
     """One pass over the graphs of both traces."""
 
@@ -218,7 +228,7 @@ class Walk:
     states: dict[fx.Node, States] = field(default_factory=dict)
     causes: dict[int, fx.Node] = field(default_factory=dict)
     """The node that caused each Mixing, by the id of the Mixing."""
-    known: dict[Any, fx.Graph | None] = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
 
     def run(self, small: fx.Graph, large: fx.Graph, given: Sequence[States]) -> None:
         places = iter(given)
@@ -298,17 +308,24 @@ class Walk:
     # ----------------------------------------------------------------------------------------------- decomposition
 
     def _decomposed(self, a: fx.Node, b: fx.Node, call: OperatorCall) -> States:
+        given = tuple(self.states[leaf] for leaf in pytree.tree_leaves((a.args, a.kwargs)) if isinstance(leaf, fx.Node))
+        key = self.depth, call.shown, _signature(a), _signature(b), given
+        found = self.known.states.get(key)
+        if found is None:
+            found = self._walked(a, b, call, given)
+            if not any(isinstance(state, Mixing) for state in _several(found)):  # a Mixing has a node for its cause
+                self.known.states[key] = found
+        return found
+
+    def _walked(self, a: fx.Node, b: fx.Node, call: OperatorCall, given: Sequence[States]) -> States:
+        """The states of an operator's results, found by a walk over its decomposition."""
         graphs = [self._graph(node, mode) for node, mode in zip((a, b), self.modes, strict=True)]
         if self.depth == _DEEPEST or graphs[0] is None or graphs[1] is None:
             return unknown(call)
         if not _same(graphs[0], graphs[1]):  # a loop over the samples
             raise call.through()
         inside = Walk(self.modes, self.samples, self.times, call.shown, self.depth + 1, known=self.known)
-        inside.run(
-            graphs[0],
-            graphs[1],
-            [self.states[leaf] for leaf in pytree.tree_leaves((a.args, a.kwargs)) if isinstance(leaf, fx.Node)],
-        )
+        inside.run(graphs[0], graphs[1], given)
         (output,) = (node for node in graphs[0].nodes if node.op == "output")
         found = pytree.tree_leaves(output.args)
         states = tuple(s for node in found if isinstance(node, fx.Node) for s in _several(inside.states[node]))
@@ -318,16 +335,11 @@ class Walk:
 
     def _graph(self, node: fx.Node, mode: FakeTensorMode) -> fx.Graph | None:
         """The operator decomposed into a graph of other operators; None if it has no decomposition."""
+        key = _signature(node)
+        if key in self.known.graphs:
+            return self.known.graphs[key]
         flat, layout = pytree.tree_flatten((node.args, node.kwargs))
         tensors: list[torch.Tensor] = [leaf.meta["val"] for leaf in flat if isinstance(leaf, fx.Node)]
-        key = (
-            node.target,
-            layout,
-            *(repr(leaf) for leaf in flat if not isinstance(leaf, fx.Node)),
-            *(f"{t.shape} {t.stride()} {t.dtype}" for t in tensors),
-        )
-        if key in self.known:
-            return self.known[key]
 
         def call(*given: torch.Tensor) -> Any:
             rest = iter(given)
@@ -343,7 +355,7 @@ class Walk:
             graph = None
         if graph is not None and any(inner.target == node.target for inner in graph.nodes):
             graph = None
-        self.known[key] = graph
+        self.known.graphs[key] = graph
         return graph
 
     # ------------------------------------------------------------------------------ backwards of autograd Functions
@@ -440,6 +452,17 @@ def _root(node: fx.Node) -> fx.Node:
         node = node.args[0]
         schema = getattr(node.target, "_schema", None)
     return node
+
+
+def _signature(node: fx.Node) -> Hashable:
+    """What the decomposition of an operator depends on: its arguments, of tensors their shapes, strides and dtypes."""
+    flat, layout = pytree.tree_flatten((node.args, node.kwargs))
+    leaves = (leaf.meta["val"] if isinstance(leaf, fx.Node) else repr(leaf) for leaf in flat)
+    return (
+        node.target,
+        layout,
+        *((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves),
+    )
 
 
 @cache

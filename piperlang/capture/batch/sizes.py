@@ -187,11 +187,12 @@ def trace_sizes(
     small = at(size)
     refuse_unknown_shapes(small.graph)
     refuse_cond(small.graph)
-    _refuse_loss(small, loss)
+    _refuse_several_losses(small, loss)
     large = at(2 * size)
     shapes, dtypes = tuple(tuple(t.shape) for t in flat), tuple(t.dtype for t in flat)
     _twins(small, large, at)
     changes, small, large, walk = edits(small, large)
+    _refuse_loss_without_weights(small, loss)
 
     def edited(samples_traced: int) -> Traced:
         traced = at(samples_traced)
@@ -219,8 +220,7 @@ def _at_another_size(problem: Diagnostic, traced: int, given: int) -> Diagnostic
     )  # traced with 2 samples instead of 1, so the cause may be another
 
 
-def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
-    """Refuse a loss with several elements, and a loss that depends on no weight: neither has a gradient."""
+def _refuse_several_losses(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
     value = traced.value(traced.result)
     if value.numel() != 1:
         raise error(
@@ -229,6 +229,9 @@ def _refuse_loss(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
             line_of_function(loss),
             help="return its mean, its sum, or (sum, count)",
         )
+
+
+def _refuse_loss_without_weights(traced: Traced, loss: Callable[[Any, Any], Any]) -> None:
     if traced.result not in traced.learning:
         raise error(
             "P0807",

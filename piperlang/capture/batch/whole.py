@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from piperlang.capture.batch.mixing import Free, Mixed, Mixing, Repair, growing
-from piperlang.capture.batch.samples import States, Walk, walk_samples
+from piperlang.capture.batch.samples import Known, States, Walk, walk_samples
 from piperlang.capture.trace.buffers import root_of, written
 from piperlang.capture.trace.ratios import insert
 from piperlang.capture.trace.trace import Traced
@@ -36,8 +36,9 @@ def edits(small: Traced, large: Traced) -> tuple[list[Edit], Traced, Traced, Wal
     """Changes the traces until no more can be done. Returns the edits, for traces at other batch sizes, both traces,
     and how their values depend on the samples."""
     done: list[Edit] = []
+    known = Known()
     while True:
-        walk = walk_samples(small, large)
+        walk = walk_samples(small, large, known)
         edit = _next(small, large, walk) if walk is not None else None
         if edit is None:
             return done, small, large, walk
