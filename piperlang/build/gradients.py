@@ -12,7 +12,7 @@ from piperlang.build.parameters import Replica, position, two_ways
 from piperlang.build.schedule import BUCKET
 from piperlang.core.placement import Shard
 from piperlang.core.value_id import Kind, ValueId
-from piperlang.ir.graph import NodeTemplate, Steps, WeightLayout
+from piperlang.ir.graph import NodeTemplate, Steps
 from piperlang.ir.layout import axes_of
 from piperlang.ir.model import Model
 
@@ -92,7 +92,10 @@ def _sum(bucket: Bucket, nodes: Nodes) -> list[list[tuple[ValueId, ...]]]:
     keys = [[tuple(replica.gradients) for replica in replicas] for replicas in bucket]
     apart = len(bucket[0]) > 1
     # Shards of a gradient can be summed across submeshes only if both shard it alike.
-    sizes = {tuple(dict(axes_of(replica.where))[axis] for axis in replica.flat(2)) for replica in bucket[0]}
+    sizes = {
+        tuple((dict(axes_of(replica.where))[axis], replica.owners.get(axis)) for axis in replica.flat(2))
+        for replica in bucket[0]
+    }
     for place, replica in enumerate(bucket[0]):
         scattered = tuple(axis for axis in replica.flat(2) if axis in replica.summed) if len(sizes) == 1 else ()
         if scattered and replica.site.uses[scattered[0]].in_parts:
@@ -212,7 +215,7 @@ def hold_back(nodes: Nodes, orders: Sequence[Steps], turns: Mapping[int, int]) -
 
 def _key(nodes: Nodes, replica: Replica, suffix: str, flat: tuple[str, ...]) -> ValueId:
     key = ValueId(Kind.REDUCED, replica.weight, (replica.number,), None, f":{suffix}")
-    nodes.held[key] = WeightLayout(replica.weight, replica.where, replica.placements, flat)
+    nodes.held[key] = replica.divided(flat)
     return key
 
 

@@ -5,8 +5,10 @@ Their gradients are in gradients.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from piperlang.build.nodes import Nodes
 from piperlang.build.sites import Site, Sites
@@ -30,6 +32,8 @@ class Replica:
     summed: tuple[str, ...]
     """Axes along which gradients have to be added up."""
     levels: dict[str, int]
+    owners: dict[str, int]
+    """Along axes that give every weight to one device: the coordinate of that device."""
     number: int
     gradients: list[ValueId] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)
@@ -49,7 +53,12 @@ class Replica:
         return tuple(sorted(axes, key=lambda axis: -self.levels[axis]))
 
     def held(self, level: int) -> WeightLayout:
-        return WeightLayout(self.weight, self.where, self.placements, self.flat(level))
+        return self.divided(self.flat(level))
+
+    def divided(self, flat: tuple[str, ...]) -> WeightLayout:
+        """The weight, or its gradient, divided along these axes."""
+        owners = tuple((axis, self.owners[axis]) for axis in flat if axis in self.owners)
+        return WeightLayout(self.weight, self.where, self.placements, flat, owners)
 
 
 @dataclass(eq=False)
@@ -68,6 +77,9 @@ class Weights:
         self.model, self.sites, self.nodes = model, sites, nodes
         self.replicas: dict[tuple[str, Submesh], Replica] = {}
         self.counts: dict[str, int] = {}
+        self._owners: dict[str, int] = {}
+        self._loads: dict[Submesh, Counter[int]] = {}
+        """Bytes of the weights that belong to each of the devices among which they are shared."""
         self._gathers: dict[tuple[int, Submesh, str], NodeTemplate] = {}
         self._gathered: dict[tuple[int, str, Point], int] = {}
         self.gathers: list[_Gather] = []
@@ -92,10 +104,31 @@ class Weights:
             # Numbered for each weight by itself: evaluation, whose chunks read other weights, must call the same ones
             # by the same names.
             number = self.counts[name] = self.counts.get(name, -1) + 1
-            replica = self.replicas[name, site.where] = Replica(name, site, places, summed, levels, number)
+            owners = self._owned(site, name, levels)
+            replica = self.replicas[name, site.where] = Replica(name, site, places, summed, levels, owners, number)
             self.nodes.held[replica.key] = replica.held(3)
-        elif (replica.placements, replica.summed, replica.levels) != (places, summed, levels):
+        elif (replica.placements, replica.summed, replica.levels, replica.owners) != (
+            places,
+            summed,
+            levels,
+            self._owned(site, name, levels),
+        ):
             raise two_ways(name, replica.site, site)
+
+    def _owned(self, site: Site, name: str, levels: Mapping[str, int]) -> dict[str, int]:
+        """The device that a weight belongs to, along axes that do not divide it further: the one with the fewest bytes
+        so far. All replicas of a tied weight belong to devices with the same number."""
+        sizes = {axis: size for axis, size in axes_of(site.where) if axis in levels and site.uses[axis].by_weight}
+        if not sizes:
+            return {}
+        if name not in self._owners:
+            loads = self._loads.setdefault(site.where, Counter())
+            self._owners[name] = min(range(prod(sizes.values())), key=lambda number: loads[number])
+            loads[self._owners[name]] += self.model.weights[name].bytes
+        number, found = self._owners[name], {}
+        for axis, size in sizes.items():
+            number, found[axis] = divmod(number, size)
+        return found
 
     # ---------------------------------------------------------------------------------------------------- reading
 

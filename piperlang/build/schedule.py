@@ -65,6 +65,8 @@ class Use:
     prefetch: int = 1
     in_parts: bool = False
     """Whether gradients are added up over microbatches in parts, each reduced by itself."""
+    by_weight: bool = False
+    """Whether ZeRO gives every weight to one device, instead of a part of it to each."""
 
 
 class Schedule:

@@ -30,7 +30,8 @@ After:
 instead of all_reduce. `params=sharded` is ZeRO-3: weights are gathered before each pass that reads them. Each level
 includes those before it. `bucket` limits the bytes of one reduction, `prefetch` the number of passes that weights are
 gathered ahead. `accumulate=sharded` reduces the gradients of every microbatch and accumulates shards: more messages,
-and no device ever holds all gradients.
+and no device ever holds all gradients. `partition=weights` gives each weight to one device, which updates all of it,
+instead of a part to every device: for optimizers that need whole matrices, such as Muon.
 
 Preconditions: the chunks exist, none of them uses the axes for something else, and none of them mixes samples. At
 the end of the script, the batch size must be divisible by the number of devices."""
@@ -73,6 +74,7 @@ class Replicate(Directive):
         "bucket": tree.Size,
         "grads": SHARDED,
         "params": SHARDED,
+        "partition": Words(("elements", "weights")),
         "prefetch": int,
         "reduce": Words(("mean",), note="a sum would change the result of training"),
         "states": SHARDED,
@@ -120,6 +122,16 @@ class Replicate(Directive):
                 "here every device holds all gradients",
                 help="add `grads=sharded` or `params=sharded`",
             )
+        partition = given.get("partition")
+        by_weight = partition is not None and partition.value == "weights"
+        if partition is not None and by_weight and not level:
+            raise error(
+                "P0405",
+                "`partition=weights` requires sharded states",
+                partition.span,
+                "here every device updates all weights",
+                help="add `states=sharded`, `grads=sharded` or `params=sharded`",
+            )
         return Use(
             self,
             divides_batch=True,
@@ -127,4 +139,5 @@ class Replicate(Directive):
             bucket=bucket.value.bytes if bucket is not None and isinstance(bucket.value, tree.Size) else BUCKET,
             prefetch=prefetch.value if prefetch is not None and isinstance(prefetch.value, int) else 1,
             in_parts=by_shards,
+            by_weight=by_weight,
         )

@@ -21,6 +21,8 @@ ZERO = (
     " with params=sharded",
     " with params=sharded, prefetch=0, bucket=1KB",
     " with grads=sharded, accumulate=sharded",
+    " with grads=sharded, partition=weights",
+    " with params=sharded, partition=weights, bucket=300B",
     " with params=sharded, accumulate=sharded, bucket=300B",
 )
 SCHEDULES = {

@@ -34,6 +34,8 @@ class WeightLayout(NamedTuple):
     placements: tuple[Placement, ...]
     flat: tuple[str, ...]
     """Axes along which what each device would have is divided again, as a flat buffer; outermost first."""
+    owners: tuple[tuple[str, int], ...] = ()
+    """Of those axes, the ones along which one device has all of it: its coordinate."""
 
 
 class Value(NamedTuple):

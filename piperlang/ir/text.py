@@ -86,8 +86,9 @@ def described(graph: Graph, key: ValueId) -> str:
         places = zip(axes_of(held.where), held.placements, strict=True)
     else:
         return str(key)  # activations: as many tensors as the backward needs
+    owners = dict(held.owners) if held else {}
     lies = [f"{axis}: {place}" for (axis, _), place in places] + [
-        f"{axis}: flat" for axis in (held.flat if held else ())
+        f"{axis}: on {owners[axis]}" if axis in owners else f"{axis}: flat" for axis in (held.flat if held else ())
     ]
     return f"{key}: {dtype}{list(shape)}" + (f"{{{', '.join(lies)}}}" if lies else "")
 
@@ -158,5 +159,6 @@ def _values(graph: Graph) -> Iterator[tuple[str, dict[str, Any]]]:
                 "on": str(held.where),
                 "lies": places,
                 "flat": list(held.flat),
+                "owners": dict(held.owners),
             },
         )

@@ -43,10 +43,14 @@ def local_shape(held: WeightLayout, shape: Sequence[int], at: Mapping[str, int])
 
 
 def flat_part(held: WeightLayout, at: Mapping[str, int], length: int) -> tuple[int, int]:
-    """Of `length` elements, from and to where a device has them; the last parts may be shorter, or empty."""
-    sizes = dict(axes_of(held.where))
+    """Of `length` elements, from and to where a device has them; the last parts may be shorter, or empty. Where one
+    device has all of them, those before it have none at the start, and those after it none at the end."""
+    sizes, owners = dict(axes_of(held.where)), dict(held.owners)
     low, high = 0, length
     for axis in held.flat:
+        if axis in owners:
+            low, high = (high if at[axis] > owners[axis] else low), (low if at[axis] < owners[axis] else high)
+            continue
         step = -(-(high - low) // sizes[axis])
         low = min(high, low + at[axis] * step)
         high = min(high, low + step)
@@ -63,3 +67,8 @@ def dividing(held: WeightLayout) -> list[str]:
     return [axis for (axis, _), place in zip(axes_of(held.where), held.placements, strict=True) if place.shards] + list(
         held.flat
     )
+
+
+def in_pieces(held: WeightLayout) -> bool:
+    """Whether no device has the whole weight."""
+    return not dict(held.owners).keys() >= set(dividing(held))

@@ -44,6 +44,12 @@ def travels_alone(one: Shards) -> bool:
     return len({high - low for low, high in one.cuts}) == 1 and one.cuts[-1][1] >= ALONE
 
 
+def owner(one: Shards) -> int | None:
+    """The member that has all of a weight, where the others have nothing of it."""
+    full = [member for member, (low, high) in enumerate(one.cuts) if high > low]
+    return full[0] if len(full) == 1 and len(one.cuts) > 1 else None
+
+
 def reads(instruction: Instruction, totals: dict[ValueId, ValueId]) -> tuple[ValueId, ...]:
     """What an instruction reads, each once: sums in place of what was added up."""
     return tuple(dict.fromkeys(totals.get(key, key) for key in instruction.reads))

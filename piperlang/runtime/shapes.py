@@ -144,7 +144,7 @@ def evaluation_plan(graph: Graph, trained: Plan, captured: CutProgram) -> Plan:
     plan = forward(planned(graph))
     check(plan, forward=True)
     for device, other in zip(plan.devices, trained.devices, strict=True):
-        missing = sorted({held.weight for key, held in device.weights.items() if key not in other.weights})
+        missing = sorted({held.weight for key, held in device.weights.items() if other.weights.get(key) != held})
         if missing:
             raise error(
                 "P0606",

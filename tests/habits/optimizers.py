@@ -603,3 +603,27 @@ OPTIMIZERS.add("a schedule of one's own", lr_schedule=OwnSchedule)
 OPTIMIZERS.add("clipping with a small max_norm", max_norm=0.05)
 OPTIMIZERS.add("clipping with a max_norm that is never reached", max_norm=1e6)
 OPTIMIZERS.add("clipping, groups and a schedule", max_norm=0.05, optimizer=by_ndim, lr_schedule=OwnSchedule)
+
+
+# ------------------------------------------------------------------------------------------------- several optimizers
+
+
+def each_half(optimizers: Any) -> list[Any]:
+    return [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
+
+
+@OPTIMIZERS.optimizer("two optimizers, each with a schedule", lr_schedule=each_half)
+def two_optimizers(params: Any) -> list[torch.optim.Optimizer]:
+    matrices, rest = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.01)]
+
+
+@OPTIMIZERS.optimizer("Muon for matrices, AdamW for the rest", EITHER)
+def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
+    matrices, rest = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
+@OPTIMIZERS.optimizer("two optimizers that train the same weights", REFUSED)
+def overlapping_optimizers(params: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(params, lr=0.1), torch.optim.AdamW(params[:1], lr=0.01)]

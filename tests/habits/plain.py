@@ -71,7 +71,8 @@ def plain(habit: Habit) -> Reference:
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             schedule.step(loss.detach())
         elif schedule is not None:
-            schedule.step()
+            for one in schedule if isinstance(schedule, list) else [schedule]:
+                one.step()
     state = {name: copied(value) for name, value in model.state_dict().items()}
     return Reference(given, losses, gradients, state)
 
@@ -97,7 +98,8 @@ def _loss(habit: Habit, model: nn.Module, inputs: Any, target: Any) -> torch.Ten
 
 def _update(habit: Habit, model: nn.Module, optimizer: Any, inputs: Any, target: Any) -> None:
     if not isinstance(optimizer, torch.optim.LBFGS):
-        optimizer.step()
+        for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+            one.step()
         return
 
     def closure() -> torch.Tensor:

@@ -27,7 +27,7 @@ from piperlang.runtime.driver.training import Training
 from piperlang.runtime.guard import optimizer as guard_optimizer
 from piperlang.runtime.guard import program as guard
 from piperlang.runtime.guard.program import Verified, verify
-from piperlang.runtime.optimizer import optimize
+from piperlang.runtime.optimizer import distributed
 from piperlang.runtime.optimizer.optimize import Update
 from piperlang.runtime.optimizer.user import UpdateScope
 from tests.habits import HABITS
@@ -252,7 +252,7 @@ def every_special_case_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observed, "snapshot", lambda model, loss: {})
     monkeypatch.setattr(trace, "new_values", lambda values, names: {})
     monkeypatch.setattr(learning, "_behind", lambda loss: _Everything())
-    for module in (optimize, guard_optimizer):
+    for module in (distributed, guard_optimizer):
         monkeypatch.setattr(module, "scope_of", lambda optimizer, make: UpdateScope.ELEMENT)
     monkeypatch.setattr(guard_optimizer, "Optimizers", _OnParts)
 
@@ -266,8 +266,6 @@ class _Everything:
 
 class _OnParts:
     """The user's optimizer made on each update's parts, flat as ZeRO has them."""
-
-    reads, bystanders = None, ()
 
     def __init__(
         self,

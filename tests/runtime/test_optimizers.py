@@ -8,7 +8,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,145 +19,34 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from piperlang.capture.annotate import annotate
-from piperlang.capture.program import CutProgram, Program, capture
+from piperlang.capture.program import capture
 from piperlang.capture.user.model_file import load_model, shipped
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
-from piperlang.ir.graph import Graph
 from piperlang.plan.lower import lower
-from piperlang.plan.plan import Plan
 from piperlang.runtime.driver.cluster import Cluster
-from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.reference.interpreter import GraphInterpreter
 from tests.support.equivalence import compiled, relative
 from tests.support.often import one_in
-
-WIDTH, SAMPLES, STEPS, LIMIT = 6, 8, 3, 1e-9
-
-
-class Net(nn.Module):
-    """Matrices, biases, norms, a scalar and a tied weight on two stages; a frozen layer, and a weight that nothing
-    reads. In float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear = partial(nn.Linear, dtype=torch.float64)
-        self.first, self.norm, self.middle = (
-            linear(WIDTH, WIDTH),
-            nn.LayerNorm(WIDTH, dtype=torch.float64),
-            linear(WIDTH, 2 * WIDTH),
-        )
-        self.frozen = linear(2 * WIDTH, 2 * WIDTH).requires_grad_(False)
-        self.last, self.again = linear(2 * WIDTH, WIDTH), linear(WIDTH, WIDTH)
-        self.scale, self.spare = (nn.Parameter(torch.full(shape, 0.7, dtype=torch.float64)) for shape in ((), (3,)))
-        self.again.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with annotate("stage", 0):
-            x = torch.tanh(self.norm(self.first(x)))
-        with annotate("stage", 1):
-            x = torch.tanh(self.middle(x))
-        with annotate("stage", 2):
-            return self.again(self.last(torch.tanh(self.frozen(x)))) * self.scale  # type: ignore[no-any-return]
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
-    return x, torch.sin(3 * x)
-
-
-PLACED = "place [stage=0:2] on gpu[pp=0]\nplace [stage=2] on gpu[pp=1]\nsplit batch into 2 as mb\n"
-COLUMNS = "place [pass=*] on gpu\nshard [stage=1] over gpu.tp with style=columns\nreplicate [stage!=1] over gpu.tp\n"
-SCRIPTS = {
-    "one": "split batch into 2 as mb\n",
-    "ddp": "mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp\n",
-    "zero1": "mesh gpu = dp: 2\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with states=sharded\n",
-    "zero3": "mesh gpu = dp: 4\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp with params=sharded\n",
-    "pp": f"mesh gpu = pp: 2\n{PLACED}",
-    "pp zero1": f"mesh gpu = pp: 2, dp: 2\n{PLACED}replicate [pass=*] over gpu.dp with states=sharded\n",
-    "pp zero3": f"mesh gpu = pp: 2, dp: 2\n{PLACED}replicate [pass=*] over gpu.dp with params=sharded\n",
-    "columns": f"mesh gpu = tp: 2\n{COLUMNS}",
-    "columns zero1": f"mesh gpu = dp: 2, tp: 2\n{COLUMNS}replicate [pass=*] over gpu.dp with states=sharded\n",
-}
-
-
-@cache
-def program() -> Program:
-    return capture(Net, f.mse_loss, batch(0))
-
-
-@cache
-def scheduled(name: str) -> tuple[Graph, CutProgram, Plan]:
-    graph, captured = compiled(program(), SCRIPTS[name])
-    return graph, captured, lower(graph)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return Net()
-
-
-Make = Callable[[Any], optim.Optimizer]
-Rates = Callable[[Any], Any] | None
-Weights = dict[str, torch.Tensor]
-
-
-def plain(make: Make, schedule: Rates = None, steps: int = STEPS) -> Weights:
-    """Weights after some steps of plain PyTorch."""
-    model = net()
-    optimizer = make(model)
-    rates = schedule(optimizer) if schedule else None
-    for step in range(steps):
-        optimizer.zero_grad()
-        x, y = batch(step)
-        f.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        if rates is not None:
-            rates.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def simulated(script: str, make: Make, schedule: Rates = None, steps: int = STEPS) -> Weights:
-    graph, captured, _ = scheduled(script)
-    run = GraphInterpreter(graph, captured, net(), make, 0, schedule)
-    for step in range(steps):
-        run.step(batch(step))
-    return run.weights()
-
-
-def threads(script: str, make: Make, schedule: Rates = None, steps: int = STEPS) -> Weights:
-    _, captured, plan = scheduled(script)
-    with ThreadJob(plan, captured, Training(Net, make, schedule), 20.0, "float64") as job:
-        for step in range(steps):
-            job.step(batch(step))
-        return job.weights()
-
-
-def workers(cluster: Cluster, script: str, make: Make, schedule: Rates = None, steps: int = STEPS) -> Weights:
-    _, captured, plan = scheduled(script)
-    with Job(plan, captured, Training(Net, make, schedule), timeout=30, loss_dtype="float64", cluster=cluster) as job:
-        for step in range(steps):
-            job.step(batch(step))
-        return job.weights()
-
-
-def assert_equal(got: Weights, expected: Weights) -> None:
-    errors = {name: relative(got[name], value) for name, value in expected.items() if name in got}
-    assert len(errors) >= len(expected) - 1  # simulated devices do not keep a weight that nothing reads
-    assert max(errors.values()) <= LIMIT, errors
-
-
-def assert_same(script: str, make: Make, reference: Make, schedule: Rates = None) -> None:
-    """`reference` makes the optimizer of the plain model from the model."""
-    expected = plain(reference, schedule)
-    assert_equal(simulated(script, make, schedule), expected)
-    assert_equal(threads(script, make, schedule), expected)
-
+from tests.support.optimizer_jobs import (
+    SCRIPTS,
+    STEPS,
+    WIDTH,
+    Make,
+    Rates,
+    assert_equal,
+    assert_same,
+    batch,
+    net,
+    plain,
+    scheduled,
+    simulated,
+    threads,
+    workers,
+)
 
 # ------------------------------------------------------------------------------------------------------------- groups
 
@@ -466,7 +355,7 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
         ("Normed may read all", "is not on device", "keep all weights unsharded on every device"),
     ),
     "declared per parameter": ("zero1", Halved, ("Halved needs unsharded weights", "is sharded", "AdamW")),
-    "Adafactor": ("pp zero3", optim.Adafactor, ("Adafactor needs unsharded weights", "states=sharded")),
+    "Adafactor": ("pp zero3", optim.Adafactor, ("Adafactor needs unsharded weights", "partition=weights")),
     "Muon": ("columns", partial(matrices, optim.Muon), ("Muon needs unsharded weights", "middle.weight is sharded")),
     "LBFGS": ("ddp", optim.LBFGS, ("LBFGS.step needs a closure",)),
     "SAM": ("ddp", Sam, ("Sam.step needs a closure",)),
@@ -540,7 +429,7 @@ def short(optimizer: optim.Optimizer) -> Any:
     ("make", "schedule", "words"),
     [
         (foreign, None, ("not a parameter of the model",)),
-        (lambda params: params, None, ("`optimizer` returns list",)),
+        (lambda params: params, None, ("`optimizer` returns a list with a Parameter",)),
         (optim.SGD, plateau, ("ReduceLROnPlateau.step needs `metrics`",)),
         (optim.SGD, lambda optimizer: None, ("`lr_schedule` returns NoneType",)),
         (partial(optim.SGD, momentum=0.9), short, ("raised an exception in `step`",)),
@@ -607,7 +496,8 @@ def test_float32_masters() -> None:
         weights = job.weights()
         assert {state["sum"].dtype for state in job.optimizers.states()} == {torch.float32}
         found = sorted(
-            (p for _, its in job.optimizers.local.values() for p in its if p is not None), key=torch.Tensor.numel
+            (p for one in job.optimizers.each for _, its in one.local.values() for p in its if p is not None),
+            key=torch.Tensor.numel,
         )
     expected = sorted(masters.values(), key=torch.Tensor.numel)
     assert found[0].dtype == torch.float32
@@ -621,9 +511,10 @@ def test_the_whole_model_is_not_kept() -> None:
     graph, captured, _ = scheduled("zero3")
     optimizers: Optimizers = GraphInterpreter(graph, captured, net(), partial(by_shape, "adagrad")).shards.optimizers
     with torch._C.DisableTorchFunctionSubclass():  # what stands for parameters refuses to be looked at
-        assert sum(p.numel() for group in optimizers.user.param_groups for p in group["params"]) == 0
+        groups = [group for one in optimizers.user.each for group in one.param_groups]
+        assert sum(p.numel() for group in groups for p in group["params"]) == 0
     with pytest.raises(PiperError, match="uses the state of the optimizer"):
-        optimizers.user.state.items()
+        optimizers.user.each[0].state.items()
     held = sum(state["sum"].numel() for state in optimizers.states())
     assert held == sum(
         p.numel() for n, p in net().named_parameters() if p.requires_grad and n != "spare"

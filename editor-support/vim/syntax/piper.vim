@@ -55,6 +55,7 @@ syntax region piperTagging matchgroup=piperDirective start=/\<tag\>/ matchgroup=
 syntax match piperOptionWord contained /\%(\<accumulate\s*=\s*\)\@<=\<\%(whole\|sharded\)\>/
 syntax match piperOptionWord contained /\%(\<grads\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
 syntax match piperOptionWord contained /\%(\<params\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
+syntax match piperOptionWord contained /\%(\<partition\s*=\s*\)\@<=\<\%(elements\|weights\)\>/
 syntax match piperOptionWord contained /\%(\<reduce\s*=\s*\)\@<=\<\%(mean\)\>/
 syntax match piperOptionWord contained /\%(\<states\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
 syntax match piperOptionWord contained /\%(\<style\s*=\s*\)\@<=\<\%(experts\|columns\|rows\|sequence\)\>/

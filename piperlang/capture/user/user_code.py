@@ -261,6 +261,17 @@ def _lazy() -> Wrong:
     )
 
 
+def _each(check: Callable[[object], Wrong | None]) -> Callable[[object], Wrong | None]:
+    """Of a list, every item is checked."""
+
+    def checked(made: object) -> Wrong | None:
+        if not isinstance(made, list | tuple) or not made:
+            return check(made)
+        return next((wrong for one in made if (wrong := check(one)) is not None), None)
+
+    return checked
+
+
 def _no_optimizer(made: object) -> Wrong | None:
     example = "`return torch.optim.AdamW(params, lr=1e-3)`"
     if made is None:
@@ -314,8 +325,8 @@ def _no_schedule(made: object) -> Wrong | None:
 
 _RESULTS: Mapping[str, Callable[[object], Wrong | None]] = {
     "model": _no_module,
-    "optimizer": _no_optimizer,
-    "lr_schedule": _no_schedule,
+    "optimizer": _each(_no_optimizer),
+    "lr_schedule": _each(_no_schedule),
     "on_step": lambda _: None,  # its result is ignored
 }
 

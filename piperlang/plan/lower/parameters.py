@@ -8,7 +8,7 @@ from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import error
 from piperlang.ir.graph import Graph, Node, WeightLayout
 from piperlang.ir.layout import devices_of
-from piperlang.ir.weight_layout import coordinates, dividing, interval, local_shape
+from piperlang.ir.weight_layout import coordinates, dividing, in_pieces, interval, local_shape
 from piperlang.plan.instructions import (
     GatherParameters,
     Interval,
@@ -126,7 +126,7 @@ class Parameters:
                         new,
                         self._part(have, want, at),
                         self._part(gradient, want, at),
-                        bool(dividing(want)),
+                        in_pieces(want),
                     )
                 )
             self.emitter.emit(device, node, Update, parameters=tuple(parameters))

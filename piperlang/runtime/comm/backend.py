@@ -28,6 +28,14 @@ class Comm(ABC):
         """The sum, in place."""
 
     @abstractmethod
+    def reduce(self, group: int, tensor: torch.Tensor, member: int) -> None:
+        """The sum, in place, on one member; on the others the tensor may be overwritten."""
+
+    @abstractmethod
+    def broadcast(self, group: int, tensor: torch.Tensor, member: int) -> None:
+        """The tensor of one member."""
+
+    @abstractmethod
     def exchange(
         self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]
     ) -> None:

@@ -55,6 +55,19 @@ class ProcessComm(Comm):
         if self.groups[group] is not None:
             dist.all_reduce(tensor, group=self.groups[group])
 
+    def reduce(self, group: int, tensor: torch.Tensor, member: int) -> None:
+        if self.groups[group] is not None:
+            dist.reduce(tensor, group=self.groups[group], group_dst=self._rank(group, member))
+
+    def broadcast(self, group: int, tensor: torch.Tensor, member: int) -> None:
+        if self.groups[group] is not None:
+            dist.broadcast(tensor, group=self.groups[group], group_src=self._rank(group, member))
+
+    def _rank(self, group: int, member: int) -> int:
+        """In torch's group."""
+        turned = self.turned[group]
+        return member if turned is None else turned[member]
+
     def exchange(
         self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]
     ) -> None:

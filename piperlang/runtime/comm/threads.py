@@ -67,6 +67,16 @@ class ThreadComm(Comm):
         parts = self._share(group, tensor.clone())
         tensor.copy_(torch.stack([part for part in parts if isinstance(part, torch.Tensor)]).sum(0))
 
+    def reduce(self, group: int, tensor: torch.Tensor, member: int) -> None:
+        parts = self._share(group, tensor.clone())
+        if self.board.groups[group][0][member] == self.device:
+            tensor.copy_(torch.stack([part for part in parts if isinstance(part, torch.Tensor)]).sum(0))
+
+    def broadcast(self, group: int, tensor: torch.Tensor, member: int) -> None:
+        found = self._share(group, tensor.clone())[member]
+        assert isinstance(found, torch.Tensor)
+        tensor.copy_(found)
+
     def exchange(
         self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]
     ) -> None:

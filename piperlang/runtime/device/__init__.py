@@ -6,8 +6,7 @@ from __future__ import annotations
 from piperlang.plan.instructions import INSTRUCTIONS, Instruction, ParameterUpdate, Update
 from piperlang.runtime.device import activations, compute, parameters
 from piperlang.runtime.device.values import EXECUTE, DeviceValues
-from piperlang.runtime.optimizer.copies import WeightPart
-from piperlang.runtime.optimizer.optimize import DeviceUpdate
+from piperlang.runtime.optimizer.copies import DeviceUpdate, WeightPart
 
 assert set(INSTRUCTIONS.values()) == EXECUTE.keys(), "an instruction that no function executes"
 __all__ = ["Device", "activations", "compute", "parameters"]
@@ -33,4 +32,4 @@ class Device(DeviceValues):
     def _part_of(self, change: ParameterUpdate) -> WeightPart:
         shard = self.plan.weights[change.old]
         now = parameters.updated_part(self.kept[change.old], change)
-        return WeightPart(change.weight, now, shard.box, shard.updated(change.part), change.sharded)
+        return WeightPart.of_shard(change.weight, now, shard.box, shard.updated(change.part), change.sharded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -17,14 +18,15 @@ from piperlang.plan.instructions import (
     Shards,
     Update,
 )
-from piperlang.plan.sums import travels_alone
+from piperlang.plan.sums import owner, travels_alone
 from piperlang.runtime.device.values import DeviceValues, executes
 
 
 @executes(GatherParameters)
 def gather(device: DeviceValues, x: GatherParameters) -> None:
-    """A large weight in equal shards arrives where it stays; the others share one message."""
-    alone, together = _apart(x.shards)
+    """A large weight in equal shards arrives where it stays; the others share one message, and so do all whole weights
+    of a device."""
+    alone, owned, together = _apart(x.shards)
     for one in alone:
         part = device.values[one.sources[0]]
         whole = _again(device, one.target)
@@ -38,6 +40,25 @@ def gather(device: DeviceValues, x: GatherParameters) -> None:
     for dtype in dict.fromkeys(device.values[one.sources[0]].dtype for one in together):
         alike = [one for one in together if device.values[one.sources[0]].dtype == dtype]
         _gather_together(device, x.group, alike)
+    for (member, _), weights in _by_owner(device, owned).items():
+        _broadcast(device, x.group, member, weights)
+
+
+def _by_owner(device: DeviceValues, owned: Sequence[tuple[int, Shards]]) -> dict[tuple[int, torch.dtype], list[Shards]]:
+    found: dict[tuple[int, torch.dtype], list[Shards]] = {}
+    for member, one in owned:
+        found.setdefault((member, device.values[one.sources[0]].dtype), []).append(one)
+    return found
+
+
+def _broadcast(device: DeviceValues, group: int, member: int, weights: Sequence[Shards]) -> None:
+    parts = [device.values[one.sources[0]].flatten() for one in weights]
+    sizes = [prod(one.shape) for one in weights]
+    flat = torch.cat(parts) if device.rank(group) == member else parts[0].new_empty(sum(sizes))
+    device.comm.broadcast(group, flat, member)
+    for one, part in zip(weights, torch.split(flat, sizes), strict=True):
+        whole = _again(device, one.target)
+        device.values[one.target] = part.view(one.shape) if whole is None else whole.copy_(part.view(one.shape))
 
 
 def _gather_together(device: DeviceValues, group: int, together: Sequence[Shards]) -> None:
@@ -63,15 +84,18 @@ def _again(device: DeviceValues, key: ValueId) -> torch.Tensor | None:
 
 @executes(ScatterGradients)
 def scatter(device: DeviceValues, x: ScatterGradients) -> None:
-    """A large gradient in equal shards is sent from where it is; the others share one message."""
+    """A large gradient in equal shards is sent from where it is; the others share one message, and so do all gradients
+    that one device gets whole."""
     me = device.rank(x.group)
-    alone, together = _apart(x.shards)
+    alone, owned, together = _apart(x.shards)
     for one in alone:
         total = device.total(one.sources)
         low, high = one.cuts[me]
         mine = total.new_empty(high - low)
         device.comm.scatter_into(x.group, mine, total.contiguous().view(-1))
         device.put(one.target, mine)
+    for member in dict.fromkeys(member for member, _ in owned):
+        _reduce_to(device, x.group, member, [one for its, one in owned if its == member])
     if not together:
         return
     totals = [device.total(one.sources).flatten() for one in together]
@@ -89,6 +113,17 @@ def scatter(device: DeviceValues, x: ScatterGradients) -> None:
     for one, size in zip(together, sizes, strict=True):
         low, high = one.cuts[me]
         device.put(one.target, mine[start : start + high - low].clone())
+        start += size
+
+
+def _reduce_to(device: DeviceValues, group: int, member: int, gradients: Sequence[Shards]) -> None:
+    flat = torch.cat([device.total(one.sources).flatten() for one in gradients])
+    device.comm.reduce(group, flat, member)
+    start = 0
+    for one in gradients:
+        size = prod(one.shape)
+        mine = flat[start : start + size].clone() if device.rank(group) == member else flat.new_empty(0)
+        device.put(one.target, mine)
         start += size
 
 
@@ -145,9 +180,12 @@ def _gradient_part(gradient: torch.Tensor, part: Interval | None) -> torch.Tenso
     return gradient if part is None else gradient.flatten()[slice(*part)]
 
 
-def _apart(shards: Sequence[Shards]) -> tuple[list[Shards], list[Shards]]:
-    """Weights with a message of their own, and those that share one."""
-    return [one for one in shards if travels_alone(one)], [one for one in shards if not travels_alone(one)]
+def _apart(shards: Sequence[Shards]) -> tuple[list[Shards], list[tuple[int, Shards]], list[Shards]]:
+    """Weights with a message of their own; those that one device has whole, with its number in the group; and those
+    that share one message."""
+    alone = [one for one in shards if travels_alone(one)]
+    owned = [(member, one) for one in shards if (member := owner(one)) is not None]
+    return alone, owned, [one for one in shards if not travels_alone(one) and owner(one) is None]
 
 
 def _padded(part: torch.Tensor, size: int) -> torch.Tensor:

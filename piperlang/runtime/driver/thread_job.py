@@ -110,8 +110,8 @@ class ThreadJob:
 
     def _check_reads(self) -> None:
         """Code that runs between steps must leave what the optimizer reads as it is."""
-        if self.optimizers.reads is not None:
-            self.optimizers.reads.check()
+        for reads in self.optimizers.reads:
+            reads.check()
 
     def finish(self, begun: _Begun) -> StepResult:
         run, flat, gradients = begun
@@ -122,8 +122,8 @@ class ThreadJob:
             device.last_gradients = {} if gradients else None
         loss = run.run(self.steps, flat)
         self.optimizers.advance()
-        if self.optimizers.reads is not None:
-            self.optimizers.reads.renew()  # the optimizer itself may change what it reads
+        for reads in self.optimizers.reads:
+            reads.renew()  # the optimizer itself may change what it reads
         self.steps += 1
         return StepResult(loss, time.perf_counter() - started, self.backend.device.memory(), run.plan.counted)
 

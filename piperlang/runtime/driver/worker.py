@@ -400,8 +400,7 @@ class Worker:
 
     def optimizer_reads(self) -> tuple[str, ...]:
         """Names of the globals that a step of the optimizer reads."""
-        reads = self.runs[TRAIN].device.optimizers.reads
-        return tuple(name for name, _ in reads.names) if reads is not None else ()
+        return tuple(name for reads in self.runs[TRAIN].device.optimizers.reads for name, _ in reads.names)
 
     def rest(self) -> Rest | None:
         return self.rest_of_model

@@ -19,8 +19,8 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import ParameterUpdate, Update
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.runtime.driver.training import Training
-from piperlang.runtime.optimizer.copies import WeightPart
-from piperlang.runtime.optimizer.optimize import DeviceUpdate, Optimizers, updated_weights
+from piperlang.runtime.optimizer.copies import DeviceUpdate, WeightPart
+from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
 from piperlang.runtime.optimizer.options_only import IN_OPTIONS, refuse_use, what_steps_read
 from piperlang.runtime.optimizer.user import UpdateScope, call_optimizer, call_schedule, scope_of
 
@@ -37,16 +37,13 @@ def optimizer_errors(
     for name, parameter in model.named_parameters():
         whole.setdefault(name, parameter)
     plain = call_optimizer(training.optimizer, model)
-    updates = (
-        _of_one_device(plan, whole)
-        if scope_of(plain, training.optimizer) is UpdateScope.MODEL
-        else _chosen(plan, whole)
-    )
+    scopes = [scope_of(one, training.optimizer) for one in plain.each]
+    updates = _of_one_device(plan, whole) if UpdateScope.MODEL in scopes else _chosen(plan, whole)
     ours = Optimizers(model, training.optimizer, training.lr_schedule, updates, False, updated_weights(plan))
     chosen = {part.weight for update in updates for part in update.parts}
     before = {name: whole[name].detach().clone() for name in chosen}
     schedule = call_schedule(training.lr_schedule, plain) if training.lr_schedule is not None else None
-    lasting = _lasting(plain, training)
+    lasting = [_lasting(one, training) for one in plain.each]
     for step in range(STEPS):
         for name, parameter in whole.items():
             parameter.grad = gradients[name] / (step + 1) if name in chosen and name in gradients else None
@@ -60,9 +57,10 @@ def optimizer_errors(
             with eagerly(model, training.optimizer, "a step of the learning rate schedule"):
                 schedule.step()
         ours.advance()
-    refuse_use(plain)
+    for one in plain.each:
+        refuse_use(one)
     ours.discard()
-    changed = lasting.changed()
+    changed = next((found for one in lasting if (found := one.changed()) is not None), None)
     if changed is not None:
         raise error(
             "P0808",
@@ -149,4 +147,5 @@ def _updates(device: DevicePlan, whole: Mapping[str, nn.Parameter], names: Colle
 def _part(device: DevicePlan, change: ParameterUpdate, whole: Mapping[str, nn.Parameter]) -> WeightPart:
     shard = device.weights[change.old]
     bare = WeightPart(change.weight, torch.empty(0), shard.box, shard.updated(change.part), change.sharded)
-    return bare._replace(now=bare.of(whole[change.weight].detach()).clone())
+    now = bare.of(whole[change.weight].detach()).clone()
+    return WeightPart.of_shard(bare.weight, now, bare.box, bare.flat, bare.partial)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
 from torch.utils import _pytree as pytree
 
+from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
+from piperlang.elaborate.directive import Written
 from piperlang.ir.layout import Box
 from piperlang.runtime.box import take
 from piperlang.runtime.optimizer.user import ELEMENTWISE, PER_PARAMETER, step_hooks
@@ -31,9 +34,29 @@ class WeightPart(NamedTuple):
     flat: tuple[int, int] | None
     partial: bool
 
+    @classmethod
+    def of_shard(
+        cls, weight: str, now: torch.Tensor, box: Box, flat: tuple[int, int] | None, partial: bool
+    ) -> WeightPart:
+        """An interval that is all of the box has the shape of the box: its optimizer may need the matrix."""
+        shape = [high - low for low, high in box]
+        if flat != (0, prod(shape)):
+            return cls(weight, now, box, flat, partial)
+        return cls(weight, now.view(shape), box, None, partial)
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         local = take(whole, self.box)
         return local if self.flat is None else local.flatten()[slice(*self.flat)]
+
+
+class DeviceUpdate(NamedTuple):
+    """One update instruction of one device."""
+
+    device: int
+    key: ValueId
+    parts: Sequence[WeightPart]
+    by: Written | None = None
+    """The directive that shards its weights, if known."""
 
 
 def without_overlap(gradient: torch.Tensor) -> torch.Tensor:
@@ -64,6 +87,7 @@ class LocalOptimizer:
         for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
             if parameter is None:
                 continue
+            weight = weight.view(parameter.shape)
             if parameter.dtype == weight.dtype:
                 parameter.data = weight
             parameter.grad = self._own(gradient.view_as(weight), parameter.dtype)
@@ -100,9 +124,12 @@ def _settle(several: bool) -> None:
         torch.cuda.synchronize()
 
 
-def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter], known: dict[int, Any]) -> optim.Optimizer:
+def copied(
+    user: optim.Optimizer, local: Mapping[int, nn.Parameter], known: dict[int, Any], trained: Collection[int]
+) -> optim.Optimizer:
     """A copy without groups and without the state of parameters. `local`: the parameters of the copy, by the id of the
-    original parameter. `known` receives the objects that are copied along, by the id of the original.
+    original parameter. `known` receives the objects that are copied along, by the id of the original. `trained`: ids of
+    the parameters of all optimizers.
 
     copy.copy is not used because it calls `__getstate__`, which drops most attributes."""
     made: optim.Optimizer = type(user).__new__(type(user))
@@ -116,11 +143,7 @@ def copied(user: optim.Optimizer, local: Mapping[int, nn.Parameter], known: dict
                 raise _no_copy(
                     user, f"its attribute `{name}`: {problem}", "use attributes that copy.deepcopy can copy"
                 ) from problem
-    if any(
-        id(parameter) in known and id(parameter) not in local
-        for group in user.param_groups
-        for parameter in group["params"]
-    ):
+    if any(parameter in known and parameter not in local for parameter in trained):
         raise _no_copy(
             user,
             "an attribute other than its groups references parameters",

@@ -17,6 +17,8 @@ from piperlang.runtime.optimizer.copies import options
 
 Settings: TypeAlias = Mapping[str, Mapping[str, str]]
 """Options and initial state by weight; by "", those of the optimizer itself."""
+Changed: TypeAlias = tuple[Sequence[str], str, str]
+"""An option that has changed: a weight of the group, the name of the option, its value."""
 
 
 def settings_of_weights(optimizer: optim.Optimizer, names: Sequence[Sequence[str]]) -> Settings:
@@ -33,9 +35,16 @@ def settings_of_optimizer(optimizer: optim.Optimizer) -> Mapping[str, str]:
     }
 
 
-def digest(changes: Sequence[tuple[Sequence[str], str, str]]) -> str:
-    """Of options that have changed: a weight of the group, the name of the option, its value. The order of groups does
-    not count: it may be that of a set."""
+def joined(settings: Sequence[Settings]) -> Settings:
+    """Of several optimizers: each weight has one, and what is of an optimizer itself is numbered."""
+    found = {name: values for one in settings for name, values in one.items() if name}
+    own = [one.get("", {}) for one in settings]
+    several = {f"{key} (optimizer {number})": value for number, one in enumerate(own) for key, value in one.items()}
+    return found | ({"": own[0] if len(own) == 1 else several} if own else {})
+
+
+def digest(changes: Sequence[Changed]) -> str:
+    """The order of groups does not count: it may be that of a set."""
     return hashlib.blake2b(repr(sorted(changes)).encode(), digest_size=16).hexdigest()
 
 

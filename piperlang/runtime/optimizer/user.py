@@ -4,7 +4,8 @@ reads."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -53,8 +54,31 @@ ELEMENTWISE: frozenset[type] = frozenset(
 PER_PARAMETER: frozenset[type] = frozenset((optim.Adafactor, optim.Muon))
 
 
-def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimizer:
-    """The user's optimizer on the parameters of `model` that require gradients.
+@dataclass(frozen=True)
+class UserOptimizers:
+    """What `optimizer` returns: an optimizer, or a list of several that train different weights."""
+
+    returned: Any
+    each: tuple[optim.Optimizer, ...]
+
+    def step(self) -> None:
+        for optimizer in self.each:
+            optimizer.step()
+
+
+@dataclass(frozen=True)
+class UserSchedules:
+    """What `lr_schedule` returns: a learning rate schedule, or a list of several."""
+
+    each: tuple[Any, ...]
+
+    def step(self) -> None:
+        for schedule in self.each:
+            schedule.step()
+
+
+def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> UserOptimizers:
+    """The user's optimizers on the parameters of `model` that require gradients.
 
     The name of its first argument decides what is passed: the model, pairs of names and parameters, or a list of
     parameters."""
@@ -63,11 +87,18 @@ def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimi
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     before = {name: (tensor, tensor_print(tensor)) for name, tensor in named_tensors(model).items()}
     made = make(model if first == "model" else named if first in NAMED else [parameter for _, parameter in named])
-    if not isinstance(made, optim.Optimizer):
+    each = tuple(made) if isinstance(made, list | tuple) else (made,)
+    others = [one for one in each or (made,) if not isinstance(one, optim.Optimizer)]
+    if others:
+        what = (
+            type(others[0]).__name__
+            if others[0] is made
+            else f"a {type(made).__name__} with a {type(others[0]).__name__}"
+        )
         raise _mistake(
             make,
-            f"`optimizer` returns {type(made).__name__}, not a torch.optim.Optimizer",
-            "return a torch.optim.Optimizer",
+            f"`optimizer` returns {what}, not a torch.optim.Optimizer",
+            "return a torch.optim.Optimizer, or a list of them",
         )
     refuse_hooks(model)
     changed = next(
@@ -89,34 +120,53 @@ def call_optimizer(make: Callable[[Any], Any], model: nn.Module) -> optim.Optimi
             f"`optimizer` changes {written}",
             "change weights in `model`: devices train the weights that it returns",
         )
-    own = {id(parameter) for parameter in model.parameters()}
-    for number, group in enumerate(made.param_groups):
-        other = next((parameter for parameter in group["params"] if id(parameter) not in own), None)
-        if other is not None:
-            message = "the optimizer holds a tensor that is not a parameter of the model"
-            note = f"it has shape {list(other.shape)} and is in parameter group {number}"
-            raise _mistake(make, message, "pass it only parameters of the model", note)
-    return made
+    _check_parameters(make, model, each)
+    return UserOptimizers(made, each)
 
 
-def call_schedule(make: Callable[[Any], Any], optimizer: optim.Optimizer) -> Any:
-    """The user's learning rate schedule: anything with a `step()`, which is called after every training step."""
-    made = make(optimizer)
-    step = getattr(made, "step", None)
-    if not callable(step):
-        message = f"`lr_schedule` returns {type(made).__name__}, which has no method `step`"
-        raise _mistake(make, message, "return a torch.optim.lr_scheduler.LRScheduler")
-    needed = _required(step)
-    if needed:
-        message = f"{type(made).__name__}.step needs `{needed[0]}`, but the schedule is stepped without arguments"
-        raise _mistake(
-            make, message, "use a schedule that depends only on the step number, such as CosineAnnealingLR or LambdaLR"
-        )
-    return made
+def _check_parameters(make: Callable[..., Any], model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
+    """Optimizers have parameters of the model, each in one of them."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    first: dict[int, int] = {}
+    for place, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    message = "the optimizer holds a tensor that is not a parameter of the model"
+                    note = f"it has shape {list(parameter.shape)} and is in parameter group {number}"
+                    raise _mistake(make, message, "pass it only parameters of the model", note)
+                if first.setdefault(id(parameter), place) != place:
+                    raise _mistake(
+                        make,
+                        f"two optimizers train {own[id(parameter)]}",
+                        "give each parameter to one of the optimizers",
+                    )
 
 
-def step_schedule(schedule: Any, optimizer: optim.Optimizer, make: Callable[..., Any]) -> None:
-    methods, attributes = _replaced(optimizer), _attributes(optimizer)
+def call_schedule(make: Callable[[Any], Any], optimizers: UserOptimizers) -> UserSchedules:
+    """The user's learning rate schedules: anything with a `step()`, which is called after every training step."""
+    made = make(optimizers.returned)
+    each = tuple(made) if isinstance(made, list | tuple) else (made,)
+    for schedule in each:
+        step = getattr(schedule, "step", None)
+        if not callable(step):
+            message = f"`lr_schedule` returns {type(schedule).__name__}, which has no method `step`"
+            raise _mistake(make, message, "return a torch.optim.lr_scheduler.LRScheduler, or a list of them")
+        needed = _required(step)
+        if needed:
+            message = (
+                f"{type(schedule).__name__}.step needs `{needed[0]}`, but the schedule is stepped without arguments"
+            )
+            raise _mistake(
+                make,
+                message,
+                "use a schedule that depends only on the step number, such as CosineAnnealingLR or LambdaLR",
+            )
+    return UserSchedules(each)
+
+
+def step_schedule(schedule: UserSchedules, optimizers: UserOptimizers, make: Callable[..., Any]) -> None:
+    before = [(optimizer, _replaced(optimizer), _attributes(optimizer)) for optimizer in optimizers.each]
     try:
         schedule.step()
     except (PiperError, KeyboardInterrupt):
@@ -130,6 +180,17 @@ def step_schedule(schedule: Any, optimizer: optim.Optimizer, make: Callable[...,
             notes=[said(problem)],
             help=help,
         ) from problem
+    for optimizer, methods, attributes in before:
+        _check_unchanged(optimizer, methods, attributes, make)
+
+
+def _check_unchanged(
+    optimizer: optim.Optimizer,
+    methods: Mapping[str, Any],
+    attributes: Mapping[str, list[tuple[Any, object]]],
+    make: Callable[..., Any],
+) -> None:
+    """The schedule changes options of the groups, and nothing else."""
     if _replaced(optimizer) != methods:
         raise _unsupported(
             make,
@@ -217,7 +278,8 @@ def refused(
     if scope is UpdateScope.WEIGHT:
         message = f"{name} needs unsharded weights"
         helps: tuple[str, ...] = (
-            "use an elementwise optimizer, such as AdamW, or remove `states=sharded` and `shard`",
+            "if `replicate` shards it, add `partition=weights`: every weight then belongs to one device",
+            "otherwise use an elementwise optimizer, such as AdamW, or remove `shard`",
         )
     elif _has_step_hooks(optimizer):
         message = f"step hooks of {name} may read all weights"

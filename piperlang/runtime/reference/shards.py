@@ -10,10 +10,10 @@ import torch
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import Graph, Node, WeightLayout
 from piperlang.ir.layout import devices_of
-from piperlang.ir.weight_layout import coordinates, dividing, flat_part, interval, local_box
+from piperlang.ir.weight_layout import coordinates, dividing, flat_part, in_pieces, interval, local_box
 from piperlang.runtime.box import take
-from piperlang.runtime.optimizer.copies import WeightPart
-from piperlang.runtime.optimizer.optimize import DeviceUpdate, Optimizers, added
+from piperlang.runtime.optimizer.copies import DeviceUpdate, WeightPart
+from piperlang.runtime.optimizer.optimize import Optimizers, added
 
 
 class ShardedWeights:
@@ -148,9 +148,9 @@ class ShardedWeights:
     def _updated(self, old: ValueId, target: ValueId) -> list[WeightPart]:
         """Of one weight, what each device changes."""
         have, want = self.graph.held[old], self.graph.held[target]
-        shape, partial = self.shapes[want.weight], bool(dividing(want))
+        shape, partial = self.shapes[want.weight], in_pieces(want)
         return [
-            WeightPart(
+            WeightPart.of_shard(
                 want.weight, now, local_box(want, shape, at), interval(want, shape, at) if want.flat else None, partial
             )
             for now, at in zip(self._part(have, want, self.current[old]), coordinates(want.where), strict=True)
