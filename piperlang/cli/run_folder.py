@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from piperlang.elaborate.directive import Directive
 
 WEIGHTS = "weights.pt"
+AVERAGES = "weights-ema.pt"
+"""Their moving averages, if the model file has `ema`."""
 UNFINISHED = "weights-unfinished.pt"
 """Of a job that ended with an error between two steps."""
 PREVIOUS = "weights-previous{}.pt"
@@ -68,7 +70,7 @@ def write_about(folder: Path, options: argparse.Namespace, plan: Any, directives
 
     source, _ = open_script(options.script)
     with writing(folder / WEIGHTS, "nothing, training has not begun"):
-        for name in (WEIGHTS, UNFINISHED):
+        for name in (WEIGHTS, AVERAGES, UNFINISHED):
             _set_aside(folder / name)
         (folder / "verified.json").unlink(missing_ok=True)
     write_text(folder / "schedule.piper", source.text)
@@ -105,13 +107,13 @@ def drop(metrics: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), metrics.fileno())
 
 
-def save(job: Any, folder: Path, name: str) -> None:
+def save(job: Any, folder: Path, name: str, averaged: bool = False) -> None:
     """The file is there when it is whole."""
     import torch
 
     path, part = folder / name, folder / f"{name}.part"
     with doing("saving the weights", f"saved {name}") as saving:
-        weights = job.weights()
+        weights = job.weights(averaged)
         with writing(path, f"the weights of {counted(len(weights), 'tensor')}"):
             try:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from piperlang.cli.model import Batches, add_precision, captured, doing, load_bo
 from piperlang.cli.parsing import COUNT, SECONDS, SEED
 from piperlang.cli.report import add_parameters, report
 from piperlang.cli.run_folder import (
+    AVERAGES,
     UNFINISHED,
     WEIGHTS,
     check_folder,
@@ -198,6 +199,7 @@ def _train(
         options.seed,
         options.masters or file.precision == "bf16-true",
         shipped(file, "loss"),
+        file.ema,
     )
     at = folder.absolute()  # the user's code may change the working directory
     with ExitStack() as stack:
@@ -237,6 +239,8 @@ def _train(
             for row in _steps(options, file, fed, validation is not None, checks, trained):
                 note(row)
         save(job, at, WEIGHTS)
+        if file.ema is not None:
+            save(job, at, AVERAGES, averaged=True)
     seconds = time.perf_counter() - started
     steps, devices = counted(options.steps, "step"), counted(len(plan.devices), "device")
     emit(Notice(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))

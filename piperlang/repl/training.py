@@ -161,6 +161,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         model.seed,
         model.file.precision == TRUE,
         shipped(model.file, "loss"),
+        model.file.ema,
     )
     dtype = graph.model.tensors[graph.model.loss].dtype
     first = next(model.batches())

@@ -10,7 +10,7 @@ torch.save(trainer.state_dict(), "weights.pt")
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +23,12 @@ from piperlang.capture.user.batches import detached, paired, placed, wrong_batch
 from piperlang.capture.user.precision import TRUE, InPrecision, loss_in, wrong_precision
 from piperlang.capture.user.user_code import (
     UserFunction,
+    Wrong,
     located,
     located_at_call,
     mistake,
     not_a_function,
+    wrong_ema,
     wrong_max_norm,
     wrong_signature,
 )
@@ -111,6 +113,10 @@ class Trainer:
         """All weights, unsharded, under the names of the plain model."""
         return self.job.weights()
 
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The same with the moving averages of the weights (`ema`)."""
+        return self.job.weights(averaged=True)
+
     def close(self) -> None:
         if self._running is not None:
             self._tell(Stopped())
@@ -148,11 +154,13 @@ def compile(
     verify: bool = True,
     progress: bool | None = None,
     shapes: int = MOST,
+    ema: float | None = None,
 ) -> Trainer:
     """Capture `model()`, apply the script, check the plan. Every mistake is a PiperError with located diagnostics.
 
     `masters` keeps float32 master weights for weights in half precision, `max_norm` clips gradients by their global
-    norm, `precision` is "bf16-mixed" or "bf16-true".
+    norm, `precision` is "bf16-mixed" or "bf16-true". `ema`: the decay of moving averages of the weights, which
+    `trainer.averages()` gives.
 
     `backend` is that of `--backend`; `cuda` chooses between nccl and gloo. By default CUDA is used where it is
     available, and chunks are compiled there (`compiles`). `verify`: before the first step the
@@ -163,7 +171,8 @@ def compile(
         raise ValueError(f"executor must be 'ray' or 'inline', not {executor!r}")
     example = paired(example)
     _check_arguments(
-        {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule}, example, max_norm, precision
+        {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule},
+        (wrong_batch(example, "`example`"), wrong_max_norm(max_norm), wrong_precision(precision), wrong_ema(ema)),
     )
     if precision is not None:
         model, loss, masters = InPrecision(model, precision), loss_in(loss, precision), masters or precision == TRUE
@@ -196,7 +205,7 @@ def compile(
             plan = planned(graph, max_norm)
             planning.detail = counted(len(plan.devices), "device")
     training, dtype = (
-        Training(model, optimizer, lr_schedule, seed, masters, loss),
+        Training(model, optimizer, lr_schedule, seed, masters, loss, ema),
         graph.model.tensors[graph.model.loss].dtype,
     )
 
@@ -232,7 +241,7 @@ def _checked(batch: Any) -> Any:
     return batch
 
 
-def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any, precision: Any) -> None:
+def _check_arguments(functions: Mapping[str, Any], wrongs: Sequence[Wrong | None]) -> None:
     """Diagnostics for all arguments that cannot be used, at the line of the function or of the call."""
     problems: list[Diagnostic] = []
     for name, function in functions.items():
@@ -241,7 +250,6 @@ def _check_arguments(functions: Mapping[str, Any], example: Any, max_norm: Any, 
         wrong = not_a_function(name, function)
         problem = mistake("P0801", wrong) if wrong else wrong_signature(name, function)
         problems += [problem] if problem else []
-    wrongs = (wrong_batch(example, "`example`"), wrong_max_norm(max_norm), wrong_precision(precision))
     problems += [mistake("P0801", wrong) for wrong in wrongs if wrong]
     if problems:
         with located(here()):

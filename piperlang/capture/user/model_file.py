@@ -22,6 +22,7 @@ from piperlang.capture.user.user_code import (
     mistake,
     not_a_function,
     said,
+    wrong_ema,
     wrong_max_norm,
     wrong_signature,
 )
@@ -34,6 +35,7 @@ REQUIRED = ("model", "loss", "data")
 OPTIONAL = ("optimizer", "lr_schedule", "validation", "on_step")
 MAX_NORM = "max_norm"
 PRECISION = "precision"
+EMA = "ema"
 BODIES = {
     "model": "return MyModule()",
     "loss": "return torch.nn.functional.mse_loss(output, target)",
@@ -59,6 +61,8 @@ class ModelFile:
     """Called in the driver after every step, with the step's entry in metrics.jsonl."""
     precision: str | None = None
     """That of `model` and `loss`, if the file or the command line declares one."""
+    ema: float | None = None
+    """The decay of moving averages of the weights, which are saved, too."""
 
     def at(self, precision: str | None) -> ModelFile:
         """The file in this precision, unless it is None."""
@@ -131,7 +135,7 @@ def _made(path: Path, text: str, module: ModuleType, precision: str | None) -> M
     if precision is not None:
         found["model"] = InPrecision(found["model"], precision)
         found["loss"] = loss_in(found["loss"], precision)
-    norm = getattr(module, MAX_NORM, None)
+    norm, ema = getattr(module, MAX_NORM, None), getattr(module, EMA, None)
 
     def guarded(name: str, wrapper: type[Any]) -> Any:
         return wrapper(found[name], name) if found[name] is not None else None
@@ -148,6 +152,7 @@ def _made(path: Path, text: str, module: ModuleType, precision: str | None) -> M
         max_norm=None if norm is None else float(norm),
         on_step=guarded("on_step", UserFunction),
         precision=precision,
+        ema=None if ema is None else float(ema),
     )
 
 
@@ -218,12 +223,10 @@ def _unusable(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
             yield mistake("P0801", wrong, line)
         elif (problem := wrong_signature(name, value)) is not None:
             yield problem
-    wrong = wrong_max_norm(getattr(module, MAX_NORM, None))
-    if wrong is not None:
-        yield mistake("P0801", wrong, _line_of_name(source, MAX_NORM) or line_at(source, 1))
-    wrong = wrong_precision(getattr(module, PRECISION, None))
-    if wrong is not None:
-        yield mistake("P0801", wrong, _line_of_name(source, PRECISION) or line_at(source, 1))
+    for name, check in ((MAX_NORM, wrong_max_norm), (PRECISION, wrong_precision), (EMA, wrong_ema)):
+        wrong = check(getattr(module, name, None))
+        if wrong is not None:
+            yield mistake("P0801", wrong, _line_of_name(source, name) or line_at(source, 1))
 
 
 def _line_of_name(source: Source, name: str, kind: type[ast.stmt] = ast.stmt) -> Span | None:

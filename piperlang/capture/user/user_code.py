@@ -341,6 +341,16 @@ def wrong_max_norm(value: object) -> Wrong | None:
     )
 
 
+def wrong_ema(value: object) -> Wrong | None:
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if number is None or (isinstance(number, Real) and not isinstance(number, bool) and 0 <= float(number) < 1):
+        return None
+    return Wrong(
+        f"`ema` is {_shortened(repr(value))}, not a number from 0 to below 1",
+        "set it to the decay of the moving averages of the weights, such as `ema = 0.999`",
+    )
+
+
 def wrong_loss(result: object) -> Wrong | None:
     """A result of the loss that is neither a tensor, nor a pair (sum, count) of tensors, nor a dict of terms."""
     if isinstance(result, torch.Tensor):

@@ -36,6 +36,7 @@ from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansBySha
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
 from piperlang.runtime.driver.worker_batches import WorkerBatches
+from piperlang.runtime.optimizer.average import set_averages
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
 from piperlang.runtime.optimizer.settings import Settings, difference
@@ -156,6 +157,7 @@ class Job:
                 training.optimizer,
                 training.lr_schedule,
                 training.loss,
+                training.ema,
                 updated,
                 dict(self.captured.constants),
                 known_to(self.plan, self.captured.aliases) if not packed else None,
@@ -414,13 +416,16 @@ class Job:
         """Whether the workers are still there: they are ended when one of them fails."""
         return self.ending is None
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """All weights, unsharded, as they are now."""
+    def weights(self, averaged: bool = False) -> dict[str, torch.Tensor]:
+        """All weights, unsharded, as they are now, or their moving averages."""
+        count = len(self.plan.devices)
         (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
-        whole: dict[str, torch.Tensor] = rest.complete(
-            assembled(self.plan, self.cluster.each("weights", count=len(self.plan.devices)), self.captured.aliases)
-        )
-        return whole
+        whole = assembled(self.plan, self.cluster.each("weights", count=count), self.captured.aliases)
+        if averaged:
+            for parts in self.cluster.each("averages", count=count):
+                set_averages(whole, parts)
+        found: dict[str, torch.Tensor] = rest.complete(whole)
+        return found
 
     def gradients(self) -> list[dict[ValueId, torch.Tensor]]:
         return self.cluster.each("gradients", count=len(self.plan.devices))

@@ -24,6 +24,7 @@ from piperlang.runtime.driver.assemble import assembled, known_to, rest_of
 from piperlang.runtime.driver.shapes import TRAIN, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
+from piperlang.runtime.optimizer.average import set_averages
 from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
 
 
@@ -62,7 +63,13 @@ class ThreadJob:
         ]
         updates = [update for device in devices for update in device.updates()]
         self.optimizers = Optimizers(
-            model, training.optimizer, training.lr_schedule, updates, training.masters, updated_weights(plan)
+            model,
+            training.optimizer,
+            training.lr_schedule,
+            updates,
+            training.masters,
+            updated_weights(plan),
+            training.ema,
         )
         for device in devices:
             device.optimizers = self.optimizers
@@ -135,10 +142,12 @@ class ThreadJob:
         """Threads have all weights, whatever fails."""
         return True
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.rest.complete(
-            assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases)
-        )
+    def weights(self, averaged: bool = False) -> dict[str, torch.Tensor]:
+        """All weights, unsharded, as they are now, or their moving averages."""
+        whole = assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases)
+        if averaged:
+            set_averages(whole, self.optimizers.averaged())
+        return self.rest.complete(whole)
 
     def gradients(self) -> list[dict[ValueId, torch.Tensor]]:
         return [dict(device.last_gradients or {}) for device in self.last.devices]

@@ -24,6 +24,8 @@ class Training:
     them."""
     loss: Callable[[Any, Any], Any] | None = None
     """For workers, where the optimizer or its schedule may change what it reads."""
+    ema: float | None = None
+    """The decay of moving averages of the weights, if they are wanted."""
 
 
 @dataclass(frozen=True)

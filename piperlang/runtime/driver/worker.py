@@ -43,6 +43,7 @@ from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, creat
 from piperlang.runtime.driver.loading import Loaded, Loader, Loading
 from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
+from piperlang.runtime.optimizer.copies import WeightPart
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.optimizer.settings import Settings
 
@@ -73,6 +74,7 @@ class Setup:
     optimizer: Callable[[Any], Any]
     lr_schedule: Callable[[Any], Any] | None
     loss: Callable[[Any, Any], Any] | None
+    ema: float | None
     updated: dict[str, str]
     """Weights that some device updates, with the script line that shards the update."""
     constants: dict[str, torch.Tensor]
@@ -235,7 +237,7 @@ class Worker:
             pieces = compiled(pieces, setup.programs)
         device = Device(setup.plan, setup.programs, setup.groups, pieces, weights, self.comm, where, setup.seed)
         device.optimizers = Optimizers(
-            model, setup.optimizer, setup.lr_schedule, device.updates(), setup.masters, setup.updated
+            model, setup.optimizer, setup.lr_schedule, device.updates(), setup.masters, setup.updated, setup.ema
         )
         device.loss_dtype = getattr(torch, setup.loss_dtype)
         self._open_progress(setup.progress, rank)
@@ -397,6 +399,10 @@ class Worker:
 
     def weights(self) -> dict[ValueId, torch.Tensor]:
         return {key: value.cpu() for key, value in self.runs[TRAIN].device.kept.items()}
+
+    def averages(self) -> list[WeightPart]:
+        """Moving averages of the weights that are updated here."""
+        return self.runs[TRAIN].device.optimizers.averaged()
 
     def optimizer_reads(self) -> tuple[str, ...]:
         """Names of the globals that a step of the optimizer reads."""

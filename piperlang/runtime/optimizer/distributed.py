@@ -69,6 +69,8 @@ class DistributedOptimizer:
         self.names: list[list[str]] = []
         """The weights of every group of the user's optimizer."""
         self.initial_state: dict[str, str] = {}
+        self.weights: list[tuple[WeightPart, nn.Parameter]] = []
+        """What is updated here, and the parameters of copies."""
         self.scope = scope_of(user, make)
         self._make_copies(model, updates)
         self.shared = SharedState(user, make, devices=len({update.device for update in updates}))
@@ -173,6 +175,7 @@ class DistributedOptimizer:
         pairs = [(part, p) for part, p in zip(parts, chain(*parameters), strict=True) if p is not None]
         if not pairs:
             return
+        self.weights += pairs
         if self.scope is UpdateScope.MODEL:
             # Parameters that no device updates never have a gradient. An optimizer that reads all weights still gets
             # them.

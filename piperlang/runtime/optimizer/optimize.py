@@ -17,7 +17,8 @@ from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Update
 from piperlang.plan.plan import Plan
-from piperlang.runtime.optimizer.copies import DeviceUpdate
+from piperlang.runtime.optimizer.average import MovingAverages
+from piperlang.runtime.optimizer.copies import DeviceUpdate, WeightPart
 from piperlang.runtime.optimizer.distributed import HALF, DistributedOptimizer
 from piperlang.runtime.optimizer.settings import Settings, digest, joined
 from piperlang.runtime.optimizer.user import UserSchedules, call_optimizer, call_schedule, step_schedule
@@ -39,15 +40,17 @@ class Optimizers:
         updates: Sequence[DeviceUpdate],
         masters: bool = False,
         updated: Mapping[str, str] | None = None,
+        ema: float | None = None,
     ) -> None:
         """`masters`: weights in half precision have a float32 master weight, which is updated. `updated`: every weight
         that some device updates, with the script line that shards its update; without it, `updates` must be those of
-        all devices."""
+        all devices. `ema`: the decay of moving averages of the weights."""
         self.make = make
         if updated is None:
             updated = {part.weight: "" for update in updates for part in update.parts}
         self.each: list[DistributedOptimizer] = []
         self.schedules: UserSchedules | None = None
+        self.averages: MovingAverages | None = None
         self.passed_on = ""
         """A digest of what the schedules have changed in the last step, to be compared with other processes; empty
         where no schedule was stepped."""
@@ -65,6 +68,8 @@ class Optimizers:
             self.each = [
                 DistributedOptimizer(one, make, model, trained, updates, masters, updated) for one in self.user.each
             ]
+            if ema is not None:
+                self.averages = MovingAverages(ema, [weight for one in self.each for weight in one.weights])
             if make_schedule is not None:
                 self.schedules, self.make_schedule = call_schedule(make_schedule, self.user), make_schedule
                 self._pass_on()
@@ -91,6 +96,8 @@ class Optimizers:
         self.bystanders.check("when the optimizer steps", line_of_function(self.make))
         for one in self.each:
             one.check()
+        if self.averages is not None:
+            self.averages.update()
         if self.schedules is None:
             return
         step_schedule(self.schedules, self.user, self.make_schedule)
@@ -105,6 +112,12 @@ class Optimizers:
 
     def _pass_on(self) -> None:
         self.passed_on = digest([change for one in self.each for change in one.pass_on(self.make_schedule)])
+
+    def averaged(self) -> list[WeightPart]:
+        """Moving averages of the weights that are updated here."""
+        if self.averages is None and self.each:
+            raise error("P0801", "the job has no moving averages of weights", help="set `ema`, such as `ema=0.999`")
+        return self.averages.parts() if self.averages is not None else []
 
     def settings(self) -> Settings:
         """What the user's functions have decided in this process, to be compared with other processes."""
