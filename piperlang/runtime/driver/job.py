@@ -36,7 +36,7 @@ from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansBySha
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
 from piperlang.runtime.driver.worker_batches import WorkerBatches
-from piperlang.runtime.optimizer.average import set_averages
+from piperlang.runtime.optimizer.average import no_averages, set_averages
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
 from piperlang.runtime.optimizer.settings import Settings, difference
@@ -119,7 +119,7 @@ class Job:
         self.compiles = self.backend.device.compiles if compiles is None else compiles
         if not self.backend.buffered:
             check(plan, buffered=False)
-        self.borrowed = cluster is not None
+        self.borrowed, self.averages = cluster is not None, training.ema is not None
         self.ending: threading.Thread | None = None
         self.progress: BinaryIO | None = None
         self.cluster = cluster or Cluster(len(plan.devices), address, self.backend)
@@ -418,6 +418,8 @@ class Job:
 
     def weights(self, averaged: bool = False) -> dict[str, torch.Tensor]:
         """All weights, unsharded, as they are now, or their moving averages."""
+        if averaged and not self.averages:
+            raise no_averages()
         count = len(self.plan.devices)
         (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
         whole = assembled(self.plan, self.cluster.each("weights", count=count), self.captured.aliases)

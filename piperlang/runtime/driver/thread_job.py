@@ -24,7 +24,7 @@ from piperlang.runtime.driver.assemble import assembled, known_to, rest_of
 from piperlang.runtime.driver.shapes import TRAIN, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
-from piperlang.runtime.optimizer.average import set_averages
+from piperlang.runtime.optimizer.average import no_averages, set_averages
 from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
 
 
@@ -145,6 +145,8 @@ class ThreadJob:
     def weights(self, averaged: bool = False) -> dict[str, torch.Tensor]:
         """All weights, unsharded, as they are now, or their moving averages."""
         whole = assembled(self.plan, [device.kept for device in self.training.devices], self.captured.aliases)
+        if averaged and self.optimizers.averages is None:
+            raise no_averages()
         if averaged:
             set_averages(whole, self.optimizers.averaged())
         return self.rest.complete(whole)

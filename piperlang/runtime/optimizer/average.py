@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from piperlang.diagnostics import PiperError, error
 from piperlang.runtime.box import take
 from piperlang.runtime.optimizer.copies import WeightPart
 
@@ -35,6 +36,10 @@ class MovingAverages:
         return [
             part._replace(now=average.cpu()) for (part, _), average in zip(self.weights, self.averages, strict=False)
         ]
+
+
+def no_averages() -> PiperError:
+    return error("P0801", "the job has no moving averages of weights", help="set `ema`, such as `ema=0.999`")
 
 
 def set_averages(weights: Mapping[str, torch.Tensor], parts: Iterable[WeightPart]) -> None:

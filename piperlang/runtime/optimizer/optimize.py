@@ -115,8 +115,6 @@ class Optimizers:
 
     def averaged(self) -> list[WeightPart]:
         """Moving averages of the weights that are updated here."""
-        if self.averages is None and self.each:
-            raise error("P0801", "the job has no moving averages of weights", help="set `ema`, such as `ema=0.999`")
         return self.averages.parts() if self.averages is not None else []
 
     def settings(self) -> Settings:
