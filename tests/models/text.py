@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import transformers
 
 from tests.habits.habit import REFUSED, SAME
-from tests.models.model import WORDS, add, classes, named, pairs, sentences
+from tests.models.model import WORDS, add, classes, named, pairs, sentences, words
 
 DECODER = ("model.embed_tokens, model.layers[0:2]", "model.layers[2:4], model.norm, lm_head")
 
 
-def decoder(name: str, prefix: str, expected: str = SAME, experts: str = "", **changed: object) -> None:
+def decoder(
+    name: str,
+    prefix: str,
+    expected: str = SAME,
+    experts: str = "",
+    loss: Callable[[Any, Any], Any] = words,
+    **changed: object,
+) -> None:
     make = named(transformers, f"{prefix}Config", f"{prefix}ForCausalLM", **changed)
-    add(name, make, *DECODER, expected, experts=experts)
+    add(name, make, *DECODER, expected, loss=loss, experts=experts)
+
+
+def balanced(output: Any, target: Any) -> Any:
+    """The product of two means over the batch is not a mean over it."""
+    return words(output, target) + 0.1 * output.aux_loss
 
 
 for name, prefix in {
@@ -42,9 +55,9 @@ EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2
 decoder("Mixtral", "Mixtral", experts=PATHS, num_local_experts=4)
 decoder("Qwen2-MoE", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=16, **EXPERTS)
 decoder("Qwen3-MoE", "Qwen3Moe", num_experts=4, head_dim=8, **EXPERTS)
-decoder(
-    "Qwen3-MoE, router logits", "Qwen3Moe", REFUSED, num_experts=4, head_dim=8, output_router_logits=True, **EXPERTS
-)
+ROUTED: dict[str, Any] = {"num_experts": 4, "head_dim": 8, "output_router_logits": True, **EXPERTS}
+decoder("Qwen3-MoE, router logits", "Qwen3Moe", **ROUTED)
+decoder("Qwen3-MoE, router logits, balance loss", "Qwen3Moe", REFUSED, loss=balanced, **ROUTED)
 decoder("GPT-OSS", "GptOss", experts=PATHS, num_local_experts=4, head_dim=8, num_experts_per_tok=2)
 decoder("OLMoE", "Olmoe", experts=PATHS, num_experts=4, num_experts_per_tok=2)
 decoder(

@@ -1,8 +1,8 @@
 """One program for any batch size, from two traces.
 
 The model is traced at two batch sizes. Node by node the two graphs must be equal except for constants and shapes. A
-number that differs is a linear function of the batch size (a dim of a view) or inversely proportional to it (the factor
-of a mean), so it can be computed for any other size. Two traces thus give the graphs of any size, and show which dims
+number that differs is a linear function of the batch size (a dim of a view), proportional to it (a count as a float) or
+inversely proportional (the factor of a mean), so it can be computed for any other size. Two traces thus give the graphs of any size, and show which dims
 are batch dimensions.
 
 Two points always lie on a line, even those of a square of the batch size or of two readings of a clock. Numbers that
@@ -135,6 +135,8 @@ class Sizes:
             return a * samples + b
         if isinstance(x, float) and isinstance(y, float) and x * self.small.samples == y * self.large.samples:
             return x * self.small.samples / samples
+        if isinstance(x, float) and isinstance(y, float) and x * self.large.samples == y * self.small.samples:
+            return x / self.small.samples * samples
         raise self._unclear(node)
 
     def _line(self, x: int, y: int, node: fx.Node) -> tuple[int, int]:

@@ -5,6 +5,9 @@ dropout is one that can be counted. That needs memory for the attention weights;
 
 Dropout of whole features (dropout2d) is written out, too.
 
+The length of `bincount(x, minlength=n)` depends on the values of x only if one of them is n or more: it is computed
+with length n, which raises an exception for such a value. Routers count the tokens of each expert in this way.
+
 A uniform number compared with 0: models that may skip a layer (layerdrop) draw one and branch on `number < p`, also
 where p is 0. The branch is then known: a number in [0, 1) is not below 0."""
 
@@ -21,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 _ATTENTION = f.scaled_dot_product_attention
 _BY_FEATURE = (f.dropout1d, f.dropout2d, f.dropout3d)
+_COUNTS = (torch.bincount, torch.Tensor.bincount)
 _DRAWS = (torch.rand, torch.rand_like)
 _LESS = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -45,6 +49,8 @@ class _Rewritten(TorchFunctionMode):
             return attention(*args, **given)
         if function in _BY_FEATURE:
             return feature_dropout(*args, **given)
+        if function in _COUNTS:
+            return counts(*args, **given)
         if function in _LESS and _never_below(*args):
             return torch.tensor(False) if not args[0].shape else torch.zeros(args[0].shape, dtype=torch.bool)
         result = function(*args, **given)
@@ -60,6 +66,13 @@ def feature_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
     kept = torch.rand(*input.shape[:2], *[1] * (input.dim() - 2), device=input.device) >= p
     mask = kept.to(input.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
     return input.mul_(mask) if inplace else input * mask
+
+
+def counts(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    if weights is not None or minlength == 0:
+        return torch.bincount(input, weights, minlength)
+    none = torch.zeros(minlength, dtype=torch.int64, device=input.device)
+    return none.scatter_add(0, input.long(), torch.ones_like(input, dtype=torch.int64))
 
 
 def _never_below(number: Any, other: Any = None) -> bool:
