@@ -98,7 +98,9 @@ class Weights:
         trained = self.model.weights[name].trained
         grads = site.layouts["grad_weight", i].placements
         summed = tuple(axis for (axis, _), place in zip(axes, grads, strict=True) if place is PARTIAL and trained)
-        levels = {axis: use.level for axis, use in site.uses.items() if use.level and name not in self.changing}
+        # ZeRO shards parameters. A buffer may change in training and not in evaluation, which both keep it alike.
+        buffer = self.model.weights[name].buffer
+        levels = {axis: use.level for axis, use in site.uses.items() if use.level and not buffer}
         replica = self.replicas.get((name, site.where))
         if replica is None:
             # Numbered for each weight by itself: evaluation, whose chunks read other weights, must call the same ones

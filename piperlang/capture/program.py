@@ -64,7 +64,9 @@ class Program:
     def pass_graphs(self, chunk: Subgraph, key: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
         known = (key, samples, sharding)
         if known not in self._pieces:
-            made = divide(self._joint(chunk, key, samples), self._local(chunk, known) if sharding[0] else None)
+            first = (key, self.sizes.samples, ((), ()))
+            like = self.pass_graphs(chunk, *first) if known != first else None
+            made = divide(self._joint(chunk, key, samples), self._local(chunk, known) if sharding[0] else None, like)
             if any(DISPATCHED in places for places in self._places.get(known, {}).values()):
                 self._any_rows(chunk, known, made)
             promised = self._promised.get((key, sharding))
@@ -302,7 +304,7 @@ class CutProgram:
         chunks = [self._chunk(chunk) for chunk in self.chunks]
         weights = {
             w.name: ir.Weight(
-                w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.name in traced.trained
+                w.name, tuple(w.fake.shape), _dtype(w.fake), w.fake.element_size(), w.name in traced.trained, w.buffer
             )
             for w in traced.weights.values()
         }

@@ -48,6 +48,7 @@ class Weight:
     dtype: str
     itemsize: int
     trained: bool
+    buffer: bool = False
 
     @property
     def bytes(self) -> int:

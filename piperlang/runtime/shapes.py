@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.batch.layout import shapes_of, size_of
 from piperlang.capture.program import CutProgram
+from piperlang.capture.trace.functions import Applied
 from piperlang.capture.user.held import usable
+from piperlang.capture.user.operators import is_of_user
 from piperlang.capture.user.seeding import restored
 from piperlang.capture.user.user_code import Guarded
 from piperlang.capture.user.where import line_of_operator
@@ -70,13 +73,13 @@ class PlanForShape:
                 return self._planned(mode, batch)
         except PiperError as problem:
             notes = [f"for a batch of shape {shapes_of(batch)}; the first one has shape {first.written_shapes}"]
-            why = self._unpadded or ("the model draws random numbers" if self.captured.program.random else "")
+            why = self._unpadded(mode) or ("the model draws random numbers" if self.captured.program.random else "")
             if why and any(one.code == "P0412" for one in problem.diagnostics):
                 notes.append(f"it is not padded with copies of its samples: {why}")
             raise PiperError(*(replace(one, notes=(*one.notes, *notes)) for one in problem.diagnostics)) from problem
 
     def _planned(self, mode: Mode, batch: tuple[Any, Any]) -> tuple[Plan, CutProgram]:
-        padding = None if self._unpadded else self._padding(size_of(pytree.tree_leaves(batch)))
+        padding = None if self._unpadded(mode) else self._padding(size_of(pytree.tree_leaves(batch)))
         graph, captured = self.applied(mode, batch, padding.rows if padding is not None else ())
         evaluates = mode == "evaluate"
         plan = evaluation_plan(graph, self.trained, captured) if evaluates else planned(graph, self.max_norm)
@@ -96,15 +99,22 @@ class PlanForShape:
     def _padding(self, samples: int) -> Padding | None:
         return padding_of(self.trained, samples, repeats=not self.captured.program.random)
 
-    @property
-    def _unpadded(self) -> str:
+    def _unpadded(self, mode: Mode) -> str:
         """Why batches are not padded: something would see that samples are repeated."""
         chunks = self.captured.model.chunks
         if any(chunk.mixing is not None for chunk in chunks):
             return "the model mixes samples"
         if any(not change.free for chunk in chunks for change in chunk.changes):
             return "buffers of the model depend on the samples"
+        if mode == "train" and any(map(_differentiates_itself, self.captured.program.sizes.small.graph.nodes)):
+            return "the model has a backward of its own, whose gradient may not be in proportion to the loss"
         return ""
+
+
+def _differentiates_itself(node: fx.Node) -> bool:
+    """Whether the user wrote the backward of an operator: an autograd Function, or an operator of torch.library."""
+    schema = getattr(node.target, "_schema", None)
+    return isinstance(node.target, Applied) or (schema is not None and is_of_user(schema.name))
 
 
 def _check_same_weights(plan: Plan, trained: Plan) -> None:

@@ -47,10 +47,8 @@ def test_like_bincount() -> None:
 def run(tmp_path: Path, more: str, script: str) -> int:
     (tmp_path / "m.py").write_text(FILE.format(more=more))
     (tmp_path / "s.piper").write_text(script)
-    return main(
-        [str(tmp_path / "m.py"), str(tmp_path / "s.piper"), "--executor", "inline", "--steps", "1"]
-        + ["--out", str(tmp_path / "run")]
-    )
+    files = [str(tmp_path / name) for name in ("m.py", "s.piper")]
+    return main([*files, "--executor", "inline", "--steps", "1", "--out", str(tmp_path / "run")])
 
 
 def test_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,29 @@ def test_whole_matrices_need_whole_weights() -> None:
         threads("owned columns", both)
 
 
+class Counting(optim.SGD):
+    """Slower from step to step, by a count that all instances share."""
+
+    elementwise, steps = True, 0
+
+    def step(self, closure: Any = None) -> None:
+        Counting.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / Counting.steps
+        super().step()
+
+
+def counting(params: Any) -> optim.Optimizer:
+    return Counting(params, lr=0.1)
+
+
+def test_a_count_that_copies_share(cluster: Cluster) -> None:
+    """Also where a device has a process of its own: it has a copy for each of its buckets."""
+    for train in (threads, partial(workers, cluster)):
+        with pytest.raises(PiperError, match="class `Counting` changes in every step of the optimizer"):
+            train("owned gradients", counting)
+
+
 def test_partition_without_zero() -> None:
     with pytest.raises(PiperError, match="`partition=weights` requires sharded states"):
         compiled(program(), f"{REPLICAS} with partition=weights\n")

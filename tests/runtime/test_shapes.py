@@ -74,7 +74,11 @@ def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
     return loss, (target >= 0).sum()
 
 
-LOSSES = {"mean": mean, "total": total, "counted": counted}
+def next_word(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+LOSSES = {"mean": mean, "total": total, "counted": counted, "next word": next_word}
 
 
 def batch(shape: tuple[int, int], number: int, masks: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,12 +95,22 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 CASES = [(schedule, sizes, loss) for sizes in SIZES for schedule in SCHEDULES for loss in LOSSES]
+HALVES = (
+    "from std.pipeline import loop, zero_bubble\nmesh gpu = pp: 2\nloop(gpu, 2)\nsplit batch into 4 as mb\n"
+    "zero_bubble(gpu, 2, 4)\n"
+)
 
 
 @pytest.mark.parametrize("case", one_in(16, CASES))
 def test_the_same_as_plain(case: tuple[str, str, str], tmp_path: Path) -> None:
     schedule, sizes, loss = case
     _assert_plain(SCHEDULES[schedule], SIZES[sizes], loss, tmp_path)
+
+
+@pytest.mark.parametrize("script", [SCHEDULES["1f1b x zero3"], HALVES])
+def test_one_sample_in_each_part(script: str, tmp_path: Path) -> None:
+    """With one sample, a part of the batch that the backward reads is a view, which is a copy with several."""
+    _assert_plain(script, [(4, 6), (4, 6)], "next word", tmp_path)
 
 
 def _assert_plain(script: str, sizes: Sequence[tuple[int, int]], loss: str, folder: Path) -> None:
@@ -195,6 +209,13 @@ SIZED: dict[str, tuple[str, str]] = {
         "        return super().forward(x)\ndef model(): return N()\n",
         "P0412",
     ),
+    "a backward that is not linear": (
+        "class Clipped(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x): return x.clone()\n"
+        "    @staticmethod\n    def backward(ctx, g): return g.clamp(-.02, .02)\n"
+        "class N(M):\n    def forward(self, x):\n        y = super().forward(x)\n"
+        "        with piperlang.annotate('stage', 1): return Clipped.apply(y)\ndef model(): return N()\n",
+        "P0412",
+    ),
 }
 LAST = "def data():\n    for n in (8, {}): yield torch.randn(n, 4), torch.randint(3, (n,))\n"
 PART = WHOLE + "split [stage=1] into 2 as mb\n"
@@ -221,6 +242,32 @@ def test_evaluation_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     err = refused(tmp_path, text, REPLICAS, capsys, "--executor", "inline")
     assert f"error[{code}]" in err
     assert "for a batch of shape [1, 4], [1]" in err
+
+
+ONLY_IN_TRAINING = """
+class N(M):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros_like(self.a.weight))
+    def forward(self, x):
+        with piperlang.annotate("stage", 0):
+            if self.training:
+                with torch.no_grad(): self.average.lerp_(self.a.weight, 0.3)
+            x = x + nn.functional.linear(x, self.average)[:, :4]
+        return super().forward(x)
+def model(): return N()
+def data():
+    while True: yield torch.randn(8, 4), torch.randint(3, (8,))
+def validation(): yield torch.randn(8, 4), torch.randint(3, (8,))
+"""
+
+
+def test_a_buffer_that_changes_in_training_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluation keeps it as training does, also under ZeRO-3."""
+    script = REPLICAS.replace("ddp", "zero3")
+    code, losses, weights = job(tmp_path, ONLY_IN_TRAINING, script, "--executor", "inline", "--steps", "3")
+    assert code == 0, capsys.readouterr().err
+    assert_plain(tmp_path, losses, weights)
 
 
 def test_a_slice_without_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,9 +58,15 @@ def differentiate(traced: Traced, chunks: Sequence[Subgraph]) -> list[PassGraphs
     return found
 
 
-def divide(joint: Joint, local: Localize | None = None) -> PassGraphs:
-    """The graphs of a chunk; with `local`, for one of the devices that shard its weights."""
-    return _Division(joint, local).divide()
+def divide(joint: Joint, local: Localize | None = None, like: PassGraphs | None = None) -> PassGraphs:
+    """The graphs of a chunk; with `local`, for one of the devices that shard its weights.
+
+    `like`: the graphs of the same chunk at another batch size. What a copy is there may be a view here: with one sample
+    a slice of the batch is contiguous. The backward then reads nothing of the chunk's inputs that it does not read
+    there: the forward saves it."""
+    made = _Division(joint, local).divide()
+    more = made.reads_beyond(like) if like is not None else frozenset[Slot]()
+    return _Division(joint, local, more).divide() if more else made
 
 
 def signature(traced: Traced, chunk: Subgraph, sizes: Sizes | None = None) -> object:
@@ -119,8 +125,9 @@ def _copies(results: Sequence[tuple[Slot, fx.Node]]) -> list[bool]:
 
 
 class _Division:
-    def __init__(self, joint: Joint, local: Localize | None) -> None:
-        self.mode = joint.traced.mode
+    def __init__(self, joint: Joint, local: Localize | None, closed: frozenset[Slot] = frozenset()) -> None:
+        """`closed`: inputs of the chunk that its backward does not read."""
+        self.mode, self.closed = joint.traced.mode, closed
         self.joint = joint.module if local is None else local(joint.module, joint.inputs, joint.outputs)
         places = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
         self.slots: dict[fx.Node, Slot] = dict(zip(places, joint.inputs, strict=True))
@@ -135,6 +142,7 @@ class _Division:
     def divide(self) -> PassGraphs:
         forward = self._needed(node for _, node in self.outputs)
         f_made = {node for node in forward if not self._is_view_of_given(node)}
+        f_made |= {node for node, slot in self.slots.items() if slot in self.closed}
         back = self._needed((node for _, node in self.grads), f_made)
         input_grads = [(slot, node) for slot, node in self.grads if slot[0] == "grad_input"]
         weight_grads = [(slot, node) for slot, node in self.grads if slot[0] == "grad_weight"]
@@ -176,14 +184,14 @@ class _Division:
         """The nodes in `made` that `users` read or that are `results`."""
         read = {source for node in users for source in node.all_input_nodes if source in made}
         read |= {node for _, node in results if node in made}
-        return [node for node in self.nodes if node in read]
+        return [node for node in self.joint.graph.nodes if node in read]
 
     def _is_view_of_given(self, node: fx.Node) -> bool:
         """Whether a node is a view of a weight or of the batch, through any number of views."""
         while node.target in _VIEWS:
             node = node.all_input_nodes[0]
             if node.op == "placeholder":
-                return self.slots[node][0] in ("weight", "batch")
+                return self.slots[node][0] in ("weight", "batch") and self.slots[node] not in self.closed
         return False
 
     # -------------------------------------------------------------------------------------------------- graphs
@@ -195,7 +203,7 @@ class _Division:
         inside = set(nodes)
         wanted = {source for node in nodes for source in node.all_input_nodes} | {node for _, node in results}
         outer = [node for node in self.joint.graph.nodes if node in wanted and node not in inside]
-        slots = [self.slots[node] if node in self.slots else given[node] for node in outer]
+        slots = [given[node] if node in given else self.slots[node] for node in outer]
         copied = {node: graph.placeholder("_".join(map(str, slot))) for node, slot in zip(outer, slots, strict=True)}
         for node in self.joint.graph.nodes:
             if node in inside:

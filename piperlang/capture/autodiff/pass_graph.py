@@ -51,6 +51,12 @@ class PassGraphs:
     kept_bytes: int
     """Residuals for the weight gradient, which I saves for W when the two run separately."""
 
+    def reads_beyond(self, other: PassGraphs) -> frozenset[Slot]:
+        """Inputs of the chunk that a backward pass reads here, and not there."""
+        pairs = [(self.B, other.B), (self.I, other.I), (self.W, other.W)]
+        more = (set(mine.inputs).difference(theirs.inputs) for mine, theirs in pairs if mine and theirs)
+        return frozenset(slot for slots in more for slot in slots if slot[0] in ("weight", "batch", "input", "rng"))
+
     def saved(self) -> tuple[int, tuple[Slot, ...]]:
         """Of the activations saved for the backward: the bytes that nothing else keeps alive, and the inputs and
         outputs of F that they keep alive because they share their memory."""

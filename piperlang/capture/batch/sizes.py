@@ -2,8 +2,8 @@
 
 The model is traced at two batch sizes. Node by node the two graphs must be equal except for constants and shapes. A
 number that differs is a linear function of the batch size (a dim of a view), proportional to it (a count as a float) or
-inversely proportional (the factor of a mean), so it can be computed for any other size. Two traces thus give the graphs of any size, and show which dims
-are batch dimensions.
+inversely proportional (the factor of a mean), so it can be computed for any other size. Two traces thus give the graphs
+of any size, and show which dims are batch dimensions.
 
 Two points always lie on a line, even those of a square of the batch size or of two readings of a clock. Numbers that
 are not proportional to the batch size are therefore predicted for a third size and checked against a third trace."""

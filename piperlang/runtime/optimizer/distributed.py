@@ -73,7 +73,7 @@ class DistributedOptimizer:
         """What is updated here, and the parameters of copies."""
         self.scope = scope_of(user, make)
         self._make_copies(model, updates)
-        self.shared = SharedState(user, make, devices=len({update.device for update in updates}))
+        self.shared = SharedState(user, make, copies=len({id(local) for local, _ in self.local.values()}))
         self.reads = what_steps_read(user, make)
         """What a step reads, besides the optimizer itself."""
 

@@ -163,18 +163,18 @@ class SharedState:
     """Python state that the steps of an optimizer change outside of it: in globals, class attributes, closures of
     hooks.
 
-    On workers every process steps once per training step, as in plain training. Devices that share one process would
-    all change the same state."""
+    In plain training it changes once per step. Several copies of an optimizer in one process, one for each update of a
+    device, would all change it."""
 
-    def __init__(self, optimizer: optim.Optimizer, make: Callable[..., Any], devices: int) -> None:
+    def __init__(self, optimizer: optim.Optimizer, make: Callable[..., Any], copies: int) -> None:
         self.line = line_of_function(make)
         self.hooks = {
             f"step hook `{getattr(hook, '__name__', type(hook).__name__)}`": hook for hook in step_hooks(optimizer)
         }
         functions = [*(item for kind in type(optimizer).__mro__ for item in vars(kind).values()), *self.hooks.values()]
-        self.globals = labelled(globals_of(functions)) if devices > 1 else []
+        self.globals = labelled(globals_of(functions)) if copies > 1 else []
         self.kind = type(optimizer)
-        self.watched = devices > 1
+        self.watched = copies > 1
         self.before = self._prints()
 
     def _prints(self) -> dict[str, object]:
@@ -192,9 +192,6 @@ class SharedState:
                     "P0601",
                     f"{name} changes in every step of the optimizer",
                     self.line,
-                    notes=["all devices in this process share it, so it changes several times per training step"],
-                    help=(
-                        "use `--executor ray`, where every device has a process of its own, or keep it in"
-                        " `optimizer.state`"
-                    ),
+                    notes=["copies of the optimizer share it, so it changes several times per training step"],
+                    help="keep it in `optimizer.state` or in the groups, of which every copy has its own",
                 )
