@@ -204,7 +204,7 @@ class Weights:
             raise _cannot_change(
                 replica.weight,
                 site,
-                "its new value depends on the samples, and no device sees all of them",
+                "its new value depends on the samples, and no device sees all of them at once",
                 "do not divide the batch of this chunk, or use a layer that keeps no statistics, such as LayerNorm or"
                 " GroupNorm",
             )

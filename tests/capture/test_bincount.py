@@ -40,7 +40,11 @@ WHOLE = "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[
 def test_like_bincount() -> None:
     x = torch.tensor([0, 2, 2, 1])
     assert torch.equal(counts(x, minlength=5), torch.bincount(x, minlength=5))
-    assert torch.equal(counts(x, torch.ones(4), 5), torch.bincount(x, torch.ones(4), 5))
+    for kind in (torch.float32, torch.float64, torch.float16, torch.int32):
+        weights = torch.tensor([1, 3, 5, 2], dtype=kind)
+        ours, theirs = counts(x, weights, 5), torch.bincount(x, weights, 5)
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
     assert torch.equal(counts(x), torch.bincount(x))
 
 
@@ -55,6 +59,17 @@ def test_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "", WHOLE) == 0
     assert run(tmp_path, "", WHOLE + "split batch into 2 as mb\n") == 1
     assert "error[P0805]" in capsys.readouterr().err
+
+
+def test_without_a_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loss = "def loss(y, t): return nn.functional.cross_entropy(y, t) + torch.bincount(t).sum()\n"
+    (tmp_path / "m.py").write_text(FILE.format(more="") + loss)
+    (tmp_path / "s.piper").write_text(WHOLE)
+    assert main(["check", str(tmp_path / "m.py"), str(tmp_path / "s.piper")]) == 1
+    err = capsys.readouterr().err
+    assert "error[P0802]: data-dependent shape" in err
+    assert "def loss(y, t)" in err
+    assert "give `bincount` a `minlength`" in err
 
 
 def test_a_value_that_is_too_large(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

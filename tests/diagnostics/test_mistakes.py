@@ -252,7 +252,7 @@ SHARDS = [
         "optimizer that needs whole weights",
         "P0601",
         f"{TOGETHER}replicate [stage=*] over gpu.dp with states=sharded  # here\n",
-        ("Adafactor", "AdamW", "states=sharded"),
+        ("Adafactor", "AdamW", "partition=weights"),
         "",
         ADAFACTOR,
         ("--numerics",),

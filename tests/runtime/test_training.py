@@ -26,6 +26,7 @@ from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.shapes import InEvaluationMode
+from tests.support.between_steps import REPLICAS, assert_plain, job
 from tests.support.equivalence import LIMIT, SAMPLES, compiled, optimizer, program, relative
 from tests.support.job_schedules import JOB_SCHEDULES
 from tests.support.models import CASES
@@ -315,3 +316,23 @@ def test_what_is_saved_can_be_loaded(cluster: Cluster) -> None:
             assert torch.equal(plain.spare.weight, before["spare.weight"])
             assert float(plain.count) == 3.0  # type: ignore[arg-type]
             assert not torch.equal(plain.used.weight, before["used.weight"])
+
+
+EMPTY = """
+class N(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.nothing = nn.Linear(4, 3), nn.Parameter(torch.zeros(0))
+    def forward(self, x):
+        with piperlang.annotate("stage", 0): x = self.first(x)
+        with piperlang.annotate("stage", 1): return x + self.nothing.sum()
+def model(): return N()
+"""
+
+
+@pytest.mark.parametrize("zero", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
+def test_a_stage_whose_weights_have_no_elements(zero: str, tmp_path: Path) -> None:
+    """Nothing is sent for them."""
+    code, losses, weights = job(tmp_path, EMPTY, REPLICAS.replace("ddp", zero), "--executor", "inline", "--steps", "2")
+    assert code == 0
+    assert_plain(tmp_path, losses, weights)

@@ -37,7 +37,7 @@ from piperlang.capture.batch.sample_constants import finds_its_sample, loses_sam
 from piperlang.capture.batch.sample_rules import CLASSES, scaled, unknown
 from piperlang.capture.batch.sample_table import KEPT, NUMBERED, PERMUTED, name_of, rule_of
 from piperlang.capture.trace.functions import Applied, backward_graph
-from piperlang.capture.trace.random import module_of
+from piperlang.capture.trace.random import is_of_loss, module_of
 from piperlang.capture.trace.trace import Traced
 from piperlang.diagnostics import Diagnostic
 
@@ -198,8 +198,7 @@ def _is_weighted(node: fx.Node, states: dict[fx.Node, States]) -> bool:
 
 def _diagnostic(state: Mixing, walk: Walk, last: fx.Node) -> Diagnostic:
     node = walk.causes.get(id(state), last)
-    stack = node.meta.get("nn_module_stack") or {}
-    place = "in the loss" if [path for path, _ in stack.values()][-1:] == [""] else module_of(node)
+    place = "in the loss" if is_of_loss(node) else module_of(node)
     return Diagnostic("P0805", f"the batch cannot be divided: {state.message}", notes=(place,), helps=(state.help,))
 
 

@@ -187,7 +187,7 @@ def trace_sizes(
             raise PiperError(*(_at_another_size(d, samples_traced, samples) for d in problem.diagnostics)) from None
 
     small = at(size)
-    refuse_unknown_shapes(small.graph)
+    refuse_unknown_shapes(small.graph, loss)
     refuse_cond(small.graph)
     _refuse_several_losses(small, loss)
     large = at(2 * size)

@@ -117,6 +117,12 @@ def _attention_dropout(node: fx.Node) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
+def is_of_loss(node: fx.Node) -> bool:
+    """Whether the loss runs an operator, and no module of the model."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [path for path, _ in stack.values()][-1:] == [""]
+
+
 def module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = [path for path, _ in stack.values()][-1] if stack else ""

@@ -69,10 +69,13 @@ def feature_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
 
 
 def counts(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
-    if weights is not None or minlength == 0:
+    """Like `bincount`, whose weights have no gradient."""
+    if minlength == 0:
         return torch.bincount(input, weights, minlength)
-    none = torch.zeros(minlength, dtype=torch.int64, device=input.device)
-    return none.scatter_add(0, input.long(), torch.ones_like(input, dtype=torch.int64))
+    each = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.detach()
+    if weights is not None and weights.dtype != torch.float32:
+        each = each.double()
+    return torch.zeros(minlength, dtype=each.dtype, device=input.device).scatter_add(0, input.long(), each)
 
 
 def _never_below(number: Any, other: Any = None) -> bool:

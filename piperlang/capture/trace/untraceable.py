@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from piperlang.capture.trace.random import module_of
+from piperlang.capture.trace.random import is_of_loss, module_of
 from piperlang.capture.user.user_code import (
     Wrong,
     device_help,
@@ -228,21 +228,21 @@ def refuse_loss(result: object, loss: Callable[..., Any]) -> None:
         raise error("P0807", wrong.message, line_of_function(loss), help=wrong.help)
 
 
-def refuse_unknown_shapes(graph: fx.Graph) -> None:
+def refuse_unknown_shapes(graph: fx.Graph, loss: Callable[..., Any]) -> None:
     """Refuse data-dependent shapes, which torch.export partly accepts: plans, memory and communication need to know
     every shape."""
     for node in graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, tuple | list) else [values]:
             if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
-                wrong = _unknown_shape()
+                wrong, in_loss = _unknown_shape(), is_of_loss(node)
                 raise error(
                     "P0802",
                     wrong.message,
-                    line_of_operator(node),
+                    line_of_operator(node) or (line_of_function(loss) if in_loss else None),
                     f"{node.target} here",
-                    notes=[module_of(node)],
-                    help=wrong.help,
+                    notes=["in the loss" if in_loss else module_of(node)],
+                    help="give `bincount` a `minlength`" if "bincount" in str(node.target) else wrong.help,
                 )
 
 

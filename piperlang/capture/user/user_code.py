@@ -285,7 +285,7 @@ def _no_optimizer(made: object) -> Wrong | None:
     return (
         Wrong(
             f"`optimizer` returned {kind(made)}, which has no `{missing[0]}`",
-            f"return a torch.optim.Optimizer: {example}",
+            f"return a torch.optim.Optimizer, or a list of them: {example}",
         )
         if missing
         else None

@@ -66,7 +66,8 @@ def _gather_together(device: DeviceValues, group: int, together: Sequence[Shards
     flat = [device.values[one.sources[0]].flatten() for one in together]
     mine = torch.cat([_padded(part, size) for part, size in zip(flat, sizes, strict=True)])
     everyone = mine.new_empty(len(together[0].cuts), mine.numel())
-    device.comm.gather_into(group, everyone.view(-1), mine)
+    if mine.numel():  # all weights may be empty
+        device.comm.gather_into(group, everyone.view(-1), mine)
     start = 0
     for one, size in zip(together, sizes, strict=True):
         parts = [part[start : start + high - low] for part, (low, high) in zip(everyone, one.cuts, strict=True)]
@@ -108,7 +109,8 @@ def scatter(device: DeviceValues, x: ScatterGradients) -> None:
         ]
     )
     mine = parts.new_empty(sum(sizes))
-    device.comm.scatter_into(x.group, mine, parts)
+    if mine.numel():
+        device.comm.scatter_into(x.group, mine, parts)
     start = 0
     for one, size in zip(together, sizes, strict=True):
         low, high = one.cuts[me]
@@ -133,7 +135,8 @@ def reduce(device: DeviceValues, x: ReduceGradients) -> None:
     flat = torch.cat([total.flatten() for total in totals])
     if x.share is not None and x.share != 1.0:
         flat *= x.share
-    device.comm.all_reduce(x.group, flat)
+    if flat.numel():
+        device.comm.all_reduce(x.group, flat)
     start = 0
     for one, total in zip(x.shards, totals, strict=True):
         device.values[one.target] = flat[start : start + total.numel()].view(total.shape)
