@@ -84,6 +84,7 @@ def zero(options: str) -> str:
     return f"mesh gpu = dp: 4\nplace [pass=*] on gpu\nreplicate [pass=*] over gpu.dp{options}\n"
 
 
+@pytest.mark.slow
 def test_activations_of_1f1b(cluster: Cluster) -> None:
     """On stage s of p, those of p - s microbatches are alive at once."""
     graph, _, _, found = run(cluster, pipeline("one_f_one_b", "loop", 4, 1), tokens=256)
@@ -154,7 +155,7 @@ SCHEDULES = {
     "zero3": zero(" with params=sharded"),
     "recompute": pipeline("gpipe", "loop", 4, 1, "recompute [stage=0:3]"),
 }
-OFTEN = ("1f1b x zero3, added up in parts", "recompute")
+OFTEN = ("1f1b x zero3, added up in parts",)
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(4, marks=pytest.mark.slow), 128])

@@ -22,8 +22,8 @@ from tests.support.often import one_in
 
 OFTEN = (
     "gpipe x hybrid",
-    "1f1b x zero3 x tp",
-    "zb-h1 x dp x ep",
+    "1f1b x zero3",
+    "zb-h1 x dp",
     "interleaved-zb x zero3",
     "dualpipe x zero2 x tp",
     "zbv x zero3 x dropless-data",
