@@ -22,7 +22,7 @@ from tests.support.often import one_in
 
 OFTEN = (
     "gpipe x hybrid",
-    "1f1b x zero3",
+    "1f1b x ep",
     "zb-h1 x dp",
     "interleaved-zb x zero3",
     "dualpipe x zero2 x tp",
