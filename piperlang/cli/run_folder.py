@@ -26,6 +26,7 @@ UNFINISHED = "weights-unfinished.pt"
 """Of a job that ended with an error between two steps."""
 PREVIOUS = "weights-previous{}.pt"
 """Of earlier jobs in the same folder: numbered from the second on."""
+PREVIOUS_AVERAGES = "weights-ema-previous{}.pt"
 
 
 def check_folder(folder: Path) -> None:
@@ -70,8 +71,8 @@ def write_about(folder: Path, options: argparse.Namespace, plan: Any, directives
 
     source, _ = open_script(options.script)
     with writing(folder / WEIGHTS, "nothing, training has not begun"):
-        for name in (WEIGHTS, AVERAGES, UNFINISHED):
-            _set_aside(folder / name)
+        for name, previous in ((WEIGHTS, PREVIOUS), (UNFINISHED, PREVIOUS), (AVERAGES, PREVIOUS_AVERAGES)):
+            _set_aside(folder / name, previous)
         (folder / "verified.json").unlink(missing_ok=True)
     write_text(folder / "schedule.piper", source.text)
     write_text(folder / "resolved.piper", resolved(directives))
@@ -87,9 +88,9 @@ def write_about(folder: Path, options: argparse.Namespace, plan: Any, directives
     write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
 
 
-def _set_aside(weights: Path) -> None:
+def _set_aside(weights: Path, previous: str) -> None:
     """Weights of an earlier job in the same folder are kept, and never taken for those of this job."""
-    names = (PREVIOUS.format(f"-{n}" if n > 1 else "") for n in range(1, 1_000_000))
+    names = (previous.format(f"-{n}" if n > 1 else "") for n in range(1, 1_000_000))
     if weights.exists():
         weights.replace(next(path for name in names if not (path := weights.with_name(name)).exists()))
 
