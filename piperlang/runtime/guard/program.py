@@ -82,7 +82,8 @@ def verify(
     guard = Guard(captured, plan, batch, training, whole)
     need, free = guard.bytes_needed(), free_bytes(guard.device)
     if need > SHARE * free:
-        return Verified(skipped=f"it would need {gigabytes(need)} of memory, but {gigabytes(free)} are free")
+        usable = f"{gigabytes(SHARE * free)}, {SHARE:.0%} of what is free"
+        return Verified(skipped=f"it would need {gigabytes(need)} of memory, and may use {usable}")
     try:
         with seeded(training.seed), threads_for(captured.model.flops):
             difference = max(guard.compare(call) for call in range(CALLS))
