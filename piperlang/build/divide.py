@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from piperlang.build.schedule import Schedule, Use
-from piperlang.diagnostics import Label, PiperError, error
+from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate.directive import Directive
 from piperlang.elaborate.outline import Outline
 from piperlang.elaborate.placement import Chunk as Tagset
@@ -25,25 +25,36 @@ def refuse_mixing(
 ) -> None:
     """Chunks whose samples depend on each other compute other results on a part of the batch. `groups`: those that the
     directive divides; by default, all."""
-    if parts == 1:
-        return
-    for group in schedule.groups if groups is None else groups:
-        mixing = next((chunk.mixing for chunk in schedule.groups[group] if chunk.mixing is not None), None)
+    for group in () if parts == 1 else schedule.groups if groups is None else groups:
+        mixing = _first(chunk.mixing for chunk in schedule.groups[group])
         if mixing is not None:
             others = [one for one, chunks in schedule.groups.items() if all(c.mixing is None for c in chunks)]
-            instead = (
-                f"or divide the batch of the other chunks only: [{shown(others[0])}], ..."
-                if others
-                else 'or tag these operators (`with annotate("part", "whole"):`), and divide the other chunks only'
-            )
-            raise PiperError(
-                replace(
-                    mixing,
-                    span=directive.span,
-                    label=f"divides the batch of {shown(group)} here",
-                    helps=(*mixing.helps, instead),
-                )
-            )
+            raise _refused(mixing, directive, group, others)
+
+
+def refuse_summing(schedule: Schedule, split: Split, groups: Iterable[Tagset] | None = None) -> None:
+    """Devices add up their sums over the samples when they reach them. Microbatches reach them one after another: all
+    would have to stop there and keep their activations, and nothing would be gained over a batch that is not split."""
+    for group in () if split.count == 1 else schedule.groups if groups is None else groups:
+        summing = _first(chunk.summing for chunk in schedule.groups[group])
+        if summing is not None:
+            others = [one for one, chunks in schedule.groups.items() if all(c.summing is None for c in chunks)]
+            raise _refused(summing, split, group, others, "or only `replicate` it: devices add up such values")
+
+
+def _first(reasons: Iterable[Diagnostic | None]) -> Diagnostic | None:
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _refused(why: Diagnostic, directive: Directive, group: Tagset, others: list[Tagset], *helps: str) -> PiperError:
+    """`others`: chunks whose batch can be divided."""
+    instead = (
+        f"or divide the batch of the other chunks only: [{shown(others[0])}], ..."
+        if others
+        else 'or tag these operators (`with annotate("part", "whole"):`), and divide the other chunks only'
+    )
+    label = f"divides the batch of {shown(group)} here"
+    return PiperError(replace(why, span=directive.span, label=label, helps=(*why.helps, *helps, instead)))
 
 
 def refuse_both(directive: Directive, group: Tagset, other: Directive | None, handled: str) -> None:

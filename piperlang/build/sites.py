@@ -214,7 +214,8 @@ class Sites:
         kind, i = slot
         names = {"input": chunk.inputs, "output": chunk.outputs, "batch": chunk.batch}
         of = kind.removeprefix("grad_")
-        batched = of in names and self.model.tensors[names[of][i]].batch is not None
+        tensor = self.model.tensors[names[of][i]] if of in names else None
+        batched = tensor is not None and tensor.batch is not None
         dividing = [divide.axis for divide in divides]
         places: list[Placement] = []
         for axis, _ in axes_of(where):
@@ -228,6 +229,8 @@ class Sites:
                 places.append(PARTIAL)
             elif kind == "weight":
                 places.append(REPLICATE)
+            elif tensor is not None and tensor.summed:
+                places.append(PARTIAL if kind in ("output", "grad_input") else REPLICATE)
             else:
                 places.append(BATCH if batched else DEFERRED if kind.startswith("grad_") else REPLICATE)
         return Layout(where, tuple(places), self.inner_axes)

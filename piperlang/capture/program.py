@@ -21,6 +21,7 @@ from piperlang.capture.spmd.features import Unfit, features_of, operator_name, r
 from piperlang.capture.spmd.localize import Tried, localize, written
 from piperlang.capture.trace import routed
 from piperlang.capture.trace.names import ModuleName, names_of
+from piperlang.capture.trace.whole_sum import reason
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function, line_of_operator
 from piperlang.core.placement import DISPATCHED, Dispatched, Placement, Shard
@@ -51,7 +52,7 @@ class Program:
         return replace(self, sizes=replace(self.sizes, samples=len(rows)), rows=rows) if rows else self
 
     def cut(self, tags: Iterable[Tag] = ()) -> CutProgram:
-        return CutProgram(self, cut(self.sizes.small, tags))
+        return CutProgram(self, cut(self.sizes.small, tags, self.samples.summed))
 
     def check_tag(self, directive: Tag) -> None:
         for path in directive.paths:
@@ -327,6 +328,7 @@ class CutProgram:
             buried,
             differentiable,
             node.name in self.program.samples.own,
+            node.name in self.program.samples.summed,
         )
 
     def _chunk(self, chunk: Subgraph) -> ir.Chunk:
@@ -354,6 +356,7 @@ class CutProgram:
                 for weight, output in chunk.changes
             ),
             self.program.samples.mixing_in(chunk.nodes),
+            next((reason(node) for node in chunk.nodes if node.name in self.program.samples.summed), None),
         )
 
 

@@ -28,7 +28,7 @@ Gradients are accumulated: there is one update. `split SELECTOR` divides the sam
 chunks; values on edges to other chunks are sliced and concatenated.
 
 Preconditions: the name is new, no earlier directive orders passes or uses the name, the batch size is divisible by the
-number of microbatches, and the chunks do not mix samples."""
+number of microbatches, and the chunks do not mix samples or sum over them (batch normalization)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from piperlang.build.divide import refuse_mixing
+from piperlang.build.divide import refuse_mixing, refuse_summing
 from piperlang.core.selector import Selector
 from piperlang.diagnostics import Label, PiperError, error
 from piperlang.elaborate.directive import Directive
@@ -131,6 +131,7 @@ class Split(Directive):
         if samples % (others * self.count):
             raise self._indivisible(samples, others)
         refuse_mixing(schedule, self, self.count, groups)
+        refuse_summing(schedule, self, groups)
         schedule.outline.apply(self)
 
     def _indivisible(self, samples: int, others: int) -> PiperError:

@@ -31,6 +31,8 @@ class Tensor:
     own: bool = False
     """Every part of the batch has its own, so only a chunk with the same parts can read it: a sum or a mean over the
     samples, or what depends on their number or on the position of a sample among them."""
+    summed: bool = False
+    """A sum over the samples, which is added up over the devices that divide the batch before other chunks read it."""
 
     def shape(self, samples: int) -> tuple[int, ...]:
         return tuple(a * samples + b for a, b in self.dims)
@@ -104,6 +106,9 @@ class Chunk:
     changes: tuple[Change, ...] = ()
     mixing: Diagnostic | None = None
     """Why its batch cannot be divided, if it cannot."""
+    summing: Diagnostic | None = None
+    """Why its batch cannot be split into microbatches, though devices can divide it: it computes with sums over the
+    batch."""
 
     @property
     def tagset(self) -> frozenset[tuple[str, TagValue]]:
@@ -149,6 +154,11 @@ class Model:
     """How losses of parts of the batch make the loss of the whole: `mean`, `sum`, or `count` for a sum that is divided
     by a count of the batch."""
     divider: Divider | None = None
+
+    @property
+    def combines_samples(self) -> bool:
+        """Whether what is computed for a sample depends on the others: no part of the batch can be computed alone."""
+        return any(chunk.mixing is not None or chunk.summing is not None for chunk in self.chunks)
 
     @property
     def flops(self) -> int:

@@ -101,10 +101,10 @@ class PlanForShape:
 
     def _unpadded(self, mode: Mode) -> str:
         """Why batches are not padded: something would see that samples are repeated."""
-        chunks = self.captured.model.chunks
-        if any(chunk.mixing is not None for chunk in chunks):
+        model = self.captured.model
+        if model.combines_samples:
             return "the model mixes samples"
-        if any(not change.free for chunk in chunks for change in chunk.changes):
+        if any(not change.free for chunk in model.chunks for change in chunk.changes):
             return "buffers of the model depend on the samples"
         if mode == "train" and any(map(_differentiates_itself, self.captured.program.sizes.small.graph.nodes)):
             return "the model has a backward of its own, whose gradient may not be in proportion to the loss"

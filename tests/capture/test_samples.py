@@ -14,6 +14,8 @@ from torch import nn
 from piperlang.capture.batch.samples import Samples, samples, walk_samples
 from piperlang.capture.batch.whole import edits
 from piperlang.capture.trace.trace import trace
+from piperlang.capture.trace.whole_sum import reason
+from piperlang.diagnostics import Diagnostic
 from piperlang.diagnostics.codes import CODES
 from tests.support.models import CASES, Mlp, Moe, square, tokens, vectors, words
 from tests.support.often import one_in
@@ -58,6 +60,14 @@ def analysed(
 ) -> Samples:
     _, small, large, walk = edits(*(trace(model, loss, batch(n)) for n in (size, 2 * size)))
     return samples(small, large, walk)
+
+
+def refusal(model: Callable[[], nn.Module], loss: Loss) -> tuple[Diagnostic | None, bool]:
+    """Why microbatches cannot divide the batch, and whether devices can, because they add up sums."""
+    _, small, large, walk = edits(*(trace(model, loss, numbers(n)) for n in (2, 4)))
+    found = samples(small, large, walk)
+    why = next((reason(node) for node in small.graph.nodes if node.name in found.summed), None)
+    return found.mixing or why, found.mixing is None and why is not None
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +132,7 @@ def test_transformers_may_be_divided(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_that_mix_are_refused() -> None:
+def test_transformers_that_compute_with_means() -> None:
     """The balancing loss that Qwen3-MoE computes itself is a product of means over the batch."""
     transformers = pytest.importorskip("transformers")
     from tests.support import transformers_models
@@ -137,8 +147,8 @@ def test_transformers_that_mix_are_refused() -> None:
         return transformers_models.loss(output, target) + output.aux_loss
 
     found = analysed(model, loss, lambda n: (torch.zeros(n, 6, dtype=torch.long),) * 2)
-    assert found.mixing is not None
-    assert "DeepSeek-V3" in found.mixing.helps[0]
+    assert found.mixing is None
+    assert found.summed
 
 
 # ------------------------------------------------------------------------------------------------------- what is fine
@@ -407,7 +417,10 @@ MIXING: dict[str, tuple[Function, str]] = {
     "centred": (minus(lambda x: x.mean(0)), "combines a mean over the samples with individual samples"),
     "scaled by the mean": (lambda x: x * x.mean(), "multiplies a mean over the samples"),
     "divided by the sum": (lambda x: x / x.exp().sum(), "divides by a sum over the samples"),
-    "batch norm": (lambda x: f.batch_norm(x, None, None, training=True), "batch_norm over the samples"),
+    "batch norm": (
+        lambda x: f.batch_norm(x, None, None, training=True),
+        "batch_norm needs the statistics of the whole batch",
+    ),
     "layer norm of all": (lambda x: f.layer_norm(x, x.shape), "layer_norm over the samples"),
     "instance norm of transposed": (
         lambda x: f.instance_norm(x.permute(1, 2, 0)).permute(2, 0, 1),
@@ -480,11 +493,15 @@ MIXING: dict[str, tuple[Function, str]] = {
 }
 
 
+SUMMED = ("std", "var", "centred", "scaled by the mean", "divided by the sum", "batch norm")
+
+
 @pytest.mark.parametrize("name", one_in(6, MIXING))
 def test_models_that_mix_samples(name: str) -> None:
     function, message = MIXING[name]
-    refused = analysed(lambda: Whole(function), square).mixing
+    refused, summed = refusal(lambda: Whole(function), square)
     assert refused is not None
+    assert summed == (name in SUMMED)
     assert refused.code == "P0805"
     assert refused.message.startswith("the batch cannot be divided: ")
     assert message in refused.message
@@ -638,11 +655,28 @@ MIXING_LOSSES: dict[str, tuple[Loss, str]] = {
 }
 
 
+SUMMED_LOSSES = (
+    "root",
+    "exponential",
+    "square",
+    "reciprocal",
+    "product of means",
+    "dot of means",
+    "rounded",
+    "counts",
+    "constant over a mean",
+    "masked mean",
+    "sum and a constant",
+    "balance of all",
+)
+
+
 @pytest.mark.parametrize("name", one_in(5, MIXING_LOSSES))
 def test_losses_that_mix_samples(name: str) -> None:
     loss, message = MIXING_LOSSES[name]
-    refused = analysed(lambda: Whole(same), loss).mixing
+    refused, summed = refusal(lambda: Whole(same), loss)
     assert refused is not None
+    assert summed == (name in SUMMED_LOSSES)
     assert message in refused.message
     assert refused.notes == ("in the loss",)
     assert not combines("mean", lambda: Whole(same), loss)
@@ -663,7 +697,7 @@ def test_losses_that_mix_samples(name: str) -> None:
     ],
 )
 def test_the_repair_suits_the_cause(function: Function, loss: Loss, repair: str) -> None:
-    refused = analysed(lambda: Whole(function), loss).mixing
+    refused, _ = refusal(lambda: Whole(function), loss)
     assert refused is not None
     assert repair in refused.helps[0]
 

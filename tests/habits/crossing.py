@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import checkpoint as recompute
 
 from piperlang.capture.annotate import annotate
-from tests.habits.habit import EITHER, REFUSED, SAME, SAMPLES, WIDTH, Category, Layers, vectors
+from tests.habits.habit import EITHER, REFUSED, SAME, SAMPLES, SUMMED, WIDTH, Category, Layers, vectors
 
 CROSSING = Category("crossing", "Between stages")
 T = torch.Tensor
@@ -82,8 +82,8 @@ _crossing(
     lambda x: x.repeat_interleave(2, 0),
     lambda x, made: x + made.view(-1, 2, WIDTH).sum(1),
 )
-_crossing("crossing: a mean over the batch", lambda x: x.mean(0), None, REFUSED, whole=SAME)
-_crossing("crossing: a number: the mean of everything", lambda x: x.mean(), None, REFUSED, whole=SAME)
+_crossing("crossing: a mean over the batch", lambda x: x.mean(0), None, SUMMED, whole=SAME)
+_crossing("crossing: a number: the mean of everything", lambda x: x.mean(), None, SUMMED, whole=SAME)
 _crossing("crossing: a detached copy", lambda x: x.detach())
 _crossing(
     "crossing: sorted values and their indices", lambda x: x.sort(-1), lambda x, made: x + made[0] * (1 + 0.1 * made[1])
@@ -209,7 +209,7 @@ class CountsElements(Shared):
         return x * (1 + 0.001 * self.steps) if i == 2 else x
 
 
-@CROSSING.habit("a buffer that sums the samples", REFUSED, whole=SAME)
+@CROSSING.habit("a buffer that sums the samples", SUMMED, whole=SAME)
 class SumsSamples(Shared):
     def before(self, i: int, x: T) -> T:
         if i == 1:
@@ -217,7 +217,7 @@ class SumsSamples(Shared):
         return x
 
 
-@CROSSING.habit("a buffer that takes the gradient's path: not detached", REFUSED, whole=EITHER)
+@CROSSING.habit("a buffer that takes the gradient's path: not detached", SUMMED, whole=EITHER)
 class NotDetached(Shared):
     def before(self, i: int, x: T) -> T:
         if i == 1:

@@ -14,6 +14,8 @@ from piperlang.capture.annotate import annotate
 
 WIDTH, SAMPLES, STEPS, WORDS, LENGTH = 8, 8, 3, 20, 6
 SAME, REFUSED, EITHER = "same", "refused", "same or refused"
+SUMMED = "same, refused with microbatches"
+"""Devices add up their sums over the samples; microbatches come one after another."""
 LIMIT = 1e-5
 """The largest relative difference that rounding explains."""
 
@@ -89,7 +91,8 @@ class Habit:
     category: str
     model: Callable[[], nn.Module]
     expected: str = SAME
-    """Where the batch is divided: `same`, `refused`, or `same or refused` where that depends on the schedule."""
+    """Where the batch is divided: `same`, `refused`, `same or refused` where that depends on the schedule, or `same,
+    refused with microbatches`."""
     whole: str = ""
     """The same for a pipeline that does not split the batch. Only for habits that mix samples."""
     loss: Callable[[Any, Any], Any] = square

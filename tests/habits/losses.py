@@ -9,7 +9,7 @@ import torch.nn.functional as f
 from torch import nn
 
 from piperlang.capture.annotate import annotate
-from tests.habits.habit import EITHER, REFUSED, SAME, SAMPLES, WIDTH, Category, Layers, labelled, vectors
+from tests.habits.habit import EITHER, REFUSED, SAME, SAMPLES, SUMMED, WIDTH, Category, Layers, labelled, vectors
 
 LOSSES = Category("losses", "Losses")
 T = torch.Tensor
@@ -221,28 +221,28 @@ def neighbours(output: T, target: T) -> T:
     return f.mse_loss(output, target) + (output[1:] - output[:-1]).square().mean()
 
 
-@LOSSES.loss("root of the mean squared error", REFUSED, whole=SAME)
+@LOSSES.loss("root of the mean squared error", SUMMED, whole=SAME)
 def root(output: T, target: T) -> T:
     return f.mse_loss(output, target).sqrt()
 
 
-@LOSSES.loss("exp of the mean (perplexity)", REFUSED, batch=labelled, whole=SAME)
+@LOSSES.loss("exp of the mean (perplexity)", SUMMED, batch=labelled, whole=SAME)
 def perplexity(output: T, target: T) -> T:
     return f.cross_entropy(output, target).exp()
 
 
-@LOSSES.loss("logarithm of the mean (PSNR)", REFUSED, whole=SAME)
+@LOSSES.loss("logarithm of the mean (PSNR)", SUMMED, whole=SAME)
 def psnr(output: T, target: T) -> T:
     return 10 * f.mse_loss(output, target).log10()
 
 
-@LOSSES.loss("divided by its own value: loss / loss.detach()", REFUSED, whole=SAME)
+@LOSSES.loss("divided by its own value: loss / loss.detach()", SUMMED, whole=SAME)
 def relative(output: T, target: T) -> T:
     loss = f.mse_loss(output, target)
     return loss / loss.detach()
 
 
-@LOSSES.loss("two losses balanced by their values", REFUSED, whole=SAME)
+@LOSSES.loss("two losses balanced by their values", SUMMED, whole=SAME)
 def balanced(output: T, target: T) -> T:
     first, second = f.mse_loss(output, target), f.l1_loss(output, target)
     return first + second * (first / second).detach()
@@ -264,7 +264,7 @@ def logsumexp(output: T, target: T) -> T:
     return torch.logsumexp((output - target).square().mean(-1), 0)
 
 
-@LOSSES.loss("variance over the batch", REFUSED, whole=SAME)
+@LOSSES.loss("variance over the batch", SUMMED, whole=SAME)
 def variance(output: T, target: T) -> T:
     return f.mse_loss(output, target) - 0.1 * output.var(0).mean()
 
@@ -281,18 +281,18 @@ def advantages(output: T, target: T) -> T:
     return (output.mean(-1) * advantage.detach()).mean()
 
 
-@LOSSES.loss("dice over the batch", REFUSED, whole=SAME)
+@LOSSES.loss("dice over the batch", SUMMED, whole=SAME)
 def dice(output: T, target: T) -> T:
     p, y = output.sigmoid(), (target > 0).to(output.dtype)
     return 1 - 2 * (p * y).sum() / (p.sum() + y.sum())
 
 
-@LOSSES.loss("product of two means", REFUSED, whole=SAME)
+@LOSSES.loss("product of two means", SUMMED, whole=SAME)
 def product(output: T, target: T) -> T:
     return f.mse_loss(output, target) * output.abs().mean()
 
 
-@LOSSES.loss("mean over the batch before the difference", REFUSED, whole=SAME)
+@LOSSES.loss("mean over the batch before the difference", SUMMED, whole=SAME)
 def moments(output: T, target: T) -> T:
     return (output.mean(0) - target.mean(0)).square().mean()
 
@@ -307,7 +307,7 @@ def random_targets(output: T, target: T) -> T:
     return f.mse_loss(output, target + 0.1 * torch.randn_like(target))
 
 
-@LOSSES.loss("clipped loss: clamp of the mean", REFUSED, whole=SAME)
+@LOSSES.loss("clipped loss: clamp of the mean", SUMMED, whole=SAME)
 def clamped(output: T, target: T) -> T:
     return f.mse_loss(output, target).clamp(max=1.25)
 
@@ -456,7 +456,7 @@ class Load(Layers):
             return y, (gates.mean(0) * (gates > 0.125).to(gates.dtype).mean(0)).sum()
 
 
-@LOSSES.loss("a balance of experts over the whole batch", REFUSED, whole=SAME, model=Load)
+@LOSSES.loss("a balance of experts over the whole batch", SUMMED, whole=SAME, model=Load)
 def balance(output: tuple[T, T], target: T) -> T:
     return f.mse_loss(output[0], target) + 0.1 * output[1]
 

@@ -9,7 +9,7 @@ import torch.nn.functional as f
 from torch import nn
 
 from piperlang.capture.annotate import annotate
-from tests.habits.habit import EITHER, REFUSED, SAME, WIDTH, Between, Category, Layers, tokens, words
+from tests.habits.habit import EITHER, REFUSED, SAME, SUMMED, WIDTH, Between, Category, Layers, tokens, words
 from tests.habits.modes import Embedded
 
 OPERATORS = Category("operators", "Operators")
@@ -165,7 +165,7 @@ class UsesCounted(Between):
 # ---------------------------------------------------------------------------------------------- control flow, scripts
 
 
-@OPERATORS.habit("torch.cond on the whole batch", REFUSED, whole=EITHER)
+@OPERATORS.habit("torch.cond on the whole batch", SUMMED, whole=EITHER)
 class CondBatch(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: 2 * t, (x,))
@@ -263,7 +263,7 @@ class GlobalMaximum(Between):
         return x / x.abs().max()
 
 
-@OPERATORS.habit("a mean over the batch, detached, subtracted", REFUSED, whole=SAME)
+@OPERATORS.habit("a mean over the batch, detached, subtracted", SUMMED, whole=SAME)
 class DetachedMean(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.detach().mean(0)

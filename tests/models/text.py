@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from tests.habits.habit import REFUSED, SAME
+from tests.habits.habit import SAME, SUMMED
 from tests.models.model import WORDS, add, classes, named, pairs, sentences, words
 
 DECODER = ("model.embed_tokens, model.layers[0:2]", "model.layers[2:4], model.norm, lm_head")
@@ -57,7 +57,7 @@ decoder("Qwen2-MoE", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=
 decoder("Qwen3-MoE", "Qwen3Moe", num_experts=4, head_dim=8, **EXPERTS)
 ROUTED: dict[str, Any] = {"num_experts": 4, "head_dim": 8, "output_router_logits": True, **EXPERTS}
 decoder("Qwen3-MoE, router logits", "Qwen3Moe", **ROUTED)
-decoder("Qwen3-MoE, router logits, balance loss", "Qwen3Moe", REFUSED, loss=balanced, **ROUTED)
+decoder("Qwen3-MoE, router logits, balance loss", "Qwen3Moe", SUMMED, loss=balanced, **ROUTED)
 decoder("GPT-OSS", "GptOss", experts=PATHS, num_local_experts=4, head_dim=8, num_experts_per_tok=2)
 decoder("OLMoE", "Olmoe", experts=PATHS, num_experts=4, num_experts_per_tok=2)
 decoder(

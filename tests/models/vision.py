@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.habits.habit import EITHER, REFUSED, SAMPLES
+from tests.habits.habit import EITHER, REFUSED, SAMPLES, SUMMED
 from tests.models.model import CLASSES, LENGTH, PIXELS, WORDS, add, classes, named, pictures
 
 VISION = {
@@ -76,7 +76,8 @@ add(
     "resnet.encoder.stages[2:4], classifier",
     batch=pictures,
     loss=classes,
-    expected=EITHER,
+    expected=SUMMED,
+    limit=1e-3,  # eager PyTorch in float32 is as far from float64
 )
 add(
     "SegFormer",

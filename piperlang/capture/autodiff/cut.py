@@ -1,4 +1,5 @@
-"""Cuts the traced graph into chunks: maximal runs of operators with equal tags, in program order.
+"""Cuts the traced graph into chunks: maximal runs of operators with equal tags, in program order. A sum over the whole
+batch ends a chunk, so that it can be added up over devices.
 
 The chunks form a DAG: a value used three stages later has its own edge, several tensors may cross an edge, and integers
 and masks have no backward edge."""
@@ -6,7 +7,7 @@ and masks have no backward edge."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,13 +56,15 @@ class Subgraph:
     """Buffers among `weights` that the chunk changes, each with the output that is its new value."""
 
 
-def cut(traced: Traced, directives: Iterable[Tag] = ()) -> list[Subgraph]:
+def cut(traced: Traced, directives: Iterable[Tag] = (), summed: Collection[str] = ()) -> list[Subgraph]:
+    """`summed`: values that are added up over the parts of the batch, and so are never read by the chunk that computes
+    them."""
     elsewhere = traced.elsewhere
     nodes = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output") and n not in elsewhere]
     tags = _tags(nodes, list(directives), ancestors(list(traced.changes.values())))
     groups: list[list[fx.Node]] = []
     for node in nodes:
-        if groups and tags[node] == tags[groups[-1][-1]]:
+        if groups and tags[node] == tags[groups[-1][-1]] and groups[-1][-1].name not in summed:
             groups[-1].append(node)
         else:
             groups.append([node])

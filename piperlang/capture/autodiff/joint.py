@@ -87,13 +87,16 @@ class Joint:
 
     def _run(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the chunk's operators. Outputs to other chunks are contiguous and own their memory: they are neither
-        views nor inputs of the chunk."""
+        views nor inputs of the chunk. Those that receive no gradient, because the other chunks detach them, are
+        detached here."""
         seen = {_storage(tensor) for tensor in given}
         found = []
-        for result in self.operators.run(*given, enable_io_processing=False):
+        results = self.operators.run(*given, enable_io_processing=False)
+        for result, value in zip(results, self.chunk.outputs, strict=True):
             storage = _storage(result)
             odd = storage in seen or result._base is not None or not result.is_contiguous()
-            found.append(result.clone(memory_format=torch.contiguous_format) if odd else result)
+            owned = result.clone(memory_format=torch.contiguous_format) if odd else result
+            found.append(owned if value.differentiable else owned.detach())
             seen.add(storage)
         return tuple(found)
 

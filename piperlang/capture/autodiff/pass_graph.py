@@ -14,7 +14,7 @@ from torch import fx
 
 from piperlang.capture.autodiff.cost import Cost
 from piperlang.capture.batch.layout import BatchLayout
-from piperlang.capture.trace import effects, functions, keep, routed  # noqa: F401
+from piperlang.capture.trace import effects, functions, keep, routed, sums  # noqa: F401
 from piperlang.ir.model import Sharding, Slot
 
 

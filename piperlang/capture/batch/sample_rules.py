@@ -445,6 +445,23 @@ def _without_classes(call: OperatorCall, operand: Operand) -> Operand:
     )
 
 
+def totalled(call: OperatorCall) -> State:
+    """Sums over the samples."""
+    (operand,) = call.plain()
+    assert isinstance(operand.state, Along)
+    if operand.state.dim not in call.small["dims"]:
+        raise call.through()
+    return Mixed(0)
+
+
+def whole(call: OperatorCall) -> State:
+    """A sum over the samples that is added up over all parts of the batch: every part reads the same value."""
+    (operand,) = call.operands
+    if operand.state != Mixed(0):
+        raise call.nonlinear(operand.state)
+    return Free()
+
+
 def chosen(call: OperatorCall) -> State:
     """Routed tokens: each token is processed independently of the others, and the experts' weights do not depend on
     data."""

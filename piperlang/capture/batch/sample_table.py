@@ -37,7 +37,9 @@ from piperlang.capture.batch.sample_rules import (
     scaled,
     scanned,
     sliced,
+    totalled,
     trusted,
+    whole,
 )
 
 ADDED, SCALED = ("add", "sub", "rsub"), ("mul", "div")
@@ -202,6 +204,8 @@ _FAMILIES: tuple[tuple[Iterable[str], Rule], ...] = (
 _OWN: dict[str, Rule] = {
     "counter_dropout": dropped,
     "counter_draw": drawn,
+    "batch_sums": totalled,
+    "whole_sum": whole,
     "routed_linear": chosen,
     "routed_rows": chosen,
 }

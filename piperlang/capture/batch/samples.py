@@ -39,6 +39,7 @@ from piperlang.capture.batch.sample_table import KEPT, NUMBERED, PERMUTED, name_
 from piperlang.capture.trace.functions import Applied, backward_graph
 from piperlang.capture.trace.random import is_of_loss, module_of
 from piperlang.capture.trace.trace import Traced
+from piperlang.capture.trace.whole_sum import is_whole_sum
 from piperlang.diagnostics import Diagnostic
 
 States: TypeAlias = State | tuple[State, ...]
@@ -63,6 +64,8 @@ class Samples:
     own: frozenset[str] = frozenset()
     """Nodes of which every part of the batch has its own value: sums and means over its samples, and what depends on
     their number or on the position of a sample among them."""
+    summed: frozenset[str] = frozenset()
+    """Sums over the samples that are added up over the devices that divide the batch, before other chunks read them."""
     reasons: Mapping[str, Diagnostic] = field(default_factory=dict)
     """By node, why it cannot be computed from a part of the batch: it mixes samples, or reads what does."""
 
@@ -97,15 +100,22 @@ def samples(small: Traced, large: Traced, walk: Walk | None) -> Samples:
         state = Mixing("the loss is not a scalar", Repair.LAST)
     if isinstance(state, Mixed) and state.degree not in (0, -1):
         state = Mixing("the loss is neither a sum nor a mean over the samples", Repair.LAST)
+    if isinstance(state, Free) and _is_own(state):
+        state = Mixing("the loss depends on the batch size in another way than a sum or a mean", Repair.SIZE)
     loss = "sum" if isinstance(state, Mixed) and state.degree == 0 else "mean"
     weighted = tuple(node.name for node in small.graph.nodes if _is_weighted(node, walk.states))
-    mixing = _diagnostic(state, walk, small.result) if isinstance(state, Mixing) else None
+    mixing = diagnosed(state, walk, small.result) if isinstance(state, Mixing) else None
     free = frozenset(
         node.name for node, found in walk.states.items() if found == Free(0) or found == Free(0, zero=True)
     )
     own = frozenset(node.name for node, found in walk.states.items() if any(map(_is_own, _several(found))))
     reasons = {} if mixing is None else {small.result.name: mixing} | _reasons(walk, small.result)
-    return Samples(loss, _dims(small, large, walk), mixing, weighted, free, own, reasons)
+    summed = frozenset(
+        node.name
+        for node in small.graph.nodes
+        if is_whole_sum(node) and isinstance(walk.states[node.all_input_nodes[0]], Mixed)
+    )
+    return Samples(loss, _dims(small, large, walk), mixing, weighted, free, own, summed, reasons)
 
 
 def _reasons(walk: Walk, result: fx.Node) -> dict[str, Diagnostic]:
@@ -116,7 +126,7 @@ def _reasons(walk: Walk, result: fx.Node) -> dict[str, Diagnostic]:
         node = work.pop()
         states = walk.states.get(node)
         if isinstance(states, Mixing) and node.name not in found:
-            found[node.name] = _diagnostic(states, walk, node)
+            found[node.name] = diagnosed(states, walk, node)
             work += node.all_input_nodes
             if node.target is operator.getitem:  # of an operator with several outputs
                 found[node.all_input_nodes[0].name] = found[node.name]
@@ -192,11 +202,11 @@ def _dims(small: Traced, large: Traced, walk: Walk) -> dict[str, tuple[int, int]
 def _is_weighted(node: fx.Node, states: dict[fx.Node, States]) -> bool:
     if name_of(node.target) not in CLASSES or not isinstance(states[node], Mixed):
         return False
-    arguments = _arguments(node)
+    arguments = arguments_of(node)
     return arguments["reduction"] == 1 and not arguments["target"].meta["val"].is_floating_point()
 
 
-def _diagnostic(state: Mixing, walk: Walk, last: fx.Node) -> Diagnostic:
+def diagnosed(state: Mixing, walk: Walk, last: fx.Node) -> Diagnostic:
     node = walk.causes.get(id(state), last)
     place = "in the loss" if is_of_loss(node) else module_of(node)
     return Diagnostic("P0805", f"the batch cannot be divided: {state.message}", notes=(place,), helps=(state.help,))
@@ -302,7 +312,7 @@ class Walk:
                 if isinstance(value, torch.Tensor) and not isinstance(state, tuple)
                 else None
             )
-        return {name: _replaced(value, operands) for name, value in _arguments(node).items()}
+        return {name: _replaced(value, operands) for name, value in arguments_of(node).items()}
 
     # ----------------------------------------------------------------------------------------------- decomposition
 
@@ -477,7 +487,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments by name, with defaults filled in."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:

@@ -5,7 +5,9 @@ cannot be computed from a part of the batch. It is computed once per step from t
 as another tensor of the batch. A loss such as `(losses * mask).sum() / mask.sum()` is then a sum over the samples.
 
 Where a mean over the samples, or a value that does not depend on them, is added to a sum over the samples, it is
-multiplied by the share of the samples that a part has, which makes it a sum, too."""
+multiplied by the share of the samples that a part has, which makes it a sum, too.
+
+Sums and means that are computed with are another matter (sum_up.py)."""
 
 from __future__ import annotations
 
@@ -20,13 +22,10 @@ from torch import fx
 
 from piperlang.capture.batch.mixing import Free, Mixed, Mixing, Repair, growing
 from piperlang.capture.batch.samples import Known, States, Walk, walk_samples
+from piperlang.capture.batch.shares import in_dtype_of, number_of_samples, placeholder, share_of
+from piperlang.capture.batch.sum_up import computed_with, sum_up, variances, write_variances
 from piperlang.capture.trace.buffers import root_of, written
-from piperlang.capture.trace.ratios import insert
 from piperlang.capture.trace.trace import Traced
-
-aten = torch.ops.aten
-SAMPLES = "whole_samples"
-"""The placeholder of the number of samples of the whole batch."""
 
 Edit: TypeAlias = Callable[[Traced], Traced]
 """A change of a trace. It finds nodes by their position, which is the same at all batch sizes."""
@@ -52,7 +51,13 @@ def _next(small: Traced, large: Traced, walk: Walk) -> Edit | None:
     if whole:
         return partial(_give, whole)
     weighed = [(position[node], [position[operand] for operand in _unlike(node, walk)]) for node in _sums(walk)]
-    return partial(_weigh, weighed) if any(operands for _, operands in weighed) else None
+    if any(operands for _, operands in weighed):
+        return partial(_weigh, weighed)
+    summed = {position[node]: how for node, how in computed_with(small, walk).items()}
+    if summed:
+        return partial(sum_up, summed)
+    spread = {position[node]: why for node, why in variances(small, walk).items()}
+    return partial(write_variances, spread) if spread else None
 
 
 # --------------------------------------------------------------------------------- values that depend on the batch
@@ -103,18 +108,10 @@ def _give(positions: list[int], traced: Traced) -> Traced:
     nodes = list(traced.graph.nodes)
     whole = dict(traced.whole)
     for position in positions:
-        place = _placeholder(traced.graph, "whole", nodes[position])
+        place = placeholder(traced.graph, "whole", nodes[position])
         nodes[position].replace_all_uses_with(place)
         whole[place.name] = nodes[position]
     return replace(traced, whole=whole)
-
-
-def _placeholder(graph: fx.Graph, name: str, value: fx.Node) -> fx.Node:
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        place = graph.placeholder(name)
-    place.meta = {"val": value.meta["val"]}
-    return place
 
 
 # -------------------------------------------------------------------------------------------- sums and other values
@@ -143,30 +140,11 @@ def _unlike(node: fx.Node, walk: Walk) -> list[fx.Node]:
 
 def _weigh(places: list[tuple[int, list[int]]], traced: Traced) -> Traced:
     nodes = list(traced.graph.nodes)
-    traced, whole = _number_of_samples(traced)
+    traced, whole = number_of_samples(traced)
     for position, operands in places:
         for operand in (nodes[i] for i in operands):
-            value: torch.Tensor = operand.meta["val"]
-            exact = torch.promote_types(value.dtype, torch.float32)  # a share of bfloat16 has three digits
             user = nodes[position]  # a part's share is that of the chunk that adds
             with traced.graph.inserting_before(user):
-                share = insert(user, aten.to.dtype, operand, exact) if exact != value.dtype else operand
-                share = insert(user, aten.mul.Tensor, share, traced.samples)
-                share = insert(user, aten.div.Tensor, share, whole)
-                if exact != value.dtype:
-                    share = insert(user, aten.to.dtype, share, value.dtype)
+                share = in_dtype_of(operand, share_of(user, operand, traced.samples, whole))
             user.replace_input_with(operand, share)
     return traced
-
-
-def _number_of_samples(traced: Traced) -> tuple[Traced, fx.Node]:
-    for node in traced.graph.nodes:
-        if node.name == SAMPLES:
-            return traced, node
-    result = traced.result
-    with traced.graph.inserting_before(result):
-        number = insert(
-            result, aten.full.default, [], traced.samples, dtype=torch.int64, device=result.meta["val"].device
-        )
-    place = _placeholder(traced.graph, SAMPLES, number)
-    return replace(traced, whole={**traced.whole, place.name: number}), place

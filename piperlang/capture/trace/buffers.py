@@ -2,8 +2,9 @@
 
 In plain PyTorch a buffer changes once per step, in the forward of the whole batch. Here the forward of a chunk returns
 the new value as an additional output. A value that does not depend on the samples (a counter, the vectors of
-spectral_norm) is the same for every part of the batch, so any part may compute it. A value that does (running
-statistics) is correct only where the batch is not divided, which build/graph.py checks. All other in-place writes to
+spectral_norm), or follows from sums over the whole batch (running statistics, batch_norm.py), is the same for every
+part of the batch, so any part may compute it. Any other value is correct only where the batch is not divided, which
+build/graph.py checks. All other in-place writes to
 tensors that outlive the forward are refused: to parameters, plain tensors and views of buffers."""
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from piperlang.capture.trace.batch_norm import running, write_out
+from piperlang.capture.trace.insert import insert
 from piperlang.capture.trace.random import module_of
 from piperlang.capture.user.where import line_of_operator
 from piperlang.diagnostics import PiperError, error
@@ -30,7 +33,7 @@ def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[s
     statistics: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in (aten.batch_norm.default, aten.instance_norm.default):
-            _running(graph, node, statistics, buffers)
+            _normalize(node, statistics, buffers)
             continue
         for target in written(node):
             _refuse_custom(node)
@@ -113,9 +116,7 @@ def new_values(values: Mapping[str, fx.Node], names: Mapping[str, str]) -> dict[
         # The new value is a separate output, even if other operators read it, and no gradient flows through it.
         if node.op == "placeholder" or len(node.users) > 1 or node.meta["val"].requires_grad:
             with node.graph.inserting_before(_after(node)):
-                node = _call(
-                    node.graph, node, aten.clone.default, (_call(node.graph, node, aten.detach.default, (node,)),)
-                )
+                node = insert(node, aten.clone.default, insert(node, aten.detach.default, node))
         changed[place] = node
     return changed
 
@@ -178,11 +179,11 @@ def _replace(graph: fx.Graph, node: fx.Node, must: bool, name: str) -> None:
     old: torch.Tensor = node.meta["val"]
     kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
     with graph.inserting_before(node):
-        new = _call(graph, node, plain, node.args, kwargs)
+        new = insert(node, plain, *node.args, **kwargs)
         if new.meta["val"].shape != old.shape:
-            new = _call(graph, node, aten.expand.default, (new, list(old.shape)))
+            new = insert(node, aten.expand.default, new, list(old.shape))
         if new.meta["val"].dtype != old.dtype:
-            new = _call(graph, node, aten.to.dtype, (new, old.dtype))
+            new = insert(node, aten.to.dtype, new, old.dtype)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
@@ -204,38 +205,20 @@ def _functional(target: Any) -> Any:
     return None
 
 
-def _call(
-    graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-) -> fx.Node:
-    """A new node with the position, module and source line of another."""
-    node = graph.call_function(target, args, dict(kwargs or {}))
-    node.meta = dict(like.meta)
-    given_args, given_kwargs = fx.node.map_arg((args, dict(kwargs or {})), lambda n: n.meta["val"])
-    fakes = (n.meta["val"] for n in node.all_input_nodes)
-    with next(fakes).fake_mode, torch.no_grad():
-        node.meta["val"] = target(*given_args, **given_kwargs)
-    return node
-
-
-def _running(graph: fx.Graph, node: fx.Node, current: dict[str, fx.Node], buffers: Mapping[str, str]) -> None:
-    """Batch normalization changes its running statistics, though its schema does not declare it. It is called without
-    them, and their new values are computed by separate operators."""
+def _normalize(node: fx.Node, current: dict[str, fx.Node], buffers: Mapping[str, str]) -> None:
+    """Batch normalization changes its running statistics, though its schema does not declare it."""
     given: Any = node.args
-    x, _, _, mean, variance, training, momentum = given[:7]
-    if not training or not isinstance(mean, fx.Node):
+    mean, variance, training, momentum = given[3:7]
+    if not training:
         return
-    if node.target is aten.instance_norm.default or mean.name not in buffers or variance.name not in buffers:
-        raise _refused(node, buffers.get(mean.name, "running_mean"), view=True)
-    dims = [dim for dim in range(x.meta["val"].dim()) if dim != 1]
-    with graph.inserting_before(node):
-        detached = _call(graph, node, aten.detach.default, (x,))
-        for place, target, args in ((mean, aten.mean.dim, (dims,)), (variance, aten.var.correction, (dims,))):
+    kept = [place for place in (mean, variance) if isinstance(place, fx.Node)]
+    if kept and (node.target is aten.instance_norm.default or any(place.name not in buffers for place in kept)):
+        raise _refused(node, buffers.get(kept[0].name, "running_mean"), view=True)
+    if node.target is aten.batch_norm.default:
+        sums = write_out(node)
+        for place in kept:
             old = current.get(place.name, place)
-            precise = _call(graph, node, aten.to.dtype, (detached, old.meta["val"].dtype))
-            now = _call(graph, node, target, (precise, *args))
-            kept = _call(graph, node, aten.mul.Tensor, (old, 1.0 - momentum))
-            current[place.name] = _call(graph, node, aten.add.Tensor, (kept, now), {"alpha": momentum})
-    node.args = (*node.args[:3], None, None, *node.args[5:])
+            current[place.name] = running(sums, old, momentum, variance=place is variance)
 
 
 def _refused(node: fx.Node, name: str, view: bool) -> PiperError:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from piperlang.capture.trace.buffers import ancestors
+from piperlang.capture.trace.insert import insert
 from piperlang.capture.trace.random import module_of
 from piperlang.diagnostics import error
 
@@ -54,16 +55,6 @@ def write_ratios(root: fx.GraphModule, leaves: int, of_batch: Collection[str]) -
             node.replace_all_uses_with(_ratio(root.graph, node))
             root.graph.erase_node(node)
     root.recompile()
-
-
-def insert(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new node at the graph's insertion point, in the module and with the tags of another."""
-    node = like.graph.call_function(target, args, kwargs)
-    node.meta = dict(like.meta)
-    values, given = fx.node.map_arg((args, kwargs), lambda arg: arg.meta["val"])
-    with like.meta["val"].fake_mode:
-        node.meta["val"] = target(*values, **given)
-    return node
 
 
 def _depends_on(node: fx.Node, allowed: Collection[str]) -> bool:

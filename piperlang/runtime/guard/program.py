@@ -127,10 +127,10 @@ class Guard:
 
     def _microbatch_size(self) -> int:
         """The plan's microbatch size, so that its graphs exist already. Where weights are sharded, unsharded graphs
-        exist only for the whole batch: its size is used if it is small. Chunks that mix samples need the whole
+        exist only for the whole batch: its size is used if it is small. A model that mixes samples needs the whole
         batch. A batch that is padded is compared as it is: code may depend on its size."""
         model = self.captured.model
-        if self.captured.program.rows or any(chunk.mixing is not None for chunk in model.chunks):
+        if self.captured.program.rows or model.combines_samples:
             return self.captured.given
         smallest = min((program.samples for program in self.plan.programs), default=model.samples)
         there = {
