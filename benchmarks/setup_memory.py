@@ -1,5 +1,5 @@
 """Peak memory of workers that set up and train a model of 1 GB of weights under ZeRO-3, as a multiple of a worker's own
-share of the weights, with and without a file of initial weights per node.
+share of the weights: built by every worker, created once per node, and read from safetensors.
 
 Resident memory without what is freed lazily, sampled: torch's allocator on aarch64 (mimalloc) frees what another thread
 has allocated with MADV_FREE, so the system takes such pages when it needs some, and counts them until then.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from piperlang.capture.program import CutProgram, capture
+from piperlang.capture.user.weight_files import FromFiles, StoredWeights
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
 from piperlang.runtime.driver import initial
@@ -87,23 +90,33 @@ class Peaks:
         self.thread.join()
 
 
+EVERY, ONCE, FILES = "by every worker", "once per node", "from safetensors"
+
+
 @contextmanager
-def built_by_every_worker(old: bool) -> Iterator[None]:
+def built_by_every_worker(every: bool) -> Iterator[None]:
     large = initial.LARGE
-    initial.LARGE = 2**62 if old else large
+    initial.LARGE = 2**62 if every else large
     try:
         yield
     finally:
         initial.LARGE = large
 
 
-def _job(model: Callable[[], nn.Module], width: int, workers: int) -> tuple[Plan, CutProgram, Training]:
-    graph, captured = compiled(capture(model, loss, batch(width)), SCRIPT.format(workers))
-    return lower(graph), captured, Training(model, optimizer)
+def _job(
+    model: Callable[[], nn.Module], width: int, workers: int, weights: StoredWeights | None = None
+) -> tuple[Plan, CutProgram, Training]:
+    make = model if weights is None else FromFiles(model, weights)
+    graph, captured = compiled(capture(make, loss, batch(width)), SCRIPT.format(workers))
+    return lower(graph), captured, Training(make, optimizer, weights=weights)
 
 
-def measure(workers: int, old: bool) -> dict[str, Any]:
-    made = _job(Layers, WIDTH, workers)
+def measure(workers: int, kind: str, folder: Path) -> dict[str, Any]:
+    stored = None
+    if kind == FILES:
+        save_file(Layers().state_dict(), folder / "model.safetensors")
+        stored = StoredWeights(folder)
+    made = _job(Layers, WIDTH, workers, stored)
     cluster = Cluster(workers)
     try:
         pids = [pid for pid in cluster.pids if pid is not None]
@@ -111,7 +124,7 @@ def measure(workers: int, old: bool) -> dict[str, Any]:
             job.step(batch(8))
         base = [memory(pid) for pid in pids]
         started = time.perf_counter()
-        with Peaks(pids) as at_setup, built_by_every_worker(old):
+        with Peaks(pids) as at_setup, built_by_every_worker(kind == EVERY):
             job = Job(*made, cluster=cluster)
         seconds = time.perf_counter() - started
         with job, Peaks(pids) as trained:
@@ -121,7 +134,7 @@ def measure(workers: int, old: bool) -> dict[str, Any]:
         cluster.close()
     share = made[1].weight_bytes / workers
     return {
-        "initial weights": "by every worker" if old else "once per node",
+        "initial weights": kind,
         "share_mb": round(share / 1e6),
         "baseline_mb": round(max(base) / 1e6),
         "setup_s": round(seconds, 1),
@@ -135,7 +148,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = [measure(options.workers, old) for old in (True, False)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [measure(options.workers, kind, Path(folder)) for kind in (EVERY, ONCE, FILES)]
     print(json.dumps({"rows": rows}) if options.json else "\n".join(map(str, rows)))
 
 

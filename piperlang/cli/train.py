@@ -200,6 +200,7 @@ def _train(
         options.masters or file.precision == "bf16-true",
         shipped(file, "loss"),
         file.ema,
+        file.weights,
     )
     at = folder.absolute()  # the user's code may change the working directory
     with ExitStack() as stack:

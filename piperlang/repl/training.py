@@ -162,6 +162,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         model.file.precision == TRUE,
         shipped(model.file, "loss"),
         model.file.ema,
+        model.file.weights,
     )
     dtype = graph.model.tensors[graph.model.loss].dtype
     first = next(model.batches())

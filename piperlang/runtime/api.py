@@ -32,6 +32,7 @@ from piperlang.capture.user.user_code import (
     wrong_max_norm,
     wrong_signature,
 )
+from piperlang.capture.user.weight_files import FromFiles, StoredWeights, wrong_weights
 from piperlang.capture.user.where import here
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.ir.graph import Graph
@@ -155,12 +156,13 @@ def compile(
     progress: bool | None = None,
     shapes: int = MOST,
     ema: float | None = None,
+    initial_weights: str | Path | None = None,
 ) -> Trainer:
     """Capture `model()`, apply the script, check the plan. Every mistake is a PiperError with located diagnostics.
 
     `masters` keeps float32 master weights for weights in half precision, `max_norm` clips gradients by their global
     norm, `precision` is "bf16-mixed" or "bf16-true". `ema`: the decay of moving averages of the weights, which
-    `trainer.averages()` gives.
+    `trainer.averages()` gives. `initial_weights`: a file or folder of safetensors that the model starts from.
 
     `backend` is that of `--backend`; `cuda` chooses between nccl and gloo. By default CUDA is used where it is
     available, and chunks are compiled there (`compiles`). `verify`: before the first step the
@@ -172,8 +174,17 @@ def compile(
     example = paired(example)
     _check_arguments(
         {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule},
-        (wrong_batch(example, "`example`"), wrong_max_norm(max_norm), wrong_precision(precision), wrong_ema(ema)),
+        (
+            wrong_batch(example, "`example`"),
+            wrong_max_norm(max_norm),
+            wrong_precision(precision),
+            wrong_ema(ema),
+            wrong_weights(initial_weights),
+        ),
     )
+    stored = None if initial_weights is None else StoredWeights(Path(initial_weights).resolve())
+    if stored is not None:
+        model = FromFiles(model, stored)
     if precision is not None:
         model, loss, masters = InPrecision(model, precision), loss_in(loss, precision), masters or precision == TRUE
     example = detached(example)
@@ -205,7 +216,7 @@ def compile(
             plan = planned(graph, max_norm)
             planning.detail = counted(len(plan.devices), "device")
     training, dtype = (
-        Training(model, optimizer, lr_schedule, seed, masters, loss, ema),
+        Training(model, optimizer, lr_schedule, seed, masters, loss, ema, stored),
         graph.model.tensors[graph.model.loss].dtype,
     )
 

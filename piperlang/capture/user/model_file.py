@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from piperlang.capture.user.seeding import seeded
 from piperlang.capture.user.user_code import (
     CALLED,
     UserFunction,
+    Wrong,
     mistake,
     not_a_function,
     said,
@@ -26,6 +27,7 @@ from piperlang.capture.user.user_code import (
     wrong_max_norm,
     wrong_signature,
 )
+from piperlang.capture.user.weight_files import FromFiles, StoredWeights, wrong_weights
 from piperlang.capture.user.where import bind, line_at, line_of, remember
 from piperlang.diagnostics import Diagnostic, PiperError, error, listed, nearest
 from piperlang.diagnostics.files import unreadable
@@ -36,6 +38,7 @@ OPTIONAL = ("optimizer", "lr_schedule", "validation", "on_step")
 MAX_NORM = "max_norm"
 PRECISION = "precision"
 EMA = "ema"
+WEIGHTS = "initial_weights"
 BODIES = {
     "model": "return MyModule()",
     "loss": "return torch.nn.functional.mse_loss(output, target)",
@@ -63,6 +66,8 @@ class ModelFile:
     """That of `model` and `loss`, if the file or the command line declares one."""
     ema: float | None = None
     """The decay of moving averages of the weights, which are saved, too."""
+    weights: StoredWeights | None = None
+    """The files of the initial weights."""
 
     def at(self, precision: str | None) -> ModelFile:
         """The file in this precision, unless it is None."""
@@ -132,6 +137,10 @@ def _run(path: Path, text: str) -> tuple[Source, ModuleType, ModelFile]:
 
 def _made(path: Path, text: str, module: ModuleType, precision: str | None) -> ModelFile:
     found: dict[str, Any] = {name: getattr(module, name, None) for name in (*REQUIRED, *OPTIONAL)}
+    given = getattr(module, WEIGHTS, None)
+    weights = None if given is None else StoredWeights(path.parent.resolve() / given)
+    if weights is not None:
+        found["model"] = FromFiles(found["model"], weights)
     if precision is not None:
         found["model"] = InPrecision(found["model"], precision)
         found["loss"] = loss_in(found["loss"], precision)
@@ -153,6 +162,7 @@ def _made(path: Path, text: str, module: ModuleType, precision: str | None) -> M
         on_step=guarded("on_step", UserFunction),
         precision=precision,
         ema=None if ema is None else float(ema),
+        weights=weights,
     )
 
 
@@ -223,7 +233,13 @@ def _unusable(source: Source, module: ModuleType) -> Iterator[Diagnostic]:
             yield mistake("P0801", wrong, line)
         elif (problem := wrong_signature(name, value)) is not None:
             yield problem
-    for name, check in ((MAX_NORM, wrong_max_norm), (PRECISION, wrong_precision), (EMA, wrong_ema)):
+    checks: dict[str, Callable[[Any], Wrong | None]] = {
+        MAX_NORM: wrong_max_norm,
+        PRECISION: wrong_precision,
+        EMA: wrong_ema,
+        WEIGHTS: partial(wrong_weights, folder=Path(source.name).parent),
+    }
+    for name, check in checks.items():
         wrong = check(getattr(module, name, None))
         if wrong is not None:
             yield mistake("P0801", wrong, _line_of_name(source, name) or line_at(source, 1))

@@ -51,18 +51,17 @@ class Rest:
         return {entry: whole[name] if name in whole else self.others[entry] for entry, name in self.entries.items()}
 
 
-def rest_of(model: nn.Module, known: Container[str]) -> Rest:
+def rest_of(model: nn.Module, weights: Mapping[str, torch.Tensor], known: Container[str]) -> Rest:
+    """`weights`: the values of the model's tensors; `known`: those that devices keep."""
     names = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
     state = model.state_dict(keep_vars=True)
     entries = {entry: entry if entry in known else names.get(id(value), "") for entry, value in state.items()}
-    others = {entry: state[entry] for entry, name in entries.items() if name not in known}
-    return Rest(
-        entries,
-        {
-            entry: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for entry, value in others.items()
-        },
-    )
+
+    def value(entry: str) -> Any:
+        found = weights.get(names.get(id(state[entry]), ""), state[entry])
+        return found.detach().clone() if isinstance(found, torch.Tensor) else found
+
+    return Rest(entries, {entry: value(entry) for entry, name in entries.items() if name not in known})
 
 
 def fingerprint(model: nn.Module) -> str:

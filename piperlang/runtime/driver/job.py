@@ -161,10 +161,11 @@ class Job:
                 updated,
                 dict(self.captured.constants),
                 known_to(self.plan, self.captured.aliases) if not packed else None,
+                training.weights if self._large else None,
             )
             packed.append(_packed(setup))
         try:
-            started = self._setups(packed)
+            started = self._setups(packed, stored=training.weights is not None)
         except Lost as lost:
             raise error(
                 "P0602",
@@ -185,10 +186,14 @@ class Job:
         (names,) = self.cluster.wait([self.cluster.call(0, "optimizer_reads")])
         self.optimizer_reads = what_steps_read_elsewhere(names, training.optimizer)
 
-    def _setups(self, packed: Sequence[bytes]) -> list[Started]:
-        """Sets up all workers. A large model is created once per node."""
+    @property
+    def _large(self) -> bool:
+        return self.captured.weight_bytes > initial.LARGE
+
+    def _setups(self, packed: Sequence[bytes], stored: bool) -> list[Started]:
+        """Sets up all workers. A large model is created once per node, unless its weights are `stored` in files."""
         call, wait = self.cluster.call, self.cluster.wait
-        if self.captured.weight_bytes <= initial.LARGE:
+        if not self._large or stored:
             return wait([call(i, "setup", one) for i, one in enumerate(packed)])
         nodes = [node for node, _ in self.cluster.each("where", count=len(packed))]
         builders = {node: nodes.index(node) for node in dict.fromkeys(nodes)}

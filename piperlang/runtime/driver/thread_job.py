@@ -46,7 +46,7 @@ class ThreadJob:
             model = training.make_model()
             hold(model)
         weights = named_tensors(model) | dict(captured.constants)
-        self.rest = rest_of(model, known_to(plan, captured.aliases))
+        self.rest = rest_of(model, weights, known_to(plan, captured.aliases))
         pieces, board = _pieces(plan, captured), backend.switchboard(plan.groups, timeout)
         devices = [
             Device(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
+from piperlang.capture.user.weight_files import StoredWeights
 from piperlang.diagnostics import PiperError
 from piperlang.plan.plan import StageProgram
 
@@ -26,6 +27,8 @@ class Training:
     """For workers, where the optimizer or its schedule may change what it reads."""
     ema: float | None = None
     """The decay of moving averages of the weights, if they are wanted."""
+    weights: StoredWeights | None = None
+    """The files that `make_model` has its weights from, if it has."""
 
 
 @dataclass(frozen=True)

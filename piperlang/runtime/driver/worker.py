@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from piperlang.capture.trace.build import build
 from piperlang.capture.user.held import hold, refuse_use
 from piperlang.capture.user.operators import functions_of_operators
 from piperlang.capture.user.seeding import seed_all, seeded
@@ -29,6 +30,7 @@ from piperlang.capture.user.state import Frozen, TorchState
 from piperlang.capture.user.tensors import named_tensors
 from piperlang.capture.user.user_code import said
 from piperlang.capture.user.watched import WatchedModel
+from piperlang.capture.user.weight_files import InFiles, StoredWeights
 from piperlang.capture.user.where import line_of, line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
@@ -81,6 +83,8 @@ class Setup:
     """Tensors that the program reads besides the batch and the model's own tensors."""
     known: frozenset[str] | None = None
     """For one worker: the names of weights that some device stores. This worker stores all others."""
+    weights: StoredWeights | None = None
+    """The files of the weights of a large model, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,9 @@ class Worker:
                 model = self.model[1] if self.model else mapped(created, file, setup.make_model, setup.seed)
                 self.model = None
                 return self._keep_of(setup, rank, where, model, created.fingerprint, file)
+        if setup.weights is not None:
+            model = build(setup.make_model, setup.seed).model
+            return self._keep_of(setup, rank, where, model, setup.weights.digest)
         seed_all(setup.seed)
         model = setup.make_model()
         return self._keep_of(setup, rank, where, model, fingerprint(model))
@@ -229,7 +236,9 @@ class Worker:
         weights: Mapping[str, torch.Tensor] = named_tensors(model) | setup.constants
         if file is not None:
             weights = Dropped(weights, file)
-        self.rest_of_model = rest_of(model, setup.known) if setup.known is not None else None
+        elif setup.weights is not None:
+            weights = InFiles(model, setup.weights, setup.constants)
+        self.rest_of_model = rest_of(model, weights, setup.known) if setup.known is not None else None
         # After the model, because stage programs call operators that it defines.
         pieces = pickle.loads(setup.pieces)
         operators = {one for piece in pieces if piece is not None for one in functions_of_operators(piece.module.graph)}
