@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_HOME[name]), name)
     except ModuleNotFoundError as problem:
-        if problem.name not in ("torch", "ray", "numpy"):
+        if problem.name not in ("torch", "ray", "numpy", "safetensors"):
             raise
         raise ImportError(
             f"piperlang.{name} needs {problem.name}: pip install 'piperlang[run]'", name=problem.name

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         ) from None
     model, script = (shlex.quote(str(path)) for path in written)
     print(f"wrote {written[0]} and {written[1]}; next:\n")
-    if not all(map(installed, ("torch", "ray", "numpy"))):
+    if not all(map(installed, ("torch", "ray", "numpy", "safetensors"))):
         print(f"  {INSTALL}\n      installs torch and Ray, which trace and train models")
     print(f"  piperc orders {script}\n      shows the order of passes on every device")
     print(f"  piperc check {model} {script} --numerics\n      compares two steps under the schedule with plain PyTorch")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from piperlang.diagnostics import error, listed
 
 INSTALL = "pip install 'piperlang[run]'"
-OLDEST = {"torch": (2, 11), "ray": (2, 40), "numpy": (1, 26)}
+OLDEST = {"torch": (2, 11), "ray": (2, 40), "numpy": (1, 26), "safetensors": (0, 4)}
 """The packages of the extra, with the oldest supported version of each."""
 
 
@@ -29,7 +29,7 @@ def wanted(options: argparse.Namespace) -> list[str]:
     first = [given.get("model"), *(given.get("scripts") or ())[:1], *(given.get("files") or ())[:1]]
     if given.get("plan") is None and not any(str(name).endswith(".py") for name in first):
         return []
-    return ["torch", "numpy", *(["ray"] if given.get("executor") == "ray" else [])]
+    return ["torch", "numpy", "safetensors", *(["ray"] if given.get("executor") == "ray" else [])]
 
 
 def installed(name: str) -> bool:

@@ -19,7 +19,7 @@ from piperlang.repl.state import Cuts
 if TYPE_CHECKING:
     from piperlang.capture.user.model_file import ModelFile
 
-NEEDED = ("torch", "ray", "numpy")
+NEEDED = ("torch", "ray", "numpy", "safetensors")
 """What `piperlang[run]` installs."""
 
 

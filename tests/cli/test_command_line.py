@@ -180,7 +180,7 @@ def test_numbers_that_no_command_can_use(
 def test_what_is_refused_before_anything_is_loaded(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if any(find_spec(name) is None for name in ("torch", "ray", "numpy")):
+    if any(find_spec(name) is None for name in ("torch", "ray", "numpy", "safetensors")):
         pytest.skip("the front end alone refuses these commands because it cannot run them")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").touch()
@@ -459,14 +459,14 @@ def test_colors_on_a_terminal(environment: dict[str, str], colored: bool, monkey
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
-        ("M.py S.piper", "`torch`, `numpy` and `ray`"),
-        ("M.py S.piper --executor inline", "`torch` and `numpy`"),
-        ("check M.py S.piper", "`torch` and `numpy`"),
-        ("graph M.py S.piper", "`torch` and `numpy`"),
-        ("plan M.py S.piper", "`torch` and `numpy`"),
-        ("run step.plan", "`torch`, `numpy` and `ray`"),
-        ("fuzz M.py", "`torch` and `numpy`"),
-        ("fuzz M.py --executor ray", "`torch`, `numpy` and `ray`"),
+        ("M.py S.piper", "`torch`, `numpy`, `safetensors` and `ray`"),
+        ("M.py S.piper --executor inline", "`torch`, `numpy` and `safetensors`"),
+        ("check M.py S.piper", "`torch`, `numpy` and `safetensors`"),
+        ("graph M.py S.piper", "`torch`, `numpy` and `safetensors`"),
+        ("plan M.py S.piper", "`torch`, `numpy` and `safetensors`"),
+        ("run step.plan", "`torch`, `numpy`, `safetensors` and `ray`"),
+        ("fuzz M.py", "`torch`, `numpy` and `safetensors`"),
+        ("fuzz M.py --executor ray", "`torch`, `numpy`, `safetensors` and `ray`"),
     ],
 )
 def test_what_to_install_for_models(

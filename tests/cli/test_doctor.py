@@ -63,7 +63,7 @@ def test_without_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(doctor, "installed", lambda name: False)
     code, data, found = told(capsys)
     assert (code, data["ok"], data["uses"]) == (1, False, {})
-    for name in ("torch", "ray", "numpy"):
+    for name in ("torch", "ray", "numpy", "safetensors"):
         assert (found[name]["state"], found[name]["found"], found[name]["help"]) == (
             "missing",
             "not installed",
@@ -80,7 +80,7 @@ def test_a_package_that_hangs_leaves_nothing(
         "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '100'])\n"
         f"open({str(marker)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(100)"
     )
-    for name in ("ray", "numpy"):
+    for name in ("ray", "numpy", "safetensors"):
         (packages / f"{name}.py").write_text("__version__ = '9.9'")
     monkeypatch.setattr(doctor, "PATIENCE", 3.0)
     started = time.monotonic()

@@ -142,7 +142,7 @@ def test_what_the_wheel_holds(installed: Installed) -> None:
 def test_it_is_small(installed: Installed) -> None:
     names = {name.replace("_", "-") for name in required(installed.wheel)}
     assert names == {"lark", "prompt-toolkit", "pygls", "pygments", "rich"}
-    assert not dependencies(required(installed.wheel)) & {"torch", "ray", "numpy"}
+    assert not dependencies(required(installed.wheel)) & {"torch", "ray", "numpy", "safetensors"}
     assert installed.wheel.stat().st_size < 2**20
     site = next(installed.environment.glob("lib/python*/site-packages"))
     assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file() and path.suffix != ".pyc") < 20 * 2**20
@@ -150,7 +150,7 @@ def test_it_is_small(installed: Installed) -> None:
 
 def test_neither_torch_nor_ray_is_there(installed: Installed) -> None:
     code = (
-        "import importlib.util as u, piperlang; print([n for n in ('torch', 'ray', 'numpy') if u.find_spec(n)],"
+        "import importlib.util as u, piperlang; print([n for n in ('torch', 'ray', 'numpy', 'safetensors') if u.find_spec(n)],"
         " piperlang.__file__)"
     )
     done = installed.run("python", "-c", code)
