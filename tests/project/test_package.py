@@ -150,8 +150,8 @@ def test_it_is_small(installed: Installed) -> None:
 
 def test_neither_torch_nor_ray_is_there(installed: Installed) -> None:
     code = (
-        "import importlib.util as u, piperlang; print([n for n in ('torch', 'ray', 'numpy', 'safetensors') if u.find_spec(n)],"
-        " piperlang.__file__)"
+        "import importlib.util as u, piperlang; names = ('torch', 'ray', 'numpy', 'safetensors');"
+        " print([n for n in names if u.find_spec(n)], piperlang.__file__)"
     )
     done = installed.run("python", "-c", code)
     assert done.stdout.startswith("[] "), done.stderr
