@@ -13,6 +13,7 @@ import traceback
 from typing import Any
 
 import torch
+import torch.nn.functional as f
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.program import capture
@@ -26,12 +27,21 @@ from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.reference.numerics import gradient_errors
 from tests.support.equivalence import SAMPLES, compiled, optimizer, relative
+from tests.support.images import Images, labelled
 from tests.support.job_schedules import JOB_SCHEDULES
 from tests.support.models import CASES, Case
 
 RANKS = 4
 MAX_NORM = 0.05
 """Gradients are clipped, as every job that trains a language model does."""
+
+SUMMED = {
+    "statistics of the batch": (
+        "batch norm",
+        "mesh gpu = pp: 2, dp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1:] on gpu[pp=1]\n"
+        "replicate [pass=*] over gpu.dp with params=sharded\n",
+    )
+}
 
 
 def compare(cluster: Cluster, case: Case, script: str, compiles: bool) -> dict[str, Any]:
@@ -82,13 +92,14 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     rows = []
+    cases = {**CASES, "batch norm": Case("batch norm", Images, f.cross_entropy, labelled, 3)}
     cluster = Cluster(RANKS, backend=nccl.BACKEND)
     try:
-        for name, (model, script) in JOB_SCHEDULES.items():
+        for name, (model, script) in {**JOB_SCHEDULES, **SUMMED}.items():
             started = time.perf_counter()
             script = script.replace("dp: 2", "dp: 1") if "pp: 4" in script else script  # four ranks are what there is
             try:
-                row: dict[str, Any] = compare(cluster, CASES[model], script, options.compile)
+                row: dict[str, Any] = compare(cluster, cases[model], script, options.compile)
             except Exception as problem:
                 traceback.print_exc()
                 row = {"error": f"{type(problem).__name__}: {problem}"[:300]}
