@@ -20,6 +20,7 @@ from piperlang.capture.user.user_code import Guarded
 from piperlang.capture.user.where import line_of_operator
 from piperlang.diagnostics import PiperError, error
 from piperlang.ir.graph import Graph
+from piperlang.ir.model import Model
 from piperlang.pipeline import planned
 from piperlang.plan.instructions import Update
 from piperlang.plan.plan import DevicePlan, Plan
@@ -73,15 +74,22 @@ class PlanForShape:
                 return self._planned(mode, batch)
         except PiperError as problem:
             notes = [f"for a batch of shape {shapes_of(batch)}; the first one has shape {first.written_shapes}"]
-            why = self._unpadded(mode) or ("the model draws random numbers" if self.captured.program.random else "")
+            why = self._unpadded(mode, self.captured.model) or (
+                "the model draws random numbers" if self.captured.program.random else ""
+            )
             if why and any(one.code == "P0412" for one in problem.diagnostics):
                 notes.append(f"it is not padded with copies of its samples: {why}")
             raise PiperError(*(replace(one, notes=(*one.notes, *notes)) for one in problem.diagnostics)) from problem
 
     def _planned(self, mode: Mode, batch: tuple[Any, Any]) -> tuple[Plan, CutProgram]:
-        padding = None if self._unpadded(mode) else self._padding(size_of(pytree.tree_leaves(batch)))
-        graph, captured = self.applied(mode, batch, padding.rows if padding is not None else ())
         evaluates = mode == "evaluate"
+        padding = None
+        if evaluates or not self._unpadded(mode, self.captured.model):
+            padding = self._padding(size_of(pytree.tree_leaves(batch)))
+        graph, captured = self.applied(mode, batch, padding.rows if padding is not None else ())
+        if padding is not None and self._unpadded(mode, captured.model):  # a model may differ in evaluation
+            padding = None
+            graph, captured = self.applied(mode, batch, ())
         plan = evaluation_plan(graph, self.trained, captured) if evaluates else planned(graph, self.max_norm)
         if padding is not None:
             plan = padded(plan, padding.weights)
@@ -99,9 +107,8 @@ class PlanForShape:
     def _padding(self, samples: int) -> Padding | None:
         return padding_of(self.trained, samples, repeats=not self.captured.program.random)
 
-    def _unpadded(self, mode: Mode) -> str:
+    def _unpadded(self, mode: Mode, model: Model) -> str:
         """Why batches are not padded: something would see that samples are repeated."""
-        model = self.captured.model
         if model.combines_samples:
             return "the model mixes samples"
         if any(not change.free for chunk in model.chunks for change in chunk.changes):

@@ -229,6 +229,24 @@ class UsesNormed(Between):
         return Normed.apply(x)
 
 
+class Drifting(Function):
+    """Its forward mixes samples if their mean is large, its backward does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x - torch.relu(x.mean(0) - 0.05)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+@AUTOGRAD.habit("function whose forward mixes samples, and whose backward does not", REFUSED, whole=SAME)
+class UsesDrifting(Between):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return Drifting.apply(x)
+
+
 class Clamped(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

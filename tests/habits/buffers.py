@@ -188,6 +188,12 @@ class BatchNormWithout(BatchNorm):
         self.norm = nn.BatchNorm1d(WIDTH, track_running_stats=False)
 
 
+@BUFFERS.habit("running statistics read after the norm", SUMMED, whole=SAME, limit=_ROUNDED)
+class ReadLate(BatchNorm):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) + self.norm.running_mean * self.norm.running_var
+
+
 @BUFFERS.habit("BatchNorm frozen by eval()")
 class BatchNormFrozen(BatchNorm):
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as f
 from torch import nn
 
+import piperlang
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Program, capture
 from piperlang.diagnostics import PiperError
@@ -56,6 +58,21 @@ class Vectors(nn.Module):
 
     def between(self, x: T) -> T:
         return x
+
+
+class Late(Vectors):
+    """Running statistics that are read after they have changed, by two names, of a norm that is called twice; the mean
+    of some numbers is much larger than their differences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6).double()
+
+    def between(self, x: T) -> T:
+        variance = self.norm.running_var
+        x = self.norm(self.norm(x * 0.1 + 1e7) * 2)
+        seen = self.norm.num_batches_tracked
+        return x + torch.relu(self.norm.running_mean - 2) / 1e6 + variance * seen  # type: ignore[operator]
 
 
 class Centred(Vectors):
@@ -111,6 +128,7 @@ CASES = {
     "dice": Case(Vectors, dice, numbers),
     "statistics by hand": Case(Centred, f.mse_loss, numbers),
     "correlation": Case(Vectors, correlation, numbers),
+    "statistics read late": Case(Late, f.mse_loss, numbers),
     "SyncBatchNorm": Case(Synchronized, f.cross_entropy, pictures),
     "decorrelated": Case(Vectors, decorrelated, numbers),
     "root and a sum": Case(Vectors, root, numbers),
@@ -211,3 +229,101 @@ def test_microbatches_are_refused(line: str) -> None:
     assert "batch_norm needs the statistics of the whole batch" in diagnostic.message
     assert diagnostic.notes[0].startswith("in module ")
     assert any("replicate" in help for help in diagnostic.helps)
+
+
+def test_evaluation_mixes_no_samples(tmp_path: Path) -> None:
+    """A batch that cannot be divided is padded, as it is for other models."""
+    (tmp_path / "s.piper").write_text(SCRIPTS["ddp"])
+    x, y = (one[:5] for one in pictures(1))
+    model = net(CASES["batch norm"]).eval()
+    with piperlang.compile(
+        Exact, tmp_path / "s.piper", loss=f.cross_entropy, example=pictures(0), optimizer=optimizer, executor="inline"
+    ) as trainer:
+        assert abs(trainer.evaluate((x, y)) - f.cross_entropy(model(x), y).item()) < 1e-9
+
+
+class Written(Vectors):
+    """Statistics between writes to one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3).double()
+
+    def between(self, x: T) -> T:
+        y = torch.zeros(len(x), 6, dtype=torch.float64)
+        y[:, :3] = x[:, :3]
+        y[:, 3:] = self.norm(x[:, 3:])
+        return y
+
+
+def test_a_program_is_not_cut_between_writes() -> None:
+    """Where the batch is whole, there is nothing to add up."""
+    traced = capture(Written, f.mse_loss, numbers(0))
+    graph, captured = compiled(traced, "mesh gpu = pp: 2\n" + STAGES)
+    plan = lower(graph)
+    assert verify(captured, plan, numbers(0), Training(Written, optimizer)).difference < 1e-9
+    with pytest.raises(PiperError, match="batch_norm needs the statistics of the whole batch"):
+        compiled(traced, SCRIPTS["ddp"])
+
+
+class Drifting(torch.autograd.Function):
+    """Mixes samples once their mean is large enough; its backward does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: T) -> T:
+        return x - torch.relu(x.mean(0) - 3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: T) -> T:  # type: ignore[override]
+        return gradient
+
+
+class Drifted(Vectors):
+    def between(self, x: T) -> T:
+        return Drifting.apply(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("line", ["replicate [pass=*] over gpu.dp", "split batch into 2 as mb"])
+def test_functions_that_mix_samples(line: str) -> None:
+    with pytest.raises(PiperError, match="Drifting is applied to a mean over the samples"):
+        compiled(capture(Drifted, f.mse_loss, numbers(0)), f"mesh gpu = dp: 2\nplace [pass=*] on gpu\n{line}\n")
+
+
+class Biased(nn.Module):
+    """The gradient of the first bias is zero, and computed as rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: T) -> T:
+        return self.last(self.norm(self.first(x.to(self.first.weight.dtype)))).double()  # type: ignore[no-any-return]
+
+
+class Half(Biased):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+
+class Far(Biased):
+    def forward(self, x: T) -> T:
+        return super().forward(x + 100)
+
+
+@pytest.mark.parametrize("model", [Half, Far])
+def test_rounding_is_no_difference(model: type[nn.Module]) -> None:
+    graph, captured = compiled(capture(model, f.mse_loss, numbers(0)), SCRIPTS["ddp"])
+    assert not verify(captured, lower(graph), numbers(0), Training(model, optimizer)).skipped
+
+
+class Scaled(Half):
+    def forward(self, x: T) -> T:
+        return super().forward(x) * 1.3
+
+
+def test_rounding_explains_no_factor() -> None:
+    graph, captured = compiled(capture(Half, f.mse_loss, numbers(0)), SCRIPTS["ddp"])
+    with pytest.raises(PiperError) as found:
+        verify(captured, lower(graph), numbers(0), Training(Scaled, optimizer))
+    assert found.value.diagnostics[0].code == "P0608"

@@ -63,7 +63,10 @@ class Repair(StrEnum):
     )
     NORM = "use a norm within each sample, such as LayerNorm or GroupNorm"
     RATIO = "divide by a constant, or divide each sample by a value of its own before taking the mean over the samples"
-    SIZE = "take means over the samples; use the batch size only as the number `x.shape[0]`, never as a tensor"
+    SIZE = (
+        "take means over the samples, and variances by `var`; use the batch size only as the number `x.shape[0]`"
+        " itself, neither in an expression such as `x.shape[0] - 1` nor as a tensor"
+    )
     MEAN = "take the mean over the samples: a constant added to a sum would be added once per microbatch and replica"
     EACH = "treat every sample alike: the first sample of a microbatch is not the first sample of the batch"
     PAIRS = "compare values within a sample; a loss over pairs of samples needs a batch that is not divided"

@@ -36,11 +36,13 @@ from piperlang.capture.batch.mixing import (
 from piperlang.capture.batch.sample_constants import finds_its_sample, loses_samples, place_of, stays_uniform
 from piperlang.capture.batch.sample_rules import CLASSES, scaled, unknown
 from piperlang.capture.batch.sample_table import KEPT, NUMBERED, PERMUTED, name_of, rule_of
+from piperlang.capture.trace.buffers import within_writes
 from piperlang.capture.trace.functions import Applied, backward_graph
 from piperlang.capture.trace.random import is_of_loss, module_of
 from piperlang.capture.trace.trace import Traced
-from piperlang.capture.trace.whole_sum import is_whole_sum
-from piperlang.diagnostics import Diagnostic
+from piperlang.capture.trace.whole_sum import is_whole_sum, reason
+from piperlang.capture.user.where import line_of_operator
+from piperlang.diagnostics import Diagnostic, Label
 
 States: TypeAlias = State | tuple[State, ...]
 """One state; for an operator with several outputs, one per output."""
@@ -110,12 +112,29 @@ def samples(small: Traced, large: Traced, walk: Walk | None) -> Samples:
     )
     own = frozenset(node.name for node, found in walk.states.items() if any(map(_is_own, _several(found))))
     reasons = {} if mixing is None else {small.result.name: mixing} | _reasons(walk, small.result)
-    summed = frozenset(
-        node.name
+    sums = [
+        node
         for node in small.graph.nodes
         if is_whole_sum(node) and isinstance(walk.states[node.all_input_nodes[0]], Mixed)
-    )
+    ]
+    uncut = within_writes(small.graph, sums)
+    for node in uncut:  # the sum of a part of the batch would be read
+        mixing = mixing or reason(node)
+        reasons = dict.fromkeys((one.name for one in _behind(node)), reason(node)) | reasons
+    summed = frozenset(node.name for node in sums if node not in uncut)
     return Samples(loss, _dims(small, large, walk), mixing, weighted, free, own, summed, reasons)
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """A node and all that depend on it."""
+    found: set[fx.Node] = set()
+    work = [node]
+    while work:
+        one = work.pop()
+        if one not in found:
+            found.add(one)
+            work += one.users
+    return found
 
 
 def _reasons(walk: Walk, result: fx.Node) -> dict[str, Diagnostic]:
@@ -209,7 +228,11 @@ def _is_weighted(node: fx.Node, states: dict[fx.Node, States]) -> bool:
 def diagnosed(state: Mixing, walk: Walk, last: fx.Node) -> Diagnostic:
     node = walk.causes.get(id(state), last)
     place = "in the loss" if is_of_loss(node) else module_of(node)
-    return Diagnostic("P0805", f"the batch cannot be divided: {state.message}", notes=(place,), helps=(state.help,))
+    line = line_of_operator(node)
+    also = (Label(line, "in the model"),) if line is not None else ()
+    return Diagnostic(
+        "P0805", f"the batch cannot be divided: {state.message}", also=also, notes=(place,), helps=(state.help,)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- walk
@@ -267,7 +290,9 @@ class Walk:
         return self._blamed(found, a)
 
     def _blamed(self, states: States, node: fx.Node) -> States:
-        self.causes |= {id(state): node for state in _several(states) if isinstance(state, Mixing)}
+        for state in _several(states):
+            if isinstance(state, Mixing):
+                self.causes.setdefault(id(state), node)  # a write into a view gives it to others, too
         return states
 
     def _ruled(self, a: fx.Node, b: fx.Node) -> States:
@@ -289,14 +314,14 @@ class Walk:
             return _free(call)
         if not results:
             raise Mixing(f"{call.shown} reads values of the batch as Python numbers", Repair.NUMBERS)
-        rule = rule_of(a.target)
+        rule = None if isinstance(a.target, Applied) else rule_of(a.target)  # the user's forward is walked
         if any(
             isinstance(o.state, Free) and not o.state.uniform and not finds_its_sample(call, o.state.place)
             for o in call.operands
         ):
             raise call.placed()
         states = rule(call) if rule else self._decomposed(a, b, call)
-        if isinstance(a.target, Applied):
+        if isinstance(a.target, Applied) and not any(isinstance(state, Mixing) for state in _several(states)):
             self._check_backward(a, b, states, call)
         every = states if isinstance(states, tuple) else (states,) * len(results)
         checked = tuple(_checked(call, state, *result) for state, result in zip(every, results, strict=True))

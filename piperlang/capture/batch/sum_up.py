@@ -19,6 +19,7 @@ from piperlang.capture.batch.samples import Walk, arguments_of, diagnosed
 from piperlang.capture.batch.shares import exact, in_dtype_of, number_of_samples, share_of
 from piperlang.capture.trace.buffers import ancestors, root_of, written
 from piperlang.capture.trace.insert import insert, insert_call
+from piperlang.capture.trace.statistics import insert_statistics
 from piperlang.capture.trace.sums import moments
 from piperlang.capture.trace.trace import Traced
 from piperlang.capture.trace.whole_sum import insert_whole_sum
@@ -35,6 +36,7 @@ class _Summed(NamedTuple):
 
 def computed_with(small: Traced, walk: Walk) -> dict[fx.Node, _Summed]:
     """Sums and means over the samples that operators read which are not linear, and those that buffers become."""
+    changed = {root_of(target) for node in small.graph.nodes for target in written(node)}
     found: dict[fx.Node, Diagnostic] = {}
     for node, why in _causes(small, walk).items():
         states = [walk.states[operand] for operand in node.all_input_nodes]
@@ -43,7 +45,6 @@ def computed_with(small: Traced, walk: Walk) -> dict[fx.Node, _Summed]:
     for place, node in small.changes.items():
         message = f"{small.weights[place].name} is computed from values of all samples"
         found.setdefault(node, diagnosed(Mixing(message, Repair.NORM), walk, node))
-    changed = {root_of(target) for node in small.graph.nodes for target in written(node)}
     summed = {
         node: _Summed(walk.states[node] == Mixed(-1), why)
         for node, why in found.items()
@@ -107,7 +108,7 @@ def write_variances(places: Mapping[int, Diagnostic], traced: Traced) -> Traced:
         (x,) = node.all_input_nodes
         spread = _Spread.of(node)
         with traced.graph.inserting_before(node):
-            sums = insert_whole_sum(insert(node, torch.ops.piper.batch_sums.default, x, spread.dims), why)
+            sums = insert_statistics(node, x, spread.dims, why).sums
             result = in_dtype_of(node, insert_call(sums, spread.finished, sums))
         node.replace_all_uses_with(result)
         traced.graph.erase_node(node)

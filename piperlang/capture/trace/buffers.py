@@ -9,7 +9,7 @@ tensors that outlive the forward are refused: to parameters, plain tensors and v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,16 +24,14 @@ from piperlang.diagnostics import PiperError, error
 aten = torch.ops.aten
 
 
-def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[str, str]) -> dict[str, fx.Node]:
+def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[str, str]) -> None:
     """Replace in-place operators by operators that return new tensors.
 
     `kept`: the names of tensors that outlive a step (parameters, buffers, constants), by placeholder; `buffers`: those
-    of them that may change. Returns the new values of running statistics. All other new values are results of the
-    replaced operators, which the trace already reads instead of the old tensors."""
-    statistics: dict[str, fx.Node] = {}
+    of them that may change. What reads a changed tensor reads the result of the replaced operator."""
     for node in list(graph.nodes):
         if node.target in (aten.batch_norm.default, aten.instance_norm.default):
-            _normalize(node, statistics, buffers)
+            _normalize(node, buffers)
             continue
         for target in written(node):
             _refuse_custom(node)
@@ -54,7 +52,6 @@ def make_functional(graph: fx.Graph, kept: Mapping[str, str], buffers: Mapping[s
                 raise _refused(node, kept[root.name], view=not alone)
             if alone:
                 _replace(graph, node, must=root.name in buffers, name=kept.get(root.name, ""))
-    return statistics
 
 
 def _refuse_custom(node: fx.Node) -> None:
@@ -205,20 +202,47 @@ def _functional(target: Any) -> Any:
     return None
 
 
-def _normalize(node: fx.Node, current: dict[str, fx.Node], buffers: Mapping[str, str]) -> None:
-    """Batch normalization changes its running statistics, though its schema does not declare it."""
+def _normalize(node: fx.Node, buffers: Mapping[str, str]) -> None:
+    """Batch normalization changes its running statistics, though its schema does not declare it: what comes after it
+    reads the new ones."""
     given: Any = node.args
     mean, variance, training, momentum = given[3:7]
     if not training:
         return
     kept = [place for place in (mean, variance) if isinstance(place, fx.Node)]
-    if kept and (node.target is aten.instance_norm.default or any(place.name not in buffers for place in kept)):
-        raise _refused(node, buffers.get(kept[0].name, "running_mean"), view=True)
-    if node.target is aten.batch_norm.default:
-        sums = write_out(node)
-        for place in kept:
-            old = current.get(place.name, place)
-            current[place.name] = running(sums, old, momentum, variance=place is variance)
+    for place in kept:
+        root, direct = _root(place)
+        alone = direct and not _viewed_later(root, node)
+        if node.target is aten.instance_norm.default or not alone or _buffer_of(place, buffers) is None:
+            raise _refused(node, buffers.get(root.name, "running_mean"), view=True)
+    if node.target is not aten.batch_norm.default:
+        return
+    later = _later(node)
+    statistics = write_out(node)
+    for place in kept:
+        readers = [user for user in place.users if user in later]
+        new = running(statistics, place, momentum, variance=place is variance)
+        new.meta[_BUFFER] = _buffer_of(place, buffers)
+        for reader in readers:
+            reader.replace_input_with(place, new)
+
+
+_BUFFER = "buffer"
+"""In the metadata of new running statistics: the placeholder of the buffer."""
+
+
+def _buffer_of(node: fx.Node, buffers: Mapping[str, str]) -> str | None:
+    """The placeholder of the buffer whose current value a node is."""
+    name: str = node.meta.get(_BUFFER, node.name)
+    return name if name in buffers else None
+
+
+def _later(node: fx.Node) -> set[fx.Node]:
+    found = set()
+    while node.next.op != "root":
+        node = node.next
+        found.add(node)
+    return found
 
 
 def _refused(node: fx.Node, name: str, view: bool) -> PiperError:
@@ -234,6 +258,20 @@ def _refused(node: fx.Node, name: str, view: bool) -> PiperError:
             " registered buffer, and assign a new value: `self.x = f(self.x)`"
         ),
     )
+
+
+def within_writes(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """Of some nodes, those between a tensor that is written to in place and the last that reads it or a view of it:
+    chunks exchange copies, so a program cannot be cut there."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    lying: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        lying.setdefault(root_of(node), []).append(node)
+    changed = {root_of(target) for node in graph.nodes for target in written(node)}
+    ranges = [
+        (order[root], max(order[user] for node in lying[root] for user in (node, *node.users))) for root in changed
+    ]
+    return {node for node in nodes if any(low <= order[node] < high for low, high in ranges)}
 
 
 def ancestors(nodes: Iterator[fx.Node] | list[fx.Node]) -> set[fx.Node]:

@@ -6,7 +6,8 @@ way back.
 
 `batch_sums` gives the sums that means and variances are computed from, for batch normalization and `var`. They are in
 float64: the variance is the mean of the squares minus the square of the mean, which loses digits where the mean is
-large. It keeps nothing but its input for its backward."""
+large. For numbers in float64 that is not enough: their mean is subtracted before (statistics.py). It keeps nothing but
+its input for its backward."""
 
 from __future__ import annotations
 

@@ -307,12 +307,12 @@ def _changes(
         for place, weight in weights.items()
         if weight.buffer and weight.name in training.seen.buffers
     }
-    statistics = make_functional(graph, {place: weight.name for place, weight in weights.items()}, buffers)
+    make_functional(graph, {place: weight.name for place, weight in weights.items()}, buffers)
     (output,) = (node for node in graph.nodes if node.op == "output")
     loss, now = output.args[0][: training.seen.leaves], output.args[0][training.seen.leaves :]
     places = {name: place for place, name in buffers.items()}
     values = {places[name]: node for name, node in zip(training.seen.buffers, now, strict=True) if name in places}
-    changes = new_values(values | statistics, buffers)
+    changes = new_values(values, buffers)
     output.args = ((*loss, *changes.values()),)
     return changes
 
