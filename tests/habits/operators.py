@@ -165,13 +165,13 @@ class UsesCounted(Between):
 # ---------------------------------------------------------------------------------------------- control flow, scripts
 
 
-@OPERATORS.habit("torch.cond on the whole batch", SUMMED, whole=EITHER)
+@OPERATORS.habit("torch.cond on the whole batch", REFUSED, whole=REFUSED)
 class CondBatch(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: 2 * t, (x,))
 
 
-@OPERATORS.habit("torch.cond on a buffer", EITHER)
+@OPERATORS.habit("torch.cond on a buffer", REFUSED)
 class CondBuffer(Between):
     def __init__(self) -> None:
         super().__init__()

@@ -190,17 +190,14 @@ def refuse_sparse(graph: fx.Graph) -> None:
 
 
 def refuse_cond(graph: fx.Graph) -> None:
-    """Refuse torch.cond in a graph that is sent to workers: older versions of torch cannot unpickle it there (tried:
-    2.11 cannot, 2.13 can)."""
-    if torch.__version__ >= "2.13":
-        return
+    """Refuse torch.cond: workers cannot unpickle its graph (tried: 2.11 and 2.13)."""
     for node in graph.nodes:
         if node.target is torch.ops.higher_order.cond:
             raise error(
                 "P0802",
-                "torch.cond needs torch 2.13 or newer",
+                "torch.cond is not supported",
                 line_of_operator(node),
-                notes=[f"this is torch {torch.__version__}", module_of(node)],
+                notes=[module_of(node)],
                 help="compute both branches and choose with torch.where",
             )
 
