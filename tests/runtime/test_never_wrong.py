@@ -89,10 +89,11 @@ def test_kinds_in_threads(kind: str, threads: Runner) -> None:
     outcomes(threads, kind, ["ddp", "zero1", "zero3", "pp"])
 
 
+@pytest.mark.parametrize("names", [["zero3", "pp"], pytest.param(["ddp", "zero1"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [kind for kind, name in KINDS.items() if HABITS[name].expected in (SAME, SUMMED)])
-def test_kinds_on_workers(kind: str, workers: Runner) -> None:
+def test_kinds_on_workers(kind: str, names: Sequence[str], workers: Runner) -> None:
     """What is refused is refused before any worker starts, whoever would run it."""
-    outcomes(workers, kind, ["ddp", "zero1", "zero3", "pp"])
+    outcomes(workers, kind, names)
 
 
 def test_statistics_where_the_batch_is_whole(threads: Runner) -> None:
