@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as f
 from torch import nn
 
-from piperlang.capture.batch.samples import Samples, samples, walk_samples
+from piperlang.capture.batch.samples import Samples, samples
+from piperlang.capture.batch.walk import walk_samples
 from piperlang.capture.batch.whole import edits
 from piperlang.capture.trace.trace import trace
 from piperlang.capture.trace.whole_sum import reason
@@ -886,7 +887,7 @@ def test_custom_operators_are_trusted() -> None:
 
 
 def test_operators_that_cannot_be_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piperlang.capture.batch.samples.Walk._graph", lambda walk, node, mode: None)
+    monkeypatch.setattr("piperlang.capture.batch.walk.Walk._graph", lambda walk, node, mode: None)
     assert analysed(lambda: nn.Identity(), lambda o, t: square(o, t.unfold(1, 1, 1).flatten(2))).mixing is None
     refused = analysed(lambda: nn.Identity(), lambda o, t: square(o, t.unfold(0, 1, 1).flatten(2))).mixing
     assert refused is not None

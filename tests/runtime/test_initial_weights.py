@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import piperlang
@@ -187,3 +187,13 @@ def test_files_that_do_not_fit(state: dict[str, torch.Tensor] | None, message: s
     assert message in diagnostic.message
     assert diagnostic.span is not None
     assert diagnostic.helps
+
+
+def test_another_checkpoint_has_another_digest(folder: Path, tmp_path: Path) -> None:
+    """Nodes may have different files of the same shapes under one path."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folder.iterdir():
+        save_file({name: value + 1 for name, value in load_file(file).items()}, other / file.name)
+    assert StoredWeights(other).digest != StoredWeights(folder).digest
+    assert StoredWeights(folder).digest == StoredWeights(folder).digest

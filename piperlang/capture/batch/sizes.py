@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.batch.layout import WholeValues, size_of
 from piperlang.capture.batch.mixing import same_number
-from piperlang.capture.batch.samples import Walk
+from piperlang.capture.batch.walk import Walk
 from piperlang.capture.batch.whole import edits
 from piperlang.capture.trace.buffers import ancestors
 from piperlang.capture.trace.random import module_of

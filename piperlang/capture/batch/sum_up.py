@@ -15,8 +15,9 @@ from torch import fx
 
 from piperlang.capture.batch.mixing import Free, Mixed, Mixing, Repair
 from piperlang.capture.batch.sample_table import name_of
-from piperlang.capture.batch.samples import Walk, arguments_of, diagnosed
+from piperlang.capture.batch.samples import diagnosed
 from piperlang.capture.batch.shares import exact, in_dtype_of, number_of_samples, share_of
+from piperlang.capture.batch.walk import Walk, arguments_of
 from piperlang.capture.trace.buffers import ancestors, root_of, written
 from piperlang.capture.trace.insert import insert, insert_call
 from piperlang.capture.trace.statistics import insert_statistics

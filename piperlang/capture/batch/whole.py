@@ -21,9 +21,9 @@ import torch
 from torch import fx
 
 from piperlang.capture.batch.mixing import Free, Mixed, Mixing, Repair, growing
-from piperlang.capture.batch.samples import Known, States, Walk, walk_samples
 from piperlang.capture.batch.shares import in_dtype_of, number_of_samples, placeholder, share_of
 from piperlang.capture.batch.sum_up import computed_with, sum_up, variances, write_variances
+from piperlang.capture.batch.walk import Known, States, Walk, walk_samples
 from piperlang.capture.trace.buffers import root_of, written
 from piperlang.capture.trace.trace import Traced
 

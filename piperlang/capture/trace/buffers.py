@@ -4,8 +4,8 @@ In plain PyTorch a buffer changes once per step, in the forward of the whole bat
 the new value as an additional output. A value that does not depend on the samples (a counter, the vectors of
 spectral_norm), or follows from sums over the whole batch (running statistics, batch_norm.py), is the same for every
 part of the batch, so any part may compute it. Any other value is correct only where the batch is not divided, which
-build/graph.py checks. All other in-place writes to
-tensors that outlive the forward are refused: to parameters, plain tensors and views of buffers."""
+build/graph.py checks. All other in-place writes to tensors that outlive the forward are refused: to parameters, plain
+tensors and views of buffers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +76,7 @@ class Observed(nn.Module):
         ]
         self.seen.replaced = [path for path, value in _parameters(self.model).items() if parameters.get(path) != value]
         self.seen.leaves = len(pytree.tree_leaves(result))
+        _refuse_created(self.model, buffers)
         # The current buffers: export does not record that a module assigns a new tensor to a buffer.
         self.seen.buffers = list(buffers)
         now = [module._buffers[name] for module, name, _ in buffers.values()]
@@ -106,6 +107,23 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
         for name, value in module._buffers.items():
             if value is not None:
                 yield f"{path}.{name}".lstrip("."), module, name, value
+
+
+def _refuse_created(model: nn.Module, before: Container[str]) -> None:
+    """Refuse a buffer that is saved and that the forward creates: the program would create it in every step, and
+    weights.pt would not have it. One that is not saved may be a cache, which may be computed again."""
+    for path, module, name, _ in _buffers(model):
+        if path not in before and name not in module._non_persistent_buffers_set:
+            raise error(
+                "P0803",
+                f"the forward creates buffer {path}",
+                line_of_function(type(module).forward),
+                notes=["the traced program would create it anew in every step"],
+                help=(
+                    "register it in the constructor, with its shape and its first value; for a value that is computed"
+                    " again in every call, use a local variable"
+                ),
+            )
 
 
 def _parameters(model: nn.Module) -> dict[str, object]:

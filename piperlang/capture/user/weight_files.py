@@ -23,6 +23,8 @@ from piperlang.diagnostics import error, listed
 SUFFIX = ".safetensors"
 _NAMED = 3
 """How many names a message lists."""
+_SAMPLED = 256
+"""How many values at each end of a tensor tell one checkpoint from another."""
 
 
 def wrong_weights(value: object, folder: Path = Path()) -> Wrong | None:
@@ -89,13 +91,14 @@ class StoredWeights:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for processes that see the same files."""
+        """Equal for processes that see the same tensors: names, shapes, and the first and last values of each. To read
+        all values would take every worker as long as reading the whole model."""
         found = hashlib.blake2b(digest_size=16)
-        for file in self.files:
-            found.update(f"{file.name} {file.stat().st_size}".encode())
-            with file.open("rb") as opened:
-                header = int.from_bytes(opened.read(8), "little")
-                found.update(opened.read(header))
+        for name in sorted(self.places):
+            values = self.tensor(name).flatten()
+            found.update(f"{name} {values.dtype} {self.places[name].shape}".encode())
+            for part in (values[:_SAMPLED], values[-_SAMPLED:]):
+                found.update(part.contiguous().view(torch.uint8).numpy().data)
         return found.hexdigest()
 
     def names(self, model: nn.Module) -> dict[int, str]:
