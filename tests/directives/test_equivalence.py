@@ -40,7 +40,7 @@ def shared_out(combinations: Sequence[tuple[str, ...]], count: int) -> pytest.Ma
     return pytest.mark.parametrize(("model", "names"), cases)
 
 
-@shared_out(SINGLES, 9)
+@shared_out(SINGLES, 12)
 def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
     right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 

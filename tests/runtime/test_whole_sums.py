@@ -186,7 +186,7 @@ def assert_equal(got: dict[str, T], name: str) -> None:
         assert difference <= LIMIT * value.double().abs().max(), key
 
 
-@pytest.mark.parametrize("script", one_in(3, SCRIPTS))
+@pytest.mark.parametrize("script", one_in(5, SCRIPTS))
 @pytest.mark.parametrize("name", one_in(4, CASES))
 def test_simulated(name: str, script: str) -> None:
     case = CASES[name]

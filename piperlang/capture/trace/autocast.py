@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piperlang.capture.trace.repeated import BOUNDS
+
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 aten = torch.ops.aten
 Run: TypeAlias = tuple[Any, tuple[torch.dtype, ...]]
@@ -51,7 +53,7 @@ class Autocast:
 
     def explicit(self, node: fx.Node) -> Any:
         """Rewrites an operator so that it computes without autocast what it computes with it. Returns the result."""
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target in BOUNDS:
             return node
         values = {source: source.meta["val"] for source in node.all_input_nodes if "val" in source.meta}
         casts, expected = self._observed(node, values, enabled=True)

@@ -32,11 +32,12 @@ from piperlang.capture.trace.names import name_modules
 from piperlang.capture.trace.observed import Observed, refuse_replaced, refuse_shared_storage
 from piperlang.capture.trace.random import make_counted, module_of, number_random
 from piperlang.capture.trace.ratios import write_ratios
+from piperlang.capture.trace.repeated import Apart, Layers, Repeated, Unlike
 from piperlang.capture.trace.untraceable import quiet, refuse_mistraced, untraceable
 from piperlang.capture.user.held import add_part, hold
 from piperlang.capture.user.operators import functions_of_operators
 from piperlang.capture.user.seeding import seeded
-from piperlang.capture.user.state import Frozen, TorchState, refuse_state
+from piperlang.capture.user.state import GENERATORS, Frozen, TorchState, refuse_state
 from piperlang.capture.user.tensors import named_tensors
 from piperlang.capture.user.where import line_of_function, line_of_operator
 from piperlang.diagnostics import PiperError, error
@@ -128,14 +129,34 @@ def trace(
 ) -> Traced:
     """Trace model and loss on the shapes of `batch`. No weight is allocated. `seed`: for random numbers that the
     constructor draws."""
-    built = build(make_model, seed)
-    found = _trace(built, loss, batch, seed)
-    if built.differs and found.constants:  # a constant may hold numbers that the constructor drew
-        found = _trace(build(make_model, seed, storage=True), loss, batch, seed)
+    apart = Apart()
+    found, differs = _attempts(make_model, loss, batch, seed, apart)
+    if differs and found.constants:  # a constant may hold numbers that the constructor drew
+        found, _ = _attempts(make_model, loss, batch, seed, apart, storage=True)
     return found
 
 
-def _trace(built: Built, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int) -> Traced:
+def _attempts(
+    make_model: Callable[[], nn.Module],
+    loss: Callable[[Any, Any], Any],
+    batch: tuple[Any, Any],
+    seed: int,
+    apart: Apart,
+    storage: bool = False,
+) -> tuple[Traced, bool]:
+    """The trace, and whether a real build draws other numbers. Layers that turn out not to be copies of others are
+    traced in another attempt, with a new model: the one that was called may have changed."""
+    while True:
+        built = build(make_model, seed, storage)
+        found = _trace(built, loss, batch, seed, apart)
+        if found is not None:
+            return found, built.differs
+
+
+def _trace(
+    built: Built, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int, apart: Apart
+) -> Traced | None:
+    """None where layers that are no copies were taken for copies. `apart` knows them afterwards."""
     mode = _fake_mode()
     flat, layout = pytree.tree_flatten(batch)
     device = next((t.device for t in flat if isinstance(t, torch.Tensor)), torch.device("cpu"))
@@ -150,17 +171,39 @@ def _trace(built: Built, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]
         add_part(loss)
     training = Observed(model, loss)
     training.layout = layout
+    samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
+    repeated = Repeated(training, mode, apart)
+    try:
+        return _recorded(training, inputs, faked, repeated, samples, seed)
+    except Unlike as problem:
+        apart.add(problem)
+    except PiperError:  # without copies it is told where it happens, or does not happen
+        if not repeated.copies:
+            raise
+        apart.everything = True
+    left = {name for name in training.changed().difference(GENERATORS) if not name.startswith("attribute ")}
+    if left:
+        raise refuse_state(left, training.model)
+    return None
+
+
+def _recorded(
+    training: Observed, inputs: tuple[Any, ...], faked: Faked, repeated: Repeated, samples: int, seed: int
+) -> Traced:
     with seeded(seed), only_forward(), recorded() as calls:
-        program = _export(training, inputs)
+        program, layers = _export(training, inputs, repeated)
         refuse_replaced(training)
         if training.seen.watch.changed:
-            _refuse_state(program, training, inputs, mode)
-    samples = next((t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()), 1)
-    return _traced(program, training, faked, samples, calls)
+            _refuse_state(program, training, inputs, faked.mode, repeated)
+    return _traced(program, training, faked, samples, calls, layers)
 
 
 def _refuse_state(
-    program: torch.export.ExportedProgram, training: Observed, inputs: tuple[Any, ...], mode: FakeTensorMode
+    program: torch.export.ExportedProgram,
+    training: Observed,
+    inputs: tuple[Any, ...],
+    mode: FakeTensorMode,
+    repeated: Repeated,
 ) -> None:
     """Calls the model again, in the state in which a call left it. State that changes again, or that leads to a
     different program, would be frozen by the trace and is refused.
@@ -175,7 +218,7 @@ def _refuse_state(
     evolving = {name for name in first.changed if first.after.get(name) != second.after.get(name)} | (
         second.changed - first.changed
     )
-    if evolving or written(program.graph) != written(_export(training, inputs).graph):
+    if evolving or written(program.graph) != written(_export(training, inputs, repeated)[0].graph):
         raise refuse_state(evolving or first.changed, training.model)
 
 
@@ -204,9 +247,11 @@ def written(graph: fx.Graph) -> list[str]:
     ]
 
 
-def _export(training: Observed, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    with _user_errors(training), quiet(), traceback.preserve_node_meta():
-        return torch.export.export(training, inputs, strict=False)
+def _export(
+    training: Observed, inputs: tuple[Any, ...], repeated: Repeated
+) -> tuple[torch.export.ExportedProgram, Layers]:
+    with _user_errors(training), quiet(), traceback.preserve_node_meta(), repeated.traced_once() as layers:
+        return torch.export.export(training, inputs, strict=False), layers
 
 
 @contextmanager
@@ -221,7 +266,12 @@ def _user_errors(training: Observed) -> Iterator[None]:
 
 
 def _traced(
-    program: torch.export.ExportedProgram, training: Observed, faked: Faked, samples: int, calls: Sequence[FunctionCall]
+    program: torch.export.ExportedProgram,
+    training: Observed,
+    faked: Faked,
+    samples: int,
+    calls: Sequence[FunctionCall],
+    layers: Layers,
 ) -> Traced:
     _refuse_numbers(program)
     mode = faked.mode
@@ -249,6 +299,7 @@ def _traced(
         rng = torch.empty(2, dtype=torch.int64, device=faked.device)
     graph = program.graph_module.graph
     inline_regions(program.graph_module, mode)
+    layers.write(graph)
     restore(graph, calls)
     name_dims(graph)
     name_modules(graph, training.model)

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from piperlang.capture.trace.random import is_of_loss, module_of
+from piperlang.capture.trace.repeated import Unlike
 from piperlang.capture.user.user_code import (
     Wrong,
     device_help,
@@ -45,7 +46,7 @@ def user_code() -> Iterator[None]:
     """Marks exceptions raised inside as the user's."""
     try:
         yield
-    except (PiperError, KeyboardInterrupt):
+    except (PiperError, KeyboardInterrupt, Unlike):
         raise
     except BaseException as problem:
         raise UserRaised(problem) from problem

@@ -36,6 +36,8 @@ HELP = (
     " (`self.average.lerp_(self.layer.weight.detach(), 0.01)`); pass what depends on the step alone in with the batch"
 )
 OF_TORCH = "set it once, where the model is made, or in its forward (`with torch.autocast(...)`), and leave it so"
+GENERATORS = ("the generator of Python's `random`", "NumPy's global generator")
+"""Names of the state that `seeded` restores."""
 Global: TypeAlias = tuple[str, Mapping[str, Any]]
 """A name, and the scope that has it: two modules may have the same."""
 Snapshot: TypeAlias = Mapping[str, object]
@@ -81,10 +83,7 @@ def snapshot_of(kind: type) -> Snapshot:
 
 def _generators() -> dict[str, object]:
     kind, keys, *rest = np.random.get_state()
-    return {
-        "the generator of Python's `random`": hash(random.getstate()),
-        "NumPy's global generator": (kind, np.asarray(keys).tobytes(), *rest),
-    }
+    return dict(zip(GENERATORS, (hash(random.getstate()), (kind, np.asarray(keys).tobytes(), *rest)), strict=True))
 
 
 @dataclass
