@@ -42,7 +42,7 @@ def described(traced: Traced) -> list[tuple[Any, ...]]:
             looks = [(v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
             modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
             custom, lines = node.meta.get("custom") or {}, node.meta.get("stack_trace") or ""
-            if node.target is aten.detach.default:  # at the end of a region without gradients: that of its last operator
+            if node.target is aten.detach.default:  # at the end of a region without gradients, of its last operator
                 lines = ""
             target = "" if node.op == "placeholder" else str(node.target)
             found.append((names[node], target, str(arguments), looks, names_of(node), modules, custom, lines))

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piperlang.capture.trace.repeated import BOUNDS
+from piperlang.capture.trace.layer_graph import BOUNDS
 
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 aten = torch.ops.aten

@@ -3,11 +3,11 @@
 torch.export needs a quarter of a second for a layer of a transformer, and a large model has a hundred of them that
 differ in their weights alone. The first one is traced. The forward of every other one runs on fake tensors, and its
 calls of torch's functions are compared with those of the first: where they are the same, on corresponding tensors, the
-operators of the first are copied. That takes a tenth of the time. Where they are not, the layer is traced, too.
+operators of the first are copied. Where they are not, the layer is traced, too.
 
-A traced layer stands in the exported graph between operators that say where it begins and ends, and one that is a copy
-as one operator; `Layers.write` replaces them. Whatever this cannot describe (a layer that writes into its inputs, or
-returns tensors in an object) is traced as if this file did not exist.
+Whatever this cannot describe (a layer that writes into its inputs, or returns tensors in an object) is traced as if
+this file did not exist. `calls.py` has the comparison, and `layer_graph.py` the operators that stand for layers until
+they are copied.
 
 Private API, kept in this file: the stacks of dispatch modes and of function modes, which are emptied while a copy runs
 (tried on torch 2.11 and 2.13)."""
@@ -15,25 +15,19 @@ Private API, kept in this file: the stacks of dispatch modes and of function mod
 from __future__ import annotations
 
 import functools
-import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from types import BuiltinFunctionType, BuiltinMethodType, FunctionType
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch import overrides as function_modes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import traceback
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from piperlang.diagnostics import error
+from piperlang.capture.trace.calls import Calls, Given, Unclear
+from piperlang.capture.trace.layer_graph import LayerCall, alike, begin, copy_layers, end, read_too, stand_in
 
 LEAST = 6
 """Fewer layers of a kind are all traced."""
@@ -41,16 +35,6 @@ _KINDS = 4
 """Layers of one class and one structure may do different things, such as local and global attention."""
 _ATTEMPTS = 8
 """How often tracing starts again, before all layers are traced."""
-_CONSTANTS = (
-    *(bool, int, float, complex, str, bytes, type(None), slice, type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(type, FunctionType, BuiltinFunctionType, BuiltinMethodType),
-)
-
-
-_CONTEXTS = (fx.Node, torch.autocast)
-"""What functions that turn gradients and autocast on and off give and take, with and without torch.export."""
-_REFUSED = ("__set__", "requires_grad_", "set_", "detach_", "resize_", "resize_as_", "share_memory_", "register_hook")
 
 
 class Unlike(BaseException):
@@ -83,43 +67,33 @@ class Apart:
 
 
 @dataclass(eq=False)
-class Kind:
+class LayerKind:
     """Modules of the same class with the same parts."""
 
     paths: list[str] = field(default_factory=list)
-    traced: list[Trace] = field(default_factory=list)
+    traced: list[TracedLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
     path: str
     module: nn.Module
-    kind: Kind
+    kind: LayerKind
     tensors: Mapping[str, Tensor]
     """Its fake parameters and buffers. While a model is exported, the module has others."""
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
-    """A layer that was traced, as the first that does what it does."""
+class TracedLayer:
+    """The first that does what it does."""
 
-    path: str
+    layer: Layer
+    call: LayerCall
     calls: list[Hashable]
     results: list[int | None]
     """For every tensor that it returns, the input that it is; None for a new one."""
-    tags: Mapping[str, Any]
-    """Annotations around the call."""
-    layer: Layer
     writes: bool
     """Whether it writes into tensors. Copies are known to write into new ones alone."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    number: int
-    """The trace that it is a copy of."""
-    path: str
-    tags: Mapping[str, Any]
 
 
 class Repeated:
@@ -160,8 +134,8 @@ class Layers:
 
     def __init__(self, layers: Mapping[int, Layer], mode: FakeTensorMode, apart: Apart) -> None:
         self.layers, self.mode, self.apart = layers, mode, apart
-        self.traces: list[Trace] = []
-        self.copies: list[Copy] = []
+        self.traces: list[TracedLayer] = []
+        self.copies: list[LayerCall] = []
         self._inside = False
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -170,7 +144,7 @@ class Layers:
             return forward(module, *args, **kwargs)
         self._inside = True
         try:
-            given = _Given(args, kwargs)
+            given = Given(args, kwargs)
             if not given.tensors:
                 raise Unlike(layer, "it has no inputs", all_of_kind=True)
             if layer.kind.traced and layer.path not in self.apart.layers:
@@ -179,43 +153,43 @@ class Layers:
         finally:
             self._inside = False
 
-    def _trace(self, layer: Layer, module: nn.Module, forward: Callable[..., Any], given: _Given) -> Any:
+    def _trace(self, layer: Layer, module: nn.Module, forward: Callable[..., Any], given: Given) -> Any:
         number = len(self.traces)
         weights = [_current(module, name) for name in layer.tensors]
-        torch.ops.piper.layer_reads(weights, number)
-        entered = [torch.ops.piper.layer_input(tensor, number) for tensor in given.tensors]
-        calls = _Calls(
+        entered = begin(given.tensors, weights, number)
+        calls = Calls(
             {f"input {i}": tensor for i, tensor in enumerate(entered)} | dict(zip(layer.tensors, weights, strict=True)),
-            lambda tensor: torch.ops.piper.layer_reads([tensor], number),
+            lambda tensor: read_too([tensor], number),
         )
         try:
             with calls:
                 args, kwargs = given.replaced(entered)
                 result = forward(module, *args, **kwargs)
             returned = calls.result(result)
-        except _Unclear as problem:
+        except Unclear as problem:
             raise Unlike(layer, str(problem), all_of_kind=True) from None
-        left = iter(torch.ops.piper.layer_outputs(returned.new, weights, number))
-        trace = Trace(layer.path, calls.seen, returned.inputs, calls.tags, layer, calls.writes)
+        left = iter(end(returned.new, weights, number))
+        call = LayerCall(layer.path, calls.tags)
+        trace = TracedLayer(layer, call, calls.seen, returned.inputs, calls.writes)
         self.traces.append(trace)
         layer.kind.traced.append(trace)
         return returned.replaced([next(left) if i is None else given.tensors[i] for i in returned.inputs])
 
-    def _copy(self, layer: Layer, forward: Callable[..., Any], given: _Given) -> Any:
+    def _copy(self, layer: Layer, forward: Callable[..., Any], given: Given) -> Any:
         with _no_modes(), self.mode, _current_tensors(layer):
-            fakes = [_alike(tensor) for tensor in given.tensors]
+            fakes = [alike(tensor) for tensor in given.tensors]
             known = {f"input {i}": fake for i, fake in enumerate(fakes)} | dict(layer.tensors)
-            calls = _Calls(known, lambda tensor: None)
+            calls = Calls(known, lambda tensor: None)
             versions = [tensor._version for tensor in known.values()]
             try:
                 with calls:
                     args, kwargs = given.replaced(fakes)
                     result = forward(layer.module, *args, **kwargs)
                 returned = calls.result(result)
-            except (Exception, _Unclear) as problem:
+            except (Exception, Unclear) as problem:
                 raise Unlike(layer, str(problem)) from problem
-            if versions != [tensor._version for tensor in known.values()]:
-                raise Unlike(layer, "it writes into a tensor")
+            if versions != [tensor._version for tensor in known.values()] or (calls.writes and calls.others):
+                raise Unlike(layer, "it writes into a tensor that is not new")
         number = next(
             (
                 number
@@ -226,291 +200,21 @@ class Layers:
         )
         if number is None:
             raise Unlike(layer, "it calls other functions")
-        self.copies.append(Copy(number, layer.path, calls.tags))
+        self.copies.append(LayerCall(layer.path, calls.tags, number))
         weights = [_current(layer.module, name) for name in layer.tensors]
-        _shapes.append(returned.new)
-        try:
-            made = iter(torch.ops.piper.copy_layer(given.tensors, [*weights, *calls.others], len(self.copies) - 1))
-        finally:
-            _shapes.pop()
+        made = iter(stand_in(given.tensors, [*weights, *calls.others], returned.new, len(self.copies) - 1))
         return returned.replaced([next(made) if i is None else given.tensors[i] for i in returned.inputs])
 
+    def write(self, graph: fx.Graph) -> None:
+        copy_layers(graph, [trace.call for trace in self.traces], self.copies)
+
     def check(self) -> None:
-        copied = {copy.number for copy in self.copies}
+        """Refuses a layer without copies that may have written into its inputs: it has written into those that it was
+        given instead."""
+        copied = {copy.original for copy in self.copies}
         for number, trace in enumerate(self.traces):
             if trace.writes and number not in copied:
                 raise Unlike(trace.layer, "it writes into a tensor", all_of_kind=True)
-
-    # ----------------------------------------------------------------------------------------------------- the graph
-
-    def write(self, graph: fx.Graph) -> None:
-        """Replaces the operators that stand for layers."""
-        bounds = {node.args[2]: _Bounds(node) for node in graph.nodes if node.target is _OUTPUTS}
-        for node in graph.nodes:
-            if node.target is _READS:
-                bounds[node.args[1]].reads.append(node)
-            elif node.target is _INPUT:
-                bounds[node.args[1]].inputs.append(node)
-        for node in [node for node in graph.nodes if node.target is _COPY]:
-            copy = self.copies[node.args[2]]
-            first, trace = bounds[copy.number], self.traces[copy.number]
-            read = [one for reads in first.reads for one in _nodes(reads)]
-            copied: dict[fx.Node, fx.Node] = dict(
-                zip((*first.inputs, *read), (*node.args[0], *node.args[1]), strict=True)
-            )
-            with graph.inserting_before(node):
-                for one in first.body:
-                    copied[one] = graph.node_copy(one, lambda n, copied=copied: copied.get(n, n))  # type: ignore[misc]
-                    copied[one].meta = _moved(one.meta, trace, first.reads[0], copy, node)
-            _replace(node, [copied.get(one, one) for one in _nodes(first.outputs)])
-        for bound in bounds.values():
-            _replace(bound.outputs, _nodes(bound.outputs))
-            for node in bound.reads:
-                graph.erase_node(node)
-            for node in bound.inputs:
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-                graph.erase_node(node)
-
-
-class _Bounds:
-    """Where a traced layer begins and ends in the graph."""
-
-    def __init__(self, outputs: fx.Node) -> None:
-        self.outputs = outputs
-        self.inputs: list[fx.Node] = []
-        self.reads: list[fx.Node] = []
-        """Its weights, and after that other tensors, one by one."""
-
-    @cached_property
-    def body(self) -> list[fx.Node]:
-        known = {*self.inputs, *(one for reads in self.reads for one in _nodes(reads))}
-        found: list[fx.Node] = []
-        node = self.inputs[-1].next
-        while node is not self.outputs:
-            if node.op == "call_function" and node.target is not _READS:
-                if any(one not in known and one.op == "call_function" for one in node.all_input_nodes):
-                    raise error("P0802", "a layer reads a tensor that it was not seen to read")  # traced without copies
-                found.append(node)
-                known.add(node)
-            node = node.next
-        return found
-
-
-def _nodes(call: fx.Node) -> Sequence[fx.Node]:
-    """The tensors that an operator at the bounds of a layer is given."""
-    found: Any = call.args[0]
-    return cast("Sequence[fx.Node]", found)
-
-
-def _replace(node: fx.Node, results: Sequence[fx.Node]) -> None:
-    for user in list(node.users):
-        assert user.target is operator.getitem
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
-
-
-def _moved(meta: dict[str, Any], old: Trace, entry: fx.Node, new: Copy, call: fx.Node) -> dict[str, Any]:
-    """Metadata of an operator in another layer, which is called elsewhere."""
-    old_stack, stack = entry.meta.get("nn_module_stack") or {}, dict(call.meta.get("nn_module_stack") or {})
-    for key, (path, kind) in list((meta.get("nn_module_stack") or {}).items())[len(old_stack) :]:
-        moved = new.path + path.removeprefix(old.path) if f"{path}.".startswith(f"{old.path}.") else path
-        stack[key.removesuffix(path) + moved] = moved, kind
-    above, below = entry.meta.get("stack_trace") or "", meta.get("stack_trace") or ""
-    lines = (call.meta.get("stack_trace") or "") + below.removeprefix(above) if below.startswith(above) else below
-    custom = {**new.tags, **_changed(old.tags, meta.get("custom") or {})}
-    return {**meta, "nn_module_stack": stack, "stack_trace": lines, "custom": custom}
-
-
-def _tags() -> dict[str, Any]:
-    """Annotations at this point of a trace."""
-    return dict(traceback.get_current_meta().get("custom") or {})
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in after.items() if key not in before or before[key] != value}
-
-
-# ----------------------------------------------------------------------------------------------------------- operators
-
-_shapes: list[list[Tensor]] = []
-"""The results of the copy that is being made."""
-_library = torch.library.Library("piper", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _declared in (
-    "layer_reads(Tensor[] tensors, int trace) -> ()",
-    "layer_input(Tensor input, int trace) -> Tensor",
-    "layer_outputs(Tensor[] outputs, Tensor[] weights, int trace) -> Tensor[]",
-    "copy_layer(Tensor[] inputs, Tensor[] weights, int copy) -> Tensor[]",
-):
-    _library.define(_declared)  # type: ignore[no-untyped-call]
-_READS, _INPUT, _OUTPUTS, _COPY = BOUNDS = (
-    *(torch.ops.piper.layer_reads.default, torch.ops.piper.layer_input.default),
-    *(torch.ops.piper.layer_outputs.default, torch.ops.piper.copy_layer.default),
-)
-"""Operators that say where layers begin and end."""
-
-
-@torch.library.register_fake("piper::layer_reads", lib=_library)  # type: ignore[untyped-decorator]
-def _reads(tensors: Sequence[Tensor], trace: int) -> None:
-    pass
-
-
-_library.impl("layer_reads", _reads, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # torch computes with constants while it traces
-
-
-@torch.library.register_fake("piper::layer_input", lib=_library)  # type: ignore[untyped-decorator]
-def _input(input: Tensor, trace: int) -> Tensor:
-    return _empty(input)
-
-
-@torch.library.register_fake("piper::layer_outputs", lib=_library)  # type: ignore[untyped-decorator]
-def _outputs(outputs: Sequence[Tensor], weights: Sequence[Tensor], trace: int) -> list[Tensor]:
-    return [_empty(tensor) for tensor in outputs]
-
-
-@torch.library.register_fake("piper::copy_layer", lib=_library)  # type: ignore[untyped-decorator]
-def _copy(inputs: Sequence[Tensor], weights: Sequence[Tensor], copy: int) -> list[Tensor]:
-    return [_empty(tensor) for tensor in _shapes[-1]]
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _alike(tensor: Tensor) -> Tensor:
-    return _empty(tensor).requires_grad_(tensor.requires_grad)
-
-
-# ------------------------------------------------------------------------------------------------- calls and arguments
-
-
-class _Unclear(BaseException):
-    """A layer does something that cannot be written down."""
-
-
-def _is_leaf(value: object) -> bool:
-    """An object that is neither a tuple, a list nor a dict is passed on as it is, even where torch could open it."""
-    return type(value) not in (tuple, list, dict)
-
-
-class _Given:
-    """The arguments of a call."""
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self.flat, self.layout = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)
-        self.tensors = list({id(leaf): leaf for leaf in self.flat if isinstance(leaf, Tensor)}.values())
-
-    def replaced(self, tensors: Sequence[Tensor]) -> Any:
-        others = dict(zip(map(id, self.tensors), tensors, strict=True))
-        return pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in self.flat], self.layout)
-
-
-@dataclass(frozen=True)
-class _Returned:
-    flat: list[Any]
-    layout: pytree.TreeSpec
-    inputs: list[int | None]
-    """Of every tensor in it, the input that it is; None for a new one."""
-    new: list[Tensor]
-
-    def replaced(self, tensors: Sequence[Tensor]) -> Any:
-        given = iter(tensors)
-        flat = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.flat]
-        return pytree.tree_unflatten(flat, self.layout)
-
-
-class _Calls(TorchFunctionMode):
-    """Writes down the calls of torch's functions, with names for tensors that are the same in every layer of a kind."""
-
-    def __init__(self, known: Mapping[str, Tensor], read: Callable[[Tensor], None]) -> None:
-        """`read` is called with every tensor that the layer reads besides those that are known, before it does."""
-        super().__init__()
-        self.read = read
-        self.others: list[Tensor] = []
-        self.names = {id(tensor): name for name, tensor in reversed(list(known.items()))}
-        self.kept = list(known.values())
-        self.given = len(known)
-        self.tags = _tags()
-        self.writes = False
-        self.seen: list[Hashable] = [(name, _looks(tensor)) for name, tensor in known.items()]
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = str(getattr(function, "__name__", function)), self._shown((args, kwargs or {}))
-        if called[0] in _REFUSED:
-            raise _Unclear(f"it calls {called[0]}")
-        self.writes = self.writes or _writes(called[0], kwargs or {})
-        result = function(*args, **(kwargs or {}))
-        tags = repr(_changed(self.tags, _tags()))
-        self.seen.append((function, *called, torch.is_grad_enabled(), tags, self._named(result)))
-        return result
-
-    def _shown(self, value: Any) -> str:
-        flat, layout = pytree.tree_flatten(value, is_leaf=_is_leaf)
-        return f"{layout} {[self._leaf(leaf) for leaf in flat]}"
-
-    def _leaf(self, leaf: Any) -> str:
-        if isinstance(leaf, Tensor):
-            if id(leaf) not in self.names:
-                self.names[id(leaf)] = f"other {len(self.others)} {_looks(leaf)}"
-                self.others.append(leaf)
-                self.read(leaf)
-            return self.names[id(leaf)]
-        if isinstance(leaf, tuple):  # a named tuple
-            return self._shown(list(leaf))
-        if isinstance(leaf, _CONSTANTS):
-            return repr(leaf)
-        if isinstance(leaf, _CONTEXTS):
-            return "context"
-        raise _Unclear(f"it gives a {type(leaf).__name__} to a function of torch")
-
-    def _named(self, result: Any) -> Hashable:
-        flat, _ = pytree.tree_flatten(result)
-        for leaf in flat:
-            if isinstance(leaf, Tensor) and id(leaf) not in self.names:
-                self.names[id(leaf)] = f"tensor {len(self.kept)}"
-                self.kept.append(leaf)  # its id stays its own
-        return tuple(
-            (self.names[id(leaf)], _looks(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
-            for leaf in flat
-            if leaf is not None and not isinstance(leaf, _CONTEXTS)
-        )
-
-    def result(self, result: Any) -> _Returned:
-        """What the layer returned, whose tensors must be inputs, or computed from them."""
-        flat, layout = pytree.tree_flatten(result, is_leaf=_is_leaf)
-        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.kept[: self.given])
-        found: list[int | None] = []
-        new: list[Tensor] = []
-        for leaf in flat:
-            if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, _CONSTANTS):
-                    raise _Unclear(f"it returns a {type(leaf).__name__}")
-                continue
-            name = self._leaf(leaf)
-            if name.startswith("input "):
-                found.append(int(name.removeprefix("input ")))
-            elif name.startswith("tensor ") and leaf.requires_grad == (learns and leaf.is_floating_point()):
-                found.append(None)
-                new.append(leaf)
-            else:
-                raise _Unclear("it returns one of its own tensors, or one without gradient")
-        self.seen.append(("returned", self._shown([leaf for leaf in flat if isinstance(leaf, Tensor)]), repr(layout)))
-        return _Returned(flat, layout, found, new)
-
-
-def _looks(tensor: Tensor) -> Hashable:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function may write into a tensor."""
-    return (
-        kwargs.get("out") is not None
-        or kwargs.get("inplace") is True
-        or name == "__setitem__"
-        or (name.endswith("_") and not name.endswith("__"))
-        or (name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__"))
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- layers
@@ -519,14 +223,14 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 def _layers(model: nn.Module) -> Iterator[Layer]:
     """Modules of which one module has several that look alike. Modules of a model that the file has built have real
     tensors, and the state of earlier calls: they are traced."""
-    kinds: dict[Hashable, Kind] = {}
+    kinds: dict[Hashable, LayerKind] = {}
     for path, module in model.named_modules():
         looks = {name: _look(child) for name, child in module.named_children()}
         counts = Counter(looks.values())
         for name, look in looks.items():
             child, tensors = module.get_submodule(name), _tensors(module.get_submodule(name))
             if counts[look] >= LEAST and all(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-                layer = Layer(f"{path}.{name}".lstrip("."), child, kinds.setdefault(look, Kind()), tensors)
+                layer = Layer(f"{path}.{name}".lstrip("."), child, kinds.setdefault(look, LayerKind()), tensors)
                 layer.kind.paths.append(layer.path)
                 yield layer
 

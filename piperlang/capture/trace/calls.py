@@ -1,0 +1,173 @@
+"""The calls of torch's functions that a module makes, written down so that those of two modules can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, BuiltinMethodType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import traceback
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(type, FunctionType, BuiltinFunctionType, BuiltinMethodType),
+)
+_CONTEXTS = (fx.Node, torch.autocast)
+"""What functions that turn gradients and autocast on and off give and take, with and without torch.export."""
+_REFUSED = ("__set__", "requires_grad_", "set_", "detach_", "resize_", "resize_as_", "share_memory_", "register_hook")
+
+
+class Unclear(BaseException):
+    """A layer does something that cannot be written down."""
+
+
+def _is_leaf(value: object) -> bool:
+    """An object that is neither a tuple, a list nor a dict is passed on as it is, even where torch could open it."""
+    return type(value) not in (tuple, list, dict)
+
+
+class Given:
+    """The arguments of a call."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.flat, self.layout = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)
+        self.tensors = list({id(leaf): leaf for leaf in self.flat if isinstance(leaf, Tensor)}.values())
+
+    def replaced(self, tensors: Sequence[Tensor]) -> Any:
+        others = dict(zip(map(id, self.tensors), tensors, strict=True))
+        return pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in self.flat], self.layout)
+
+
+@dataclass(frozen=True)
+class Returned:
+    flat: list[Any]
+    layout: pytree.TreeSpec
+    inputs: list[int | None]
+    """Of every tensor in it, the input that it is; None for a new one."""
+    new: list[Tensor]
+
+    def replaced(self, tensors: Sequence[Tensor]) -> Any:
+        given = iter(tensors)
+        flat = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.flat]
+        return pytree.tree_unflatten(flat, self.layout)
+
+
+class Calls(TorchFunctionMode):
+    """Writes down the calls of torch's functions, with names for tensors that are the same in every layer of a kind."""
+
+    def __init__(self, known: Mapping[str, Tensor], read: Callable[[Tensor], None]) -> None:
+        """`read` is called with every tensor that the layer reads besides those that are known, before it does."""
+        super().__init__()
+        self.read = read
+        self.others: list[Tensor] = []
+        self.names = {id(tensor): name for name, tensor in reversed(list(known.items()))}
+        self.kept = list(known.values())
+        self.given = len(known)
+        self.tags = _tags()
+        self.writes = False
+        self.seen: list[Hashable] = [(name, _looks(tensor)) for name, tensor in known.items()]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called = str(getattr(function, "__name__", function)), self._shown((args, kwargs or {}))
+        if called[0] in _REFUSED:
+            raise Unclear(f"it calls {called[0]}")
+        self.writes = self.writes or _writes(called[0], kwargs or {})
+        result = function(*args, **(kwargs or {}))
+        tags = repr(changed(self.tags, _tags()))
+        self.seen.append((function, *called, *_modes(), tags, self._named(result)))
+        return result
+
+    def _shown(self, value: Any) -> str:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return f"{kind.__name__}({', '.join(map(self._shown, value))})"
+        if kind is dict:
+            return f"dict({', '.join(f'{self._shown(key)}: {self._shown(one)}' for key, one in value.items())})"
+        return self._leaf(value)
+
+    def _leaf(self, leaf: Any) -> str:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in self.names:
+                self.names[id(leaf)] = f"other {len(self.others)} {_looks(leaf)}"
+                self.others.append(leaf)
+                self.read(leaf)
+            return self.names[id(leaf)]
+        if isinstance(leaf, tuple) and not isinstance(leaf, torch.Size):  # a named tuple
+            return f"{type(leaf)} {self._shown(list(leaf))}"
+        if isinstance(leaf, slice):
+            return self._shown([leaf.start, leaf.stop, leaf.step])
+        if isinstance(leaf, _CONSTANTS):
+            return repr(leaf)
+        if isinstance(leaf, _CONTEXTS):
+            return "context"
+        raise Unclear(f"it gives a {type(leaf).__name__} to a function of torch")
+
+    def _named(self, result: Any) -> Hashable:
+        flat = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
+        for leaf in flat:
+            if isinstance(leaf, Tensor) and id(leaf) not in self.names:
+                self.names[id(leaf)] = f"tensor {len(self.kept)}"
+                self.kept.append(leaf)  # its id stays its own
+        return tuple(
+            (self.names[id(leaf)], _looks(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in flat
+            if leaf is not None and not isinstance(leaf, _CONTEXTS)
+        )
+
+    def result(self, result: Any) -> Returned:
+        """What the layer returned, whose tensors must be inputs, or computed from them."""
+        flat, layout = pytree.tree_flatten(result, is_leaf=_is_leaf)
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.kept[: self.given])
+        found: list[int | None] = []
+        new: list[Tensor] = []
+        for leaf in flat:
+            if not isinstance(leaf, Tensor):
+                if not isinstance(leaf, _CONSTANTS):
+                    raise Unclear(f"it returns a {type(leaf).__name__}")
+                continue
+            name = self._leaf(leaf)
+            if name.startswith("input "):
+                found.append(int(name.removeprefix("input ")))
+            elif name.startswith("tensor ") and leaf.requires_grad == (learns and leaf.is_floating_point()):
+                found.append(None)
+                new.append(leaf)
+            else:
+                raise Unclear("it returns one of its own tensors, or one without gradient")
+        self.seen.append(("returned", self._shown([leaf for leaf in flat if isinstance(leaf, Tensor)]), repr(layout)))
+        return Returned(flat, layout, found, new)
+
+
+def _modes() -> tuple[Hashable, ...]:
+    """What a function does depends on it."""
+    cast = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.is_grad_enabled(), *cast
+
+
+def _looks(tensor: Tensor) -> Hashable:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function may write into a tensor."""
+    return (
+        kwargs.get("out") is not None
+        or kwargs.get("inplace") is True
+        or name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__"))
+    )
+
+
+def _tags() -> dict[str, Any]:
+    """Annotations at this point of a trace."""
+    return dict(traceback.get_current_meta().get("custom") or {})
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in after.items() if key not in before or before[key] != value}
