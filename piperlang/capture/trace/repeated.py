@@ -72,6 +72,8 @@ class LayerKind:
 
     paths: list[str] = field(default_factory=list)
     traced: list[TracedLayer] = field(default_factory=list)
+    ran: list[Calls] = field(default_factory=list)
+    """The calls of layers that ran on fake tensors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ class TracedLayer:
 
     layer: Layer
     call: LayerCall
-    calls: list[Hashable]
+    calls: list[tuple[Hashable, Hashable]]
     results: list[int | None]
     """For every tensor that it returns, the input that it is; None for a new one."""
     writes: bool
@@ -179,7 +181,7 @@ class Layers:
         with _no_modes(), self.mode, _current_tensors(layer):
             fakes = [alike(tensor) for tensor in given.tensors]
             known = {f"input {i}": fake for i, fake in enumerate(fakes)} | dict(layer.tensors)
-            calls = Calls(known, lambda tensor: None)
+            calls = Calls(known, lambda tensor: None, layer.kind.ran)
             versions = [tensor._version for tensor in known.values()]
             try:
                 with calls:
@@ -188,6 +190,8 @@ class Layers:
                 returned = calls.result(result)
             except (Exception, Unclear) as problem:
                 raise Unlike(layer, str(problem)) from problem
+            if all(one.seen != calls.seen for one in layer.kind.ran):
+                layer.kind.ran.append(calls)
             if versions != [tensor._version for tensor in known.values()] or (calls.writes and calls.others):
                 raise Unlike(layer, "it writes into a tensor that is not new")
         number = next(
