@@ -189,6 +189,45 @@ class Keeps(Block):
         return super().forward(x)
 
 
+class Collects(Block):
+    """Writes into a dict that it is given."""
+
+    def forward(self, x: torch.Tensor, found: dict[int, torch.Tensor]) -> Any:
+        found[self.i] = x
+        return super().forward(x)
+
+
+class ReadsList(Block):
+    def forward(self, x: torch.Tensor, others: list[torch.Tensor]) -> Any:
+        return super().forward(x) + others[0] * others[-1]
+
+
+class Unseen(Block):
+    """A function that is called in a way that cannot be seen."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        with torch._C.DisableTorchFunction():
+            y = y * (0.5 + self.i)
+        return torch.tanh(y)
+
+
+class Gives(nn.Module):
+    """Gives its layers something else besides a tensor."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(block(i) for i in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        found: dict[int, torch.Tensor] = {}
+        for layer in self.layers:
+            x = layer(x, found if isinstance(layer, Collects) else [x, torch.sigmoid(x)])
+        return x + sum(found.values())
+
+
 class Stack(nn.Module):
     def __init__(self, block: type[Block]) -> None:
         super().__init__()
@@ -247,11 +286,19 @@ def numbers() -> tuple[torch.Tensor, torch.Tensor]:
         (Counting, 0),
         (SameInput, 7),
         (ReturnsObject, 0),
+        (Unseen, 0),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_layers_by_hand(block: type[Block], copies: int) -> None:
     every, copied, found = traced_both_ways(lambda: Stack(block), f.mse_loss, numbers())
+    assert described(copied) == described(every)
+    assert found == copies
+
+
+@pytest.mark.parametrize(("block", "copies"), [(Collects, 0), (ReadsList, 7)])
+def test_what_layers_are_given(block: type[Block], copies: int) -> None:
+    every, copied, found = traced_both_ways(lambda: Gives(block), f.mse_loss, numbers())
     assert described(copied) == described(every)
     assert found == copies
 

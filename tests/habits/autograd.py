@@ -564,7 +564,7 @@ class FuncGrad(Between):
         return x + torch.func.grad(lambda t: t.cos().sum())(x)
 
 
-@AUTOGRAD.habit("torch.func.vmap over the samples")
+@AUTOGRAD.habit("torch.func.vmap over the samples", REFUSED)
 class FuncVmap(Layers):
     def stage(self, i: int, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(torch.func.vmap(lambda row: self.layers[i].weight @ row + self.layers[i].bias)(x))

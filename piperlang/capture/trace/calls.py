@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType
 from typing import Any
@@ -27,35 +27,57 @@ class Unclear(BaseException):
     """A layer does something that cannot be written down."""
 
 
-def _is_leaf(value: object) -> bool:
-    """An object that is neither a tuple, a list nor a dict is passed on as it is, even where torch could open it."""
-    return type(value) not in (tuple, list, dict)
-
-
 class Given:
-    """The arguments of a call."""
+    """The arguments of a call. Only tuples are opened: a layer may write into a list, a dict or another object."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self.flat, self.layout = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.flat, self.layout = pytree.tree_flatten(
+            (args, tuple(kwargs.values())), is_leaf=lambda value: type(value) is not tuple
+        )
+        self.names = tuple(kwargs)
         self.tensors = list({id(leaf): leaf for leaf in self.flat if isinstance(leaf, Tensor)}.values())
 
-    def replaced(self, tensors: Sequence[Tensor]) -> Any:
+    def replaced(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         others = dict(zip(map(id, self.tensors), tensors, strict=True))
-        return pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in self.flat], self.layout)
+        args, values = pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in self.flat], self.layout)
+        return args, dict(zip(self.names, values, strict=True))
 
 
 @dataclass(frozen=True)
 class Returned:
-    flat: list[Any]
-    layout: pytree.TreeSpec
+    value: Any
     inputs: list[int | None]
     """Of every tensor in it, the input that it is; None for a new one."""
     new: list[Tensor]
 
     def replaced(self, tensors: Sequence[Tensor]) -> Any:
         given = iter(tensors)
-        flat = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.flat]
-        return pytree.tree_unflatten(flat, self.layout)
+        return _replaced(self.value, lambda: next(given))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What tuples, lists and dicts contain. No other object is opened."""
+    if type(value) in (tuple, list):
+        for one in value:
+            yield from _leaves(one)
+    elif type(value) is dict:
+        for one in value.values():
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _replaced(value: Any, other: Callable[[], Tensor]) -> Any:
+    """With other tensors. Lists and dicts stay the same objects: somebody else may have them."""
+    if isinstance(value, Tensor):
+        return other()
+    if type(value) is tuple:
+        return tuple(_replaced(one, other) for one in value)
+    if type(value) is list:
+        value[:] = [_replaced(one, other) for one in value]
+    if type(value) is dict:
+        value.update({key: _replaced(one, other) for key, one in value.items()})
+    return value
 
 
 class Calls(TorchFunctionMode):
@@ -137,7 +159,7 @@ class Calls(TorchFunctionMode):
 
     def result(self, result: Any) -> Returned:
         """What the layer returned, whose tensors must be inputs, or computed from them."""
-        flat, layout = pytree.tree_flatten(result, is_leaf=_is_leaf)
+        flat = list(_leaves(result))
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.kept[: self.given])
         found: list[int | None] = []
         new: list[Tensor] = []
@@ -154,8 +176,9 @@ class Calls(TorchFunctionMode):
                 new.append(leaf)
             else:
                 raise Unclear("it returns one of its own tensors, or one without gradient")
-        self.seen.append((self._shown([leaf for leaf in flat if isinstance(leaf, Tensor)]), repr(layout)))
-        return Returned(flat, layout, found, new)
+        shown = self._shown([leaf if isinstance(leaf, Tensor) else None for leaf in flat])
+        self.seen.append((shown, repr(pytree.tree_structure(result))))
+        return Returned(result, found, new)
 
 
 def _modes() -> tuple[Hashable, ...]:

@@ -148,7 +148,8 @@ class _Bounds:
         node = self.inputs[-1].next
         while node is not self.outputs:
             if node.op == "call_function" and node.target is not _READS:
-                if any(one not in known and one.op == "call_function" for one in node.all_input_nodes):
+                unseen = any(one not in known and one.op == "call_function" for one in node.all_input_nodes)
+                if unseen or node in known:
                     raise error("P0802", "a layer reads a tensor that it was not seen to read")  # traced without copies
                 found.append(node)
                 known.add(node)

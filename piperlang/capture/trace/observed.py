@@ -17,7 +17,7 @@ from piperlang.capture.trace.rewritten import rewritten
 from piperlang.capture.trace.untraceable import refuse_loss, user_code
 from piperlang.capture.user.environment import recorded_reads
 from piperlang.capture.user.seeding import seeding_seen
-from piperlang.capture.user.state import Snapshot, StateChange, snapshot
+from piperlang.capture.user.state import Snapshot, StateChange, generators, snapshot
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import error
 
@@ -74,9 +74,10 @@ class Observed(nn.Module):
             for context in (*watched, rewritten(), routed_experts(), NotedGradients()):
                 stack.enter_context(context)
             result = self.loss(called(self.model, inputs), target)
+            drawn = {name: print for name, print in generators().items() if name in before}  # they will be restored
         refuse_loss(result, self.loss)
         result = total_of(result)
-        self.seen.watch = StateChange(before, snapshot(self.model, self.loss))
+        self.seen.watch = StateChange(before, {**snapshot(self.model, self.loss), **drawn})
         self.seen.set = _changed(attributes, _attributes(self.model))
         self.seen.reassigned = [
             path.lstrip(".") for path in self.seen.set if isinstance(attributes.get(path), torch.Tensor)

@@ -33,7 +33,7 @@ LEAST = 6
 """Fewer layers of a kind are all traced."""
 _KINDS = 4
 """Layers of one class and one structure may do different things, such as local and global attention."""
-_ATTEMPTS = 8
+_ATTEMPTS = 5
 """How often tracing starts again, before all layers are traced."""
 
 
@@ -62,7 +62,8 @@ class Apart:
         self.attempts += 1
         self.everything = self.everything or self.attempts == _ATTEMPTS
         self.layers.add(problem.layer.path)
-        if problem.all_of_kind or sum(path in self.layers for path in kind.paths) == _KINDS:
+        differing = sum(path in self.layers for path in kind.paths)
+        if problem.all_of_kind or differing == _KINDS or (differing == 3 and not kind.copies):
             self.kinds.add(kind.paths[0])
 
 
@@ -74,6 +75,7 @@ class LayerKind:
     traced: list[TracedLayer] = field(default_factory=list)
     ran: list[Calls] = field(default_factory=list)
     """The calls of layers that ran on fake tensors."""
+    copies: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +207,7 @@ class Layers:
         if number is None:
             raise Unlike(layer, "it calls other functions")
         self.copies.append(LayerCall(layer.path, calls.tags, number))
+        layer.kind.copies += 1
         weights = [_current(layer.module, name) for name in layer.tensors]
         made = iter(stand_in(given.tensors, [*weights, *calls.others], returned.new, len(self.copies) - 1))
         return returned.replaced([next(made) if i is None else given.tensors[i] for i in returned.inputs])
@@ -225,18 +228,27 @@ class Layers:
 
 
 def _layers(model: nn.Module) -> Iterator[Layer]:
-    """Modules of which one module has several that look alike. Modules of a model that the file has built have real
-    tensors, and the state of earlier calls: they are traced."""
+    """Modules of which one module has several that look alike, without those inside of them. A model that the file has
+    built has real tensors, and the state of earlier calls: all of it is traced."""
     kinds: dict[Hashable, LayerKind] = {}
+    inside: set[nn.Module] = set()
     for path, module in model.named_modules():
-        looks = {name: _look(child) for name, child in module.named_children()}
+        if module in inside:
+            continue
+        looks = {name: _look(child) for name, child in module.named_children() if worth_it(child)}
         counts = Counter(looks.values())
         for name, look in looks.items():
             child, tensors = module.get_submodule(name), _tensors(module.get_submodule(name))
             if counts[look] >= LEAST and all(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
                 layer = Layer(f"{path}.{name}".lstrip("."), child, kinds.setdefault(look, LayerKind()), tensors)
                 layer.kind.paths.append(layer.path)
+                inside |= set(child.modules())
                 yield layer
+
+
+def worth_it(module: nn.Module) -> bool:
+    """A module without parts calls few functions."""
+    return any(True for _ in module.children())
 
 
 def _look(module: nn.Module) -> Hashable:

@@ -204,8 +204,17 @@ def refuse_cond(graph: fx.Graph) -> None:
 
 
 def refuse_mistraced(graph: fx.Graph) -> None:
-    """Refuse operators whose decompositions in torch compute different values than the operators (tried: 2.13)."""
+    """Refuse operators whose decompositions in torch compute different values than the operators, and transforms, whose
+    operators compute only while the transform is open (tried: 2.13)."""
     for node in graph.nodes:
+        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            raise error(
+                "P0802",
+                "the model uses `torch.vmap` or another transform of torch.func",
+                line_of_operator(node),
+                notes=[module_of(node)],
+                help="write it with operators on whole batches, such as `torch.einsum` or `unsqueeze` and broadcasting",
+            )
         if node.target in (
             torch.ops.aten.multilabel_margin_loss.default,
             torch.ops.aten.multilabel_margin_loss_forward.default,

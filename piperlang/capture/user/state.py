@@ -67,7 +67,7 @@ def snapshot(model: nn.Module, loss: Callable[..., Any]) -> Snapshot:
     found |= {f"environment variable `{name}`": value for name, value in os.environ.items()}
     found["a variable of the loss"] = prints.of(_closed_over(unwrap(loss)))
     found |= {one.label: one.print(prints) for one in attributes_read_by(unwrap(loss))}
-    return found | _generators()
+    return found | generators()
 
 
 def snapshot_of(kind: type) -> Snapshot:
@@ -78,10 +78,10 @@ def snapshot_of(kind: type) -> Snapshot:
         for name, value in vars(kind).items()
         if not name.startswith("__")
     }
-    return found | {one.label: one.print(prints) for one in labelled(globals_of(vars(kind).values()))} | _generators()
+    return found | {one.label: one.print(prints) for one in labelled(globals_of(vars(kind).values()))} | generators()
 
 
-def _generators() -> dict[str, object]:
+def generators() -> dict[str, object]:
     kind, keys, *rest = np.random.get_state()
     return dict(zip(GENERATORS, (hash(random.getstate()), (kind, np.asarray(keys).tobytes(), *rest)), strict=True))
 
