@@ -115,7 +115,7 @@ def pytest_sessionfinish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: more than there are cores, because much of what tests do is to wait for processes."""
-    return (os.cpu_count() or 1) * 2
+    return (os.cpu_count() or 1) * 3 // 2
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -40,12 +40,12 @@ def shared_out(combinations: Sequence[tuple[str, ...]], count: int) -> pytest.Ma
     return pytest.mark.parametrize(("model", "names"), cases)
 
 
-@shared_out(SINGLES, 12)
+@shared_out(SINGLES, 16)
 def test_a_directive_alone(model: str, names: tuple[str, ...]) -> None:
     right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 
 
-@shared_out(PAIRS, 17)
+@shared_out(PAIRS, 24)
 def test_a_pair_of_directives(model: str, names: tuple[str, ...]) -> None:
     right_plan(assert_same(CASES[model], program(model), script(model, *names)))
 

@@ -75,6 +75,7 @@ class Apart(Cluster):
         return not self.apart and super().local
 
 
+@pytest.mark.slow
 def test_a_cluster_from_start_to_end() -> None:
     """Everything listens on loopback; a process started beside the cluster is not of the cluster; workers that share no
     files train; a process that writes while the cluster is closed does not keep it from being closed; Ray, which draws

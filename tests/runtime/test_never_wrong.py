@@ -90,7 +90,9 @@ def test_kinds_in_threads(kind: str, threads: Runner) -> None:
 
 
 @pytest.mark.parametrize("names", [["zero3", "pp"], pytest.param(["ddp", "zero1"], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [kind for kind, name in KINDS.items() if HABITS[name].expected in (SAME, SUMMED)])
+@pytest.mark.parametrize(
+    "kind", one_in(2, [kind for kind, name in KINDS.items() if HABITS[name].expected in (SAME, SUMMED)])
+)
 def test_kinds_on_workers(kind: str, names: Sequence[str], workers: Runner) -> None:
     """What is refused is refused before any worker starts, whoever would run it."""
     outcomes(workers, kind, names)

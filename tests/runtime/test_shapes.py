@@ -306,7 +306,7 @@ def data():
 """
 
 
-@pytest.mark.parametrize("where", ["workers", "driver"])
+@pytest.mark.parametrize("where", one_in(2, ["workers", "driver"]))
 @pytest.mark.parametrize("script", one_in(2, [REPLICAS, PIPELINE]))
 def test_a_smaller_last_batch_on_workers(
     script: str, where: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -187,7 +187,7 @@ def assert_equal(got: dict[str, T], name: str) -> None:
 
 
 @pytest.mark.parametrize("script", one_in(5, SCRIPTS))
-@pytest.mark.parametrize("name", one_in(4, CASES))
+@pytest.mark.parametrize("name", one_in(6, CASES))
 def test_simulated(name: str, script: str) -> None:
     case = CASES[name]
     graph, captured = compiled(program(name), SCRIPTS[script])
@@ -197,7 +197,7 @@ def test_simulated(name: str, script: str) -> None:
     assert_equal(run.weights(), name)
 
 
-@pytest.mark.parametrize("script", one_in(2, SCRIPTS))
+@pytest.mark.parametrize("script", one_in(4, SCRIPTS))
 def test_threads(script: str) -> None:
     case = CASES["batch norm"]
     graph, captured = compiled(program("batch norm"), SCRIPTS[script])
@@ -209,7 +209,7 @@ def test_threads(script: str) -> None:
         assert_equal(job.weights(), "batch norm")
 
 
-@pytest.mark.parametrize("name", ["batch norm", "correlation"])
+@pytest.mark.parametrize("name", one_in(2, ["batch norm", "correlation"]))
 def test_workers(name: str, cluster: Cluster) -> None:
     case = CASES[name]
     graph, captured = compiled(program(name), SCRIPTS["ddp"])
