@@ -20,8 +20,19 @@ from tests.support.equivalence import LIMIT, compiled, optimizer
 from tests.support.jobs import Plain, assert_trains
 from tests.support.often import one_in
 
-OFTEN = ("gpipe x hybrid", "1f1b x ep", "dualpipe x zero2 x tp", "zbv x zero3 x dropless-data")
-"""Run every time: each way to divide a stage. The jobs of test_job.py have the other pipelines and data strategies."""
+OFTEN = (
+    "gpipe x hybrid",
+    "1f1b x ep",
+    "zb-h1 x dp",
+    "interleaved-zb x zero3",
+    "dualpipe x zero2 x tp",
+    "zbv x zero3 x dropless-data",
+    "interleaved x zero2 x sp",
+    "dualpipev x zero2 x ep-data",
+    "zbv x zero1",
+    "zero2 x dropless x experts on a mesh of their own",
+)
+"""Run every time: each pipeline, each data strategy and each way to divide a stage at least once."""
 RUNNING = [name for name, each in ALL.items() if each.refused is None]
 each_combination = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in RUNNING]
