@@ -18,6 +18,7 @@ from piperlang.capture.annotate import annotate
 from piperlang.capture.trace import repeated
 from piperlang.capture.trace.names import names_of
 from piperlang.capture.trace.trace import Traced, trace
+from piperlang.diagnostics import PiperError
 
 aten = torch.ops.aten
 library: Any = transformers  # its constructors are hardly typed
@@ -212,22 +213,6 @@ class Unseen(Block):
         return torch.tanh(y)
 
 
-class Gives(nn.Module):
-    """Gives its layers something else besides a tensor."""
-
-    def __init__(self, block: type[Block]) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(block(i) for i in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.first(x)
-        found: dict[int, torch.Tensor] = {}
-        for layer in self.layers:
-            x = layer(x, found if isinstance(layer, Collects) else [x, torch.sigmoid(x)])
-        return x + sum(found.values())
-
-
 class Stack(nn.Module):
     def __init__(self, block: type[Block]) -> None:
         super().__init__()
@@ -245,6 +230,17 @@ class Stack(nn.Module):
         if isinstance(self.layers[0], Keeps):
             x = x + sum(layer.kept for layer in self.layers)
         return x
+
+
+class Gives(Stack):
+    """Gives its layers something else besides a tensor."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        found: dict[int, torch.Tensor] = {}
+        for layer in self.layers:
+            x = layer(x, found if isinstance(layer, Collects) else [x, torch.sigmoid(x)])
+        return x + sum(found.values())
 
 
 class Apart(nn.Module):
@@ -314,6 +310,24 @@ def test_what_leaves_a_layer_unseen() -> None:
     every, copied, found = traced_both_ways(lambda: Stack(Keeps), f.mse_loss, numbers())
     assert described(copied) == described(every)
     assert found == 0
+
+
+class WarmLoss:
+    """Another loss in its first call."""
+
+    warm = True
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        factor, self.warm = 2.0 if self.warm else 1.0, False
+        return f.mse_loss(output, target) * factor
+
+
+def test_state_that_an_attempt_leaves_behind() -> None:
+    """A layer that writes is traced in a second attempt: the model is a new one then, and the loss is not."""
+    with pytest.raises(PiperError) as found:
+        trace(lambda: Stack(WritesInput), WarmLoss(), numbers())
+    (diagnostic,) = found.value.diagnostics
+    assert diagnostic.code == "P0808"
 
 
 # ------------------------------------------------------------------------------------------------------ library models

@@ -17,7 +17,7 @@ from piperlang.capture.trace.rewritten import rewritten
 from piperlang.capture.trace.untraceable import refuse_loss, user_code
 from piperlang.capture.user.environment import recorded_reads
 from piperlang.capture.user.seeding import seeding_seen
-from piperlang.capture.user.state import Snapshot, StateChange, generators, snapshot
+from piperlang.capture.user.state import GENERATORS, Snapshot, StateChange, generators, is_attribute_of_model, snapshot
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import error
 
@@ -59,16 +59,20 @@ class Observed(nn.Module):
         self.first: list[Snapshot] = []
         """The state before the first call. A list, because export reverts attributes that a forward sets."""
 
-    def changed(self) -> set[str]:
-        """State that calls have changed."""
-        return StateChange(self.first[0], snapshot(self.model, self.loss)).changed if self.first else set()
+    def left_behind(self) -> set[str]:
+        """State that calls have changed and that a new model, and `seeded`, do not restore."""
+        if not self.first:
+            return set()
+        changed = StateChange(self.first[0], snapshot(self.model, self.loss)).changed.difference(GENERATORS)
+        return {name for name in changed if not is_attribute_of_model(name)}
 
     def forward(self, *flat: Any) -> Any:
         inputs, target = pytree.tree_unflatten(list(flat), self.layout)
         attributes, parameters = _attributes(self.model), _parameters(self.model)
         buffers = {path: (module, name, value) for path, module, name, value in _buffers(self.model)}
         before = snapshot(self.model, self.loss)
-        self.first += [before] if not self.first else []
+        if not self.first:
+            self.first.append(before)
         watched = (user_code(), recorded_reads(self.seen.environment), seeding_seen(self.seen.seeding))
         with ExitStack() as stack:
             for context in (*watched, rewritten(), routed_experts(), NotedGradients()):

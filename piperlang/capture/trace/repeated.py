@@ -32,7 +32,10 @@ from piperlang.capture.trace.layer_graph import LayerCall, alike, begin, copy_la
 LEAST = 6
 """Fewer layers of a kind are all traced."""
 _KINDS = 4
-"""Layers of one class and one structure may do different things, such as local and global attention."""
+"""Layers of one class and one structure may do different things, such as local and global attention. If this many are
+unlike earlier ones, all layers of the kind are traced."""
+_WITHOUT_COPIES = 3
+"""The same, where none was a copy."""
 _ATTEMPTS = 5
 """How often tracing starts again, before all layers are traced."""
 
@@ -63,7 +66,7 @@ class Apart:
         self.everything = self.everything or self.attempts == _ATTEMPTS
         self.layers.add(problem.layer.path)
         differing = sum(path in self.layers for path in kind.paths)
-        if problem.all_of_kind or differing == _KINDS or (differing == 3 and not kind.copies):
+        if problem.all_of_kind or differing >= (_KINDS if kind.copies else _WITHOUT_COPIES):
             self.kinds.add(kind.paths[0])
 
 
@@ -235,7 +238,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
     for path, module in model.named_modules():
         if module in inside:
             continue
-        looks = {name: _look(child) for name, child in module.named_children() if worth_it(child)}
+        looks = {name: _look(child) for name, child in module.named_children() if _worth_it(child)}
         counts = Counter(looks.values())
         for name, look in looks.items():
             child, tensors = module.get_submodule(name), _tensors(module.get_submodule(name))
@@ -246,7 +249,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
                 yield layer
 
 
-def worth_it(module: nn.Module) -> bool:
+def _worth_it(module: nn.Module) -> bool:
     """A module without parts calls few functions."""
     return any(True for _ in module.children())
 

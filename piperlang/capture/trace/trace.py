@@ -177,13 +177,12 @@ def _trace(
         return _recorded(training, inputs, faked, repeated, samples, seed)
     except Unlike as problem:
         apart.add(problem)
+        if left := training.left_behind():
+            raise refuse_state(left, training.model) from None
     except PiperError:  # without copies it is told where it happens, or does not happen
-        if not repeated.copies:
+        if not repeated.copies or training.left_behind():
             raise
         apart.everything = True
-    left = {name for name in training.changed().difference(GENERATORS) if not name.startswith("attribute ")}
-    if left:
-        raise refuse_state(left, training.model)
     return None
 
 
@@ -280,26 +279,7 @@ def _traced(
 ) -> Traced:
     _refuse_numbers(program)
     mode = faked.mode
-    tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(
-        training.named_buffers(remove_duplicate=False)
-    )
-    shared: dict[int, list[str]] = {}
-    for path, tensor in tensors.items():
-        shared.setdefault(id(tensor), []).append(path)
-    weights: dict[str, TracedWeight] = {}
-    made: dict[int, TracedWeight] = {}
-    batch: list[str] = []
-    for spec in program.graph_signature.input_specs:
-        place: str = spec.arg.name
-        if spec.kind == InputKind.USER_INPUT:
-            batch.append(place)
-            continue
-        tensor = tensors[spec.target] if spec.target in tensors else program.constants[str(spec.target)]
-        if id(tensor) not in made:
-            first, *others = (path.removeprefix("model.") for path in shared.get(id(tensor), [str(spec.target)]))
-            buffer = spec.kind != InputKind.PARAMETER
-            made[id(tensor)] = TracedWeight(first, tuple(others), tensor, not buffer and tensor.requires_grad, buffer)
-        weights[place] = made[id(tensor)]
+    weights, batch = _inputs(program, training)
     with mode:
         rng = torch.empty(2, dtype=torch.int64, device=faked.device)
     graph = program.graph_module.graph
@@ -348,9 +328,34 @@ def _traced(
         environment=sorted(set(training.seen.environment)),
         library=TorchState(training.model),
     )
-    return Traced(
-        graph, program.graph_module, mode, weights, tuple(batch), samples, random, changes, training.loss, frozen
+    return Traced(graph, program.graph_module, mode, weights, batch, samples, random, changes, training.loss, frozen)
+
+
+def _inputs(
+    program: torch.export.ExportedProgram, training: Observed
+) -> tuple[dict[str, TracedWeight], tuple[str, ...]]:
+    """The weights by placeholder, and the placeholders of the batch."""
+    tensors = dict(training.named_parameters(remove_duplicate=False)) | dict(
+        training.named_buffers(remove_duplicate=False)
     )
+    shared: dict[int, list[str]] = {}
+    for path, tensor in tensors.items():
+        shared.setdefault(id(tensor), []).append(path)
+    weights: dict[str, TracedWeight] = {}
+    made: dict[int, TracedWeight] = {}
+    batch: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        place: str = spec.arg.name
+        if spec.kind == InputKind.USER_INPUT:
+            batch.append(place)
+            continue
+        tensor = tensors[spec.target] if spec.target in tensors else program.constants[str(spec.target)]
+        if id(tensor) not in made:
+            first, *others = (path.removeprefix("model.") for path in shared.get(id(tensor), [str(spec.target)]))
+            buffer = spec.kind != InputKind.PARAMETER
+            made[id(tensor)] = TracedWeight(first, tuple(others), tensor, not buffer and tensor.requires_grad, buffer)
+        weights[place] = made[id(tensor)]
+    return weights, tuple(batch)
 
 
 def _changes(

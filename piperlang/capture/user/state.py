@@ -418,3 +418,9 @@ def refuse_state(names: set[str], model: nn.Module) -> PiperError:
 
 def module_name(path: str) -> str:
     return f"module {path}" if path else "the model"
+
+
+def is_attribute_of_model(name: str) -> bool:
+    """Whether a name in a snapshot is that of an attribute of the model, not of the loss or another object."""
+    what, _, owner = name.rpartition("` of ")
+    return what.startswith("attribute `") and (owner == module_name("") or owner.startswith("module "))
