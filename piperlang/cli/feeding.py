@@ -99,15 +99,15 @@ def feeding(where: str | None, job: Any, file: ModelFile, batches: Batches, cut:
     reason = _may_differ(file)
     if reason is None and where is None and file.on_step is not None:
         reason = "`on_step` may change what `data` reads (if not: `--data workers`)"
-    if reason is not None and where == "workers":
+    if reason is not None and where is not None:
         raise error(
             "P0902",
-            f"cannot use `--data workers`: {reason}",
+            f"cannot use `--data {where}`: {reason}",
             line_of_function(file.data),
             help="load them in the driver: `--data driver`",
         )
     if reason is None:
-        reason = _started(job, file, batches, cut, seed)
+        reason = _started(job, file, batches, cut, seed, sliced=where == "slices")
     if reason is None:
         batches.others.close()
         return InWorkers(job, file)
@@ -128,7 +128,7 @@ def _may_differ(file: ModelFile) -> str | None:
     return None
 
 
-def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int) -> str | None:
+def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int, sliced: bool) -> str | None:
     """Lets workers load. A reason why they cannot even begin; a batch that they load differently is an error, because
     `data` may have left something behind, such as a position in a file."""
     from piperlang.capture.user.model_file import shipped
@@ -146,6 +146,7 @@ def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int) -
         shipped(file, "validation"),
         [(name, scope["__name__"]) for name, scope in frozen.names if "__name__" in scope],
         frozen.environment,
+        sliced,
     )
     try:
         other = job.load(loading, batches.first, batches.after_first)
@@ -153,7 +154,7 @@ def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int) -
         return f"they cannot be described to workers ({problem})"
     if other is None:
         return None
-    help = "load them in the driver: `--data driver`"
+    help = "load whole batches: `--data workers`" if sliced else "load them in the driver: `--data driver`"
     if other.failed is not None and other.failed.diagnostics:
         raise PiperError(*(replace(one, helps=(*one.helps, help)) for one in other.failed.diagnostics))
     raise error(

@@ -83,8 +83,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--data",
-        choices=("workers", "driver"),
-        help="where batches are loaded (default: in workers, unless that could make a difference)",
+        choices=("workers", "slices", "driver"),
+        help=(
+            "where batches are loaded (default: in workers, unless that could make a difference); slices: every worker"
+            " loads only the samples that it reads, from a DataLoader"
+        ),
     )
     parser.add_argument(
         "--shapes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,109 @@ def test_in_workers(case: tuple[str, str], lent: Lent, tmp_path: Path, capsys: p
     assert_plain(tmp_path, losses, weights)
     rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["waited_for_data"] >= 0 for row in rows[:-1])
+
+
+SET = """
+import os
+PLACE = model.__code__.co_filename
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+g = torch.Generator().manual_seed(5)
+X, T = torch.randn(20, 4, generator=g), torch.randint(3, (20,), generator=g)
+T[[1, 2, 6, 13]] = -100
+class Told(Dataset):
+    def __len__(self): return 20
+    def __getitem__(self, i):
+        with open(PLACE + ".reads", "a") as file: print(os.getpid(), file=file)
+        return X[i], T[i]
+"""
+SLICED = {
+    "shuffled, masked, a smaller last batch": "def data(): return DataLoader(TensorDataset(X, T), 8, shuffle=True)",
+    "processes": "def data(): return DataLoader(Told(), 8, shuffle=True, num_workers=2)",
+    "a generator of its own": "def data(): return DataLoader(Told(), 8, shuffle=True, generator=g)",
+    "a validation": """
+def data(): return DataLoader(Told(), 8, shuffle=True, drop_last=True)
+def validation(): return DataLoader(TensorDataset(X, T), 12)
+""",
+    "a validation that is loaded whole": """
+def data(): return DataLoader(Told(), 8, drop_last=True)
+def validation(): return [(X[:8], T[:8]), (X[8:14], T[8:14])]
+""",
+    "a data set that opens a file when it is first read": """
+class Lazy(Told):
+    file = None
+    def __getitem__(self, i):
+        self.file = self.file or open(PLACE)
+        return X[i], T[i]
+EVEN = torch.utils.data.Subset(Lazy(), range(0, 20, 2))
+def data(): return DataLoader(EVEN, batch_sampler=[[0, 1, 2, 3], [9, 8, 7, 6]])
+""",
+}
+
+
+@pytest.mark.parametrize("case", one_in(2, [(name, script) for name in SLICED for script in (REPLICAS, PIPELINE)]))
+def test_slices(case: tuple[str, str], lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, script = case
+    code, losses, weights = job(tmp_path, SET + SLICED[name], script, "--data", "slices")
+    assert code == 0, capsys.readouterr().err
+    if script == REPLICAS and name == "a generator of its own":
+        # Half of two batches, and the third one, which has other shapes and is planned when it comes.
+        reads = Counter((tmp_path / "model.py.reads").read_text().split())
+        assert [count for process, count in reads.items() if process != str(os.getpid())] == [12, 12]
+    assert_plain(tmp_path, losses, weights)
+
+
+NOT_SLICED = {
+    "a generator": "def data():\n    yield from DataLoader(TensorDataset(X, T), 8)",
+    "a collate function": "def stack(s): return [torch.stack(t) for t in zip(*s)]\n"
+    "def data(): return DataLoader(Told(), 8, collate_fn=stack)",
+    "a subclass": "class Own(DataLoader): pass\ndef data(): return Own(Told(), 8)",
+    "random numbers": """
+class Noisy(Told):
+    def __getitem__(self, i): return X[i] + torch.randn(4), T[i]
+def data(): return DataLoader(Noisy(), 8)
+""",
+    "random numbers in processes": """
+import random
+class Noisy(Told):
+    def __getitem__(self, i): return X[i] + random.random(), T[i]
+def data(): return DataLoader(Noisy(), 8, num_workers=1)
+""",
+    "a generator in the data set": """
+import numpy as np
+class Noisy(Told):
+    def __init__(self): self.rng = np.random.default_rng(0)
+    def __getitem__(self, i): return X[i] + self.rng.normal(), T[i]
+def data(): return DataLoader(Noisy(), 8)
+""",
+    "a count that changes samples later": """
+class Late(Told):
+    reads = 0
+    def __getitem__(self, i):
+        self.reads += 1
+        return X[i] * (1 + (self.reads > 9)), T[i]
+def data(): return DataLoader(Late(), 8)
+""",
+    "a transform that counts": """
+reads = [0]
+def transform(x):
+    reads[0] += 1
+    return x * (1 + (reads[0] > 9))
+class Transformed(Told):
+    def __init__(self, *steps): self.steps = steps
+    def __getitem__(self, i): return self.steps[0](X[i]), T[i]
+def data(): return DataLoader(torch.utils.data.ConcatDataset([Transformed(transform)]), 8)
+""",
+}
+
+
+@pytest.mark.parametrize("name", one_in(2, NOT_SLICED))
+def test_what_cannot_be_sliced(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, _ = job(tmp_path, SET + NOT_SLICED[name], REPLICAS, "--data", "slices")
+    err = capsys.readouterr().err
+    assert code in (1, 2), err
+    assert "error[P0902]: cannot use `--data slices`" in err or "error[P0607]" in err
+    assert "`--data workers`" in err
+    assert "model.py:" in err
 
 
 IN_DRIVER = {

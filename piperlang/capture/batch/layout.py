@@ -24,6 +24,12 @@ class WholeValues:
     loss: Span | None
     """The line of the loss."""
 
+    @property
+    def reads(self) -> list[int]:
+        """The tensors of the batch that they are computed from."""
+        given = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        return [i for i, node in enumerate(given) if node.users]
+
     def of(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
             found = list(self.module.to(batch[0].device).forward(*batch))
@@ -52,17 +58,23 @@ class BatchLayout:
     """The samples that the program is given, where some are repeated so that the batch can be divided."""
 
     @property
+    def samples(self) -> int:
+        return next((shape[0] for shape in self.shapes if shape), 1)
+
+    @property
     def written_shapes(self) -> str:
         return ", ".join(str(list(shape)) for shape in self.shapes)
 
-    def fits(self, batch: tuple[Any, Any]) -> bool:
-        """Whether a batch has these shapes. A batch of another structure or dtype is refused."""
-        return all(tuple(leaf.shape) == shape for leaf, shape in zip(self._leaves(batch), self.shapes, strict=True))
+    def fits(self, batch: tuple[Any, Any], samples: int | None = None) -> bool:
+        """Whether a batch has these shapes; `samples`: if the batch were so many samples. A batch of another structure
+        or dtype is refused."""
+        shapes = [shape_of(leaf, samples) for leaf in self.leaves(batch)]
+        return shapes == list(self.shapes)
 
     def flatten(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
         """The tensors of a batch in the order of the program's inputs, independent of the order of dict keys, and
         values of the whole batch."""
-        flat = self._leaves(batch)
+        flat = self.leaves(batch)
         for i, (tensor, shape) in enumerate(zip(flat, self.shapes, strict=True)):
             if tuple(tensor.shape) != shape:
                 raise _other_shape(
@@ -72,7 +84,8 @@ class BatchLayout:
         whole = [] if self.whole is None else self.whole.of(given)
         return [*(repeated(given, self.rows) if self.rows else given), *whole]
 
-    def _leaves(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
+    def leaves(self, batch: tuple[Any, Any]) -> list[torch.Tensor]:
+        """The tensors of a batch. One of another structure or dtype is refused."""
         try:
             flat: list[torch.Tensor] = self.structure.flatten_up_to(tuple(batch))
         except ValueError:
@@ -104,9 +117,14 @@ def repeated(flat: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Te
     ]
 
 
-def shapes_of(batch: tuple[Any, Any]) -> str:
+def shape_of(leaf: torch.Tensor, samples: int | None) -> tuple[int, ...]:
+    """The shape of a tensor of a batch; `samples`: if the batch were so many samples."""
+    return tuple(leaf.shape) if samples is None else (samples, *leaf.shape[1:])
+
+
+def shapes_of(batch: tuple[Any, Any], samples: int | None = None) -> str:
     """`[4, 128], [4]`."""
-    return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch))
+    return ", ".join(str(list(shape_of(leaf, samples))) for leaf in pytree.tree_leaves(batch))
 
 
 def _written(layout: pytree.TreeSpec) -> str:

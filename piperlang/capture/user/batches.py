@@ -23,9 +23,10 @@ _PAIRS = "yield (input, target) pairs"
 class UserBatches(Guarded):
     """`data` or `validation`. A call returns an iterator over checked batches."""
 
-    def __call__(self) -> Iterator[tuple[Any, Any]]:
+    def __call__(self, cut: Callable[[Any], Iterator[Any]] = iter) -> Iterator[tuple[Any, Any]]:
+        """`cut` is given what the function returns, and yields its batches."""
         first: Any = None
-        for number, batch in enumerate(map(paired, self._batches()), 1):
+        for number, batch in enumerate(map(paired, self._batches(cut)), 1):
             wrong = wrong_batch(batch, f"a batch of `{self.name}`") or (
                 wrong_change(batch, first, f"batch {number} of `{self.name}`") if number > 1 else None
             )
@@ -36,13 +37,13 @@ class UserBatches(Guarded):
         if first is None:
             raise PiperError(mistake("P0801", Wrong(f"`{self.name}` yields no batches", _PAIRS), self.line))
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, cut: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         with self.guarded():
             every = self.function()
             wrong = _no_batches(every, self.name)
             if wrong is not None:
                 raise PiperError(mistake("P0801", wrong, self.line))
-            yield from every
+            yield from cut(every)
 
 
 class DataReads:

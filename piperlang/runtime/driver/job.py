@@ -31,7 +31,7 @@ from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver import initial
 from piperlang.runtime.driver.assemble import assembled, known_to
 from piperlang.runtime.driver.cluster import Cluster, Lost, pack
-from piperlang.runtime.driver.loading import Loaded, Loading
+from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loading
 from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
@@ -274,15 +274,20 @@ class Job:
         assert self.batches is not None
         self.cluster.each("validate", count=len(self.plan.devices))
         while not self.batches.next("evaluate").ended:
-            yield self.finish(self._call("evaluate", self._run_of_loaded("evaluate"))).loss
+            yield self.finish(self._call_loaded("evaluate", self._run_of_loaded("evaluate"))).loss
 
     # --------------------------------------------------------------------------------------------------- steps
 
-    def _call(self, method: str, key: RunKey, feeds: Sequence[Any] | None = None, *given: Any) -> list[Any]:
-        """Start a step of one plan on all workers. Without `feeds`, on the batch that they have loaded."""
+    def _call(self, method: str, key: RunKey, feeds: Sequence[Feeds], *given: Any) -> list[Any]:
+        """Start a step of one plan on all workers."""
         self.active = self.shapes[key]
-        parts = [None] * len(self.plan.devices) if feeds is None else feeds
-        return [self.cluster.call(i, method, key, part, *given) for i, part in enumerate(parts)]
+        return [self.cluster.call(i, method, key, part, *given) for i, part in enumerate(feeds)]
+
+    def _call_loaded(self, method: str, key: RunKey, *given: Any) -> list[Any]:
+        """The same on the batch that they have loaded."""
+        assert self.batches is not None
+        loaded = LoadedHere(self.batches.whole_values(self.shapes[key].captured.layout))
+        return self._call(method, key, [loaded] * len(self.plan.devices), *given)
 
     def step(self, batch: tuple[Any, Any], gradients: bool = False) -> StepResult:
         return self.finish(self.begin(batch, gradients))
@@ -290,7 +295,7 @@ class Job:
     def begin_loaded(self, ahead: bool) -> list[Any]:
         """Start a step on the batch that workers have loaded. `ahead`: they load the next one meanwhile."""
         self._check_reads()
-        return self._call("step", self._run_of_loaded("train"), None, False, ahead)
+        return self._call_loaded("step", self._run_of_loaded("train"), False, ahead)
 
     def begin(self, batch: tuple[Any, Any], gradients: bool = False) -> list[Any]:
         """Start a step; the caller may prepare the next batch meanwhile."""

@@ -1,7 +1,9 @@
 """Batches that workers load themselves: every worker that reads parts of the batch calls `data` and keeps its parts.
 
 The next batch is loaded by a thread while a step runs. All workers must load the same batches: they seed the
-generators as the driver does, and the driver compares fingerprints of what they have loaded before a step uses it."""
+generators as the driver does, and the driver compares fingerprints of what they have loaded before a step uses it.
+
+Where `Loading.sliced` says so, a worker loads only the samples that it reads (capture/user/slices.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from functools import partial
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 import torch
@@ -22,18 +25,21 @@ import torch
 from piperlang.capture.batch.layout import BatchLayout, shapes_of
 from piperlang.capture.user.batches import endless
 from piperlang.capture.user.seeding import GeneratorStates, generator_states, restored, seed_all, set_generator_states
+from piperlang.capture.user.slices import Slice, Slices
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError
+from piperlang.ir.layout import Box
 from piperlang.plan.plan import Feed
 from piperlang.runtime.box import take
 from piperlang.runtime.device.failure import Failure, failure_of
 from piperlang.runtime.driver.shapes import Mode, RunKey
 
-Batches = Callable[[], Iterator[tuple[Any, Any]]]
+Batches = Callable[..., Iterator[tuple[Any, Any]]]
+"""`data` or `validation`; `Slices` may be passed to it."""
 COMPARED = 4096
-"""The most elements of a tensor that a fingerprint contains."""
+"""About the most elements of a tensor that a fingerprint contains."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,32 @@ class Loading:
     """Globals that the traced program has read: their names, and the names of their modules."""
     environment: Sequence[str] = ()
     """Environment variables that it has read."""
+    sliced: bool = False
+    """Workers load only the samples that they read."""
+
+
+class Part(NamedTuple):
+    """What the driver is told of the part of a batch that a worker has loaded."""
+
+    slice: Slice
+    digests: tuple[bytes, ...]
+    """Of the samples that are in it."""
+    read: tuple[torch.Tensor, ...]
+    """Of these samples, the tensors that the values of the whole batch are computed from."""
+
+
+Parts: TypeAlias = dict[ValueId, torch.Tensor]
+"""What a device reads of a batch."""
+
+
+class LoadedHere(NamedTuple):
+    """Instead of parts: the worker has loaded them."""
+
+    whole: dict[str, torch.Tensor]
+    """Values of the whole batch, where workers have loaded slices of it."""
+
+
+Feeds: TypeAlias = Parts | LoadedHere
 
 
 class Loaded(NamedTuple):
@@ -65,11 +97,13 @@ class Loaded(NamedTuple):
     ended: bool = False
     """There are no more batches."""
     failed: Failure | None = None
+    part: Part | None = None
+    """None if the whole batch was loaded."""
 
     @property
-    def batch(self) -> tuple[str, str, bool]:
+    def batch(self) -> tuple[str, str, bool, str]:
         """The same for all workers that have loaded the same batch."""
-        return self.shapes, self.fingerprint, self.ended
+        return self.shapes, self.fingerprint, self.ended, self.part.slice.indices if self.part is not None else ""
 
 
 def fingerprint(flat: Sequence[torch.Tensor], generators: GeneratorStates) -> str:
@@ -81,9 +115,20 @@ def fingerprint(flat: Sequence[torch.Tensor], generators: GeneratorStates) -> st
     found.update(f"{python[0]} {python[2]} {kind} {rest}".encode())
     for tensor in flat:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // COMPARED)]
-        found.update(some.cpu().contiguous().view(torch.uint8).numpy().data)
+        found.update(_some(tensor))
     return found.hexdigest()
+
+
+def digests(flat: Sequence[torch.Tensor]) -> tuple[bytes, ...]:
+    """One for each sample."""
+    return tuple(
+        hashlib.blake2b(b"".join(map(_some, sample)), digest_size=16).digest() for sample in zip(*flat, strict=True)
+    )
+
+
+def _some(tensor: torch.Tensor) -> memoryview:
+    some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // COMPARED)]
+    return some.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 class Loader:
@@ -94,10 +139,10 @@ class Loader:
         """`feeds`: what each plan of the device reads of a batch. `pins`: copies are in pinned memory."""
         self.loading, self.pins = loading, pins
         self.plans = {key: (layout, feeds[key]) for key, layout in loading.layouts.items()}
-        self.sources: dict[Mode, _Source] = {"train": _Source(endless(loading.data), loading.data)}
+        self.sources: dict[Mode, _Source] = {"train": self._source("train", loading.data)}
         self.thread = ThreadPoolExecutor(1, "piperlang-data")
-        self.coming: Future[tuple[Loaded, dict[ValueId, torch.Tensor]]] | None = None
-        self.unplanned: tuple[Any, Any] | None = None
+        self.coming: Future[tuple[Loaded, Parts]] | None = None
+        self.unplanned: tuple[tuple[Any, Any], Slice | None] | None = None
         """A batch that fits no plan."""
         with restored():
             seed_all(loading.seed)
@@ -107,7 +152,19 @@ class Loader:
         """Begins with the batches of `validation`."""
         validation = self.loading.validation
         assert validation is not None
-        self.sources["evaluate"] = _Source(validation(), validation)
+        self.sources["evaluate"] = self._source("evaluate", validation)
+
+    def _source(self, mode: Mode, function: Batches) -> _Source:
+        slices = None
+        if self.loading.sliced:
+            slices = Slices(partial(self._rows, mode), line_of_function(function), optional=mode == "evaluate")
+        make = function if slices is None else partial(function, slices)
+        return _Source(endless(make) if mode == "train" else make(), function, slices)
+
+    def _rows(self, mode: Mode, samples: int) -> Sequence[int]:
+        """The samples that plans for batches of so many read here; all of them, if there is no plan yet."""
+        plans = [plan for key, plan in self.plans.items() if key.mode == mode and plan[0].samples == samples]
+        return sorted({row for plan in plans for row in rows_read(*plan)} or [0]) if plans else range(samples)
 
     def load(self, mode: Mode = "train") -> None:
         """Begins to load the next batch."""
@@ -118,7 +175,7 @@ class Loader:
         self.plans[key] = layout, feeds
         batch, self.unplanned = self.unplanned, None
         if batch is not None:
-            self.coming = self.thread.submit(self._fitted, key.mode, batch, "")
+            self.coming = self.thread.submit(self._fitted, key.mode, *batch, "")
 
     def loaded(self) -> Loaded:
         """Waits for the batch that is being loaded."""
@@ -127,14 +184,17 @@ class Loader:
         found, _ = self.coming.result()
         return found._replace(waited=time.perf_counter() - started)
 
-    def take(self) -> dict[ValueId, torch.Tensor]:
-        """The parts of the batch that this device reads."""
+    def take(self, whole: Mapping[str, torch.Tensor]) -> Parts:
+        """The parts of the batch that this device reads. `whole`: values of the whole batch, where it is loaded in
+        slices."""
         assert self.coming is not None
-        _, feeds = self.coming.result()
+        found, feeds = self.coming.result()
         self.coming = None
-        return feeds
+        assert found.run is not None
+        _, wanted = self.plans[found.run]
+        return feeds | {value: take(whole[name], box) for value, name, box in wanted if name in whole}
 
-    def _load(self, mode: Mode) -> tuple[Loaded, dict[ValueId, torch.Tensor]]:
+    def _load(self, mode: Mode) -> tuple[Loaded, Parts]:
         source = self.sources[mode]
         with _printing() as printed, self._drawing():
             try:
@@ -144,23 +204,36 @@ class Loader:
                 return Loaded(failed=failure_of(problem), printed=printed.getvalue()), {}
         if batch is None:
             return Loaded(ended=True, printed=printed.getvalue()), {}
-        return self._fitted(mode, batch, printed.getvalue())
+        loaded = source.slices.loaded if source.slices is not None else None
+        return self._fitted(mode, batch, loaded, printed.getvalue())
 
-    def _fitted(self, mode: Mode, batch: tuple[Any, Any], printed: str) -> tuple[Loaded, dict[ValueId, torch.Tensor]]:
-        """The parts of a batch that this device reads, if there is a plan for it."""
+    def _fitted(self, mode: Mode, batch: tuple[Any, Any], loaded: Slice | None, printed: str) -> tuple[Loaded, Parts]:
+        """The parts of a batch that this device reads, if there is a plan for it. `loaded`: the part of the batch that
+        is here; None if it is whole."""
+        samples = loaded.samples if loaded is not None else None
         try:
             with located(line_of_function(self.sources[mode].function)):
-                key = next((key for key, (one, _) in self.plans.items() if key.mode == mode and one.fits(batch)), None)
+                plans = ((key, one) for key, (one, _) in self.plans.items() if key.mode == mode)
+                key = next((key for key, one in plans if one.fits(batch, samples)), None)
                 if key is None:
-                    self.unplanned = batch
-                    return Loaded(shapes=shapes_of(batch), printed=printed), {}
+                    self.unplanned = batch, loaded
+                    return Loaded(shapes=shapes_of(batch, samples), printed=printed), {}
                 layout, wanted = self.plans[key]
-                flat = layout.flatten(batch)
+                flat = layout.flatten(batch) if loaded is None else layout.leaves(batch)
         except PiperError as problem:
             return Loaded(failed=failure_of(problem), printed=printed), {}
-        named = dict(zip(layout.names, flat, strict=True))
-        feeds = {value: self._own(take(named[name], box)) for value, name, box in wanted}
-        return Loaded(key, shapes_of(batch), fingerprint(flat, self.generators), printed=printed), feeds
+        found = Loaded(key, shapes_of(batch, samples), printed=printed)
+        if loaded is None:
+            named = dict(zip(layout.names, flat, strict=True))
+            feeds = {value: self._own(take(named[name], box)) for value, name, box in wanted}
+            return found._replace(fingerprint=fingerprint(flat, self.generators)), feeds
+        named = dict(zip(layout.names, flat, strict=False))  # without values of the whole batch
+        feeds = {
+            value: self._own(_rows_of(named[name], box, loaded, layout)) for value, name, box in wanted if name in named
+        }
+        read = tuple(flat[i] for i in layout.whole.reads) if layout.whole is not None else ()
+        part = Part(loaded, digests(flat), read)
+        return found._replace(fingerprint=fingerprint([], self.generators), part=part), feeds
 
     def _own(self, part: torch.Tensor) -> torch.Tensor:
         """A copy: `data` may write the next batch into the same memory."""
@@ -186,6 +259,28 @@ class Loader:
 class _Source:
     batches: Iterator[tuple[Any, Any]]
     function: Batches
+    slices: Slices | None
+
+
+# ---------------------------------------------------------------------------------------------------- parts of batches
+
+
+def rows_read(layout: BatchLayout, feeds: Sequence[Feed]) -> set[int]:
+    """The samples of the batch that a device reads."""
+    tensors = layout.names[: len(layout.shapes)]
+    return {row for _, name, box in feeds if box and name in tensors for row in _rows_in(box, layout)}
+
+
+def _rows_in(box: Box, layout: BatchLayout) -> Sequence[int]:
+    low, high = box[0]
+    return layout.rows[low:high] if layout.rows else range(low, high)
+
+
+def _rows_of(part: torch.Tensor, box: Box, loaded: Slice, layout: BatchLayout) -> torch.Tensor:
+    """A box of a tensor of the batch, of which a part is here."""
+    position = {row: i for i, row in enumerate(loaded.rows)}
+    rows = [position[row] for row in _rows_in(box, layout)]
+    return take(part[torch.tensor(rows)], ((0, len(rows)), *box[1:]))
 
 
 # ----------------------------------------------------------------------------------------- what the user's code prints

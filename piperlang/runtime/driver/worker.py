@@ -26,6 +26,7 @@ from piperlang.capture.trace.build import build
 from piperlang.capture.user.held import hold, refuse_use
 from piperlang.capture.user.operators import functions_of_operators
 from piperlang.capture.user.seeding import seed_all, seeded
+from piperlang.capture.user.slices import Slice
 from piperlang.capture.user.state import Frozen, TorchState
 from piperlang.capture.user.tensors import named_tensors
 from piperlang.capture.user.user_code import said
@@ -42,7 +43,7 @@ from piperlang.runtime.device.compiled import compiled
 from piperlang.runtime.device.failure import Failure, failure_of
 from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, create, mapped
-from piperlang.runtime.driver.loading import Loaded, Loader, Loading
+from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loader, Loading, Parts
 from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
 from piperlang.runtime.optimizer.copies import WeightPart
@@ -332,8 +333,8 @@ class Worker:
         self.loader.load(mode)
         return self._coming()
 
-    def unplanned(self) -> tuple[Any, Any]:
-        """A batch that fits no plan."""
+    def unplanned(self) -> tuple[tuple[Any, Any], Slice | None]:
+        """A batch that fits no plan, and which part of it that is."""
         assert self.loader is not None
         assert self.loader.unplanned is not None
         return self.loader.unplanned
@@ -348,23 +349,23 @@ class Worker:
             return found if found.failed is not None else found._replace(failed=failure_of(problem))
         return found
 
-    def _feeds(self) -> dict[ValueId, torch.Tensor]:
-        return self.loader.take() if self.loader is not None else {}
+    def _parts(self, feeds: Feeds) -> Parts:
+        if not isinstance(feeds, LoadedHere):
+            return feeds
+        return self.loader.take(feeds.whole) if self.loader is not None else {}
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    def step(
-        self, key: RunKey, feeds: dict[ValueId, torch.Tensor] | None, gradients: bool = False, ahead: bool = False
-    ) -> Report:
-        """`feeds`: None if batches are loaded here. `ahead`: load the next one while this step runs."""
+    def step(self, key: RunKey, feeds: Feeds, gradients: bool = False, ahead: bool = False) -> Report:
+        """`ahead`: load the next batch while this step runs."""
         self.last = self.runs[key]
         self.last.device.last_gradients = {} if gradients else None
         optimizers = self.last.device.optimizers
-        feeds = self._feeds() if feeds is None else feeds
+        parts = self._parts(feeds)
         ahead = ahead and self.loader is not None
         if self.loader is not None and ahead:
             self.loader.load()
-        report = self._run(key, feeds)
+        report = self._run(key, parts)
         if report.failed is None:
             try:
                 optimizers.advance()
@@ -386,10 +387,10 @@ class Worker:
         assert self.program_reads is not None
         self.program_reads.check(when, line)
 
-    def evaluate(self, key: RunKey, feeds: dict[ValueId, torch.Tensor] | None) -> Report:
-        return self._run(key, self._feeds() if feeds is None else feeds)
+    def evaluate(self, key: RunKey, feeds: Feeds) -> Report:
+        return self._run(key, self._parts(feeds))
 
-    def _run(self, key: RunKey, feeds: dict[ValueId, torch.Tensor]) -> Report:
+    def _run(self, key: RunKey, feeds: Parts) -> Report:
         started = time.perf_counter()
         run = self.active = self.runs[key]
         try:

@@ -7,12 +7,17 @@ from dataclasses import replace
 from pickle import PicklingError
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
+from piperlang.capture.batch.layout import BatchLayout
 from piperlang.capture.user.seeding import GeneratorStates
+from piperlang.capture.user.slices import Slice
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.runtime.device.failure import failed
 from piperlang.runtime.driver.cluster import Cluster, pack
-from piperlang.runtime.driver.loading import Loaded, Loading, fingerprint
+from piperlang.runtime.driver.loading import Loaded, Loading, Part, digests, fingerprint
 from piperlang.runtime.driver.shapes import TRAIN, Mode
 
 
@@ -27,6 +32,8 @@ class WorkerBatches:
         self.line = line_of_function(loading.data)
         self.coming: Loaded | None = None
         """The batch that is loaded, and not used yet."""
+        self.parts: list[Part] = []
+        """Of that batch, where workers load slices."""
 
     def start(self, first: tuple[Any, Any], generators: GeneratorStates) -> Loaded | None:
         """None if workers have loaded `first`, and generators have these states; otherwise what a worker has loaded, or
@@ -35,10 +42,14 @@ class WorkerBatches:
             packed = pack(self.loading)
         except (TypeError, AttributeError, NotImplementedError, PicklingError) as problem:
             raise NotSent(str(problem)) from problem
-        found = self._call("start_loading", packed)
-        expected = fingerprint(self.loading.layouts[TRAIN].flatten(first), generators)
+        found: list[Loaded] = self._call("start_loading", packed)
         self.coming = found[0]
-        return next((one for one in found if one.failed is not None or one.fingerprint != expected), None)
+        self.parts = [one.part for one in found if one.part is not None]
+        layout = self.loading.layouts[TRAIN]
+        flat = layout.leaves(first) if self.loading.sliced else layout.flatten(first)
+        expected = fingerprint([] if self.loading.sliced else flat, generators)
+        samples = digests(flat) if self.loading.sliced else ()
+        return next((one for one in found if one.failed or one.fingerprint != expected or _other(one, samples)), None)
 
     def _call(self, method: str, *given: Any) -> list[Any]:
         return self.cluster.wait([self.cluster.call(i, method, *given) for i in self.devices])
@@ -52,9 +63,26 @@ class WorkerBatches:
 
     def unplanned(self) -> tuple[Any, Any]:
         """The batch, where it fits no plan."""
-        (found,) = self.cluster.wait([self.cluster.call(next(iter(self.devices)), "unplanned")])
-        batch: tuple[Any, Any] = found
-        return batch
+        workers = list(self.devices) if self.loading.sliced else list(self.devices)[:1]
+        found: list[tuple[tuple[Any, Any], Slice | None]]
+        found = self.cluster.wait([self.cluster.call(i, "unplanned") for i in workers])
+        batch, _ = found[0]
+        slices = [one for _, one in found if one is not None]
+        if not slices:
+            return batch
+        leaves = [pytree.tree_leaves(part) for part, _ in found]
+        whole = [assembled(slices, parts) for parts in zip(*leaves, strict=True)]
+        inputs, target = pytree.tree_unflatten(whole, pytree.tree_structure(batch))
+        return inputs, target
+
+    def whole_values(self, layout: BatchLayout) -> dict[str, torch.Tensor]:
+        """Values of the whole batch that is loaded, where no worker has all of it."""
+        if layout.whole is None or not self.parts:
+            return {}
+        flat = [torch.empty(0)] * len(layout.shapes)
+        for i, *parts in zip(layout.whole.reads, *(part.read for part in self.parts), strict=True):
+            flat[i] = assembled([part.slice for part in self.parts], parts)
+        return dict(zip(layout.names[len(flat) :], layout.whole.of(flat), strict=True))
 
     def compared_or_raised(self, found: Sequence[Loaded]) -> Loaded:
         loaded, problem = self.compared(found)
@@ -72,8 +100,12 @@ class WorkerBatches:
                 problem = failed(f"device {device}", one.failed, None, [])
                 note = "a worker loads the batches; the driver does with `--data driver`"
                 return one, PiperError(*(replace(d, notes=(*d.notes, note)) for d in problem.diagnostics))
+        self.parts = [one.part for one in found if one.part is not None]
+        samples: dict[int, bytes] = {}
+        for part in self.parts:
+            samples = dict(zip(part.slice.rows, part.digests, strict=True)) | samples
         for device, other in zip(devices[1:], others, strict=True):
-            if other.batch != first.batch:
+            if other.batch != first.batch or _other(other, samples):
                 return other, error(
                     "P0607",
                     f"devices {devices[0]} and {device} have loaded different batches",
@@ -85,3 +117,17 @@ class WorkerBatches:
                 )
         self.coming = max(found, key=lambda one: one.waited)
         return self.coming, None
+
+
+def _other(loaded: Loaded, samples: Sequence[bytes] | Mapping[int, bytes]) -> bool:
+    """Whether a worker has loaded other samples than these."""
+    part = loaded.part
+    return part is not None and any(samples[row] != one for row, one in zip(part.slice.rows, part.digests, strict=True))
+
+
+def assembled(slices: Sequence[Slice], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor of the batch, from the samples that each worker has."""
+    whole = parts[0].new_empty(slices[0].samples, *parts[0].shape[1:])
+    for one, part in zip(slices, parts, strict=True):
+        whole[torch.tensor(one.rows)] = part
+    return whole
