@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as f
@@ -213,6 +214,75 @@ class Unseen(Block):
         return torch.tanh(y)
 
 
+class Catches(Block):
+    """Its own code catches whatever is raised in it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        try:
+            return y[:, numpy.array([5, 4, 3, 2, 1, 0])]
+        except:  # noqa: E722
+            return y
+
+
+class SliceOrList(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = self.b.weight[0:3:1] if self.i == 5 else self.b.weight[[0, 3, 1]]
+        return super().forward(x) + rows.sum(0)[:WIDTH]
+
+
+class Rounded(float):
+    def __repr__(self) -> str:
+        return f"{self:.0f}"
+
+
+class RoundedNumber(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * Rounded(1.25 if self.i == 5 else 1.0)
+
+
+class NotesOnTensors(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        y: Any = super().forward(x)
+        y.factor = getattr(y, "factor", 2.0 + (self.i == 5))
+        return y * y.factor
+
+
+class WritesByOperator(Block):
+    """Into a tensor that is neither its own nor its input."""
+
+    def forward(self, x: torch.Tensor, others: list[torch.Tensor]) -> Any:
+        aten.add_.Tensor(others[1], x)
+        f.leaky_relu(others[1], 0.1, True)
+        return super().forward(x) + others[1]
+
+
+class ReturnsTwice(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y
+
+
+class ReturnsViews(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y.view(-1, 2, WIDTH)
+
+
+class OneReturnsViews(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, (y if self.i == 5 else y * 2).view(-1, 2, WIDTH)
+
+
+class Raises(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        if self.i in (0, 5):
+            raise ValueError
+        return y
+
+
 class Stack(nn.Module):
     def __init__(self, block: type[Block]) -> None:
         super().__init__()
@@ -226,9 +296,37 @@ class Stack(nn.Module):
                 x = layer(x)
             if isinstance(x, dict):
                 x = x["new"] * x["number"] + x["old"]
+            if isinstance(x, tuple):
+                y, z = x
+                y.mul_(1.5)
+                x = y + z.view_as(y)
             x = x.value if isinstance(x, Box) else x
         if isinstance(self.layers[0], Keeps):
             x = x + sum(layer.kept for layer in self.layers)
+        return x
+
+
+class Careful(Stack):
+    """Goes on where a layer fails."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            try:
+                x = layer.forward(x)
+            except:  # noqa: E722
+                x = x * 0.5
+        return x
+
+
+class OtherWeights(Stack):
+    """One layer is called with a bias that is not its own."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        for i, layer in enumerate(self.layers):
+            bias = {"b.bias": torch.cat([self.first.bias[:1]])} if i == 5 else {}
+            x = torch.func.functional_call(layer, bias, (x,))
         return x
 
 
@@ -283,6 +381,13 @@ def numbers() -> tuple[torch.Tensor, torch.Tensor]:
         (SameInput, 7),
         (ReturnsObject, 0),
         (Unseen, 0),
+        (Catches, 0),
+        (SliceOrList, 6),
+        (RoundedNumber, 6),
+        (NotesOnTensors, 6),
+        (ReturnsTwice, 0),
+        (ReturnsViews, 0),
+        (OneReturnsViews, 0),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -292,7 +397,17 @@ def test_layers_by_hand(block: type[Block], copies: int) -> None:
     assert found == copies
 
 
-@pytest.mark.parametrize(("block", "copies"), [(Collects, 0), (ReadsList, 7)])
+@pytest.mark.parametrize(
+    ("stack", "block", "copies"),
+    [(Careful, Raises, 0), (Careful, OtherNumber, 0), (Careful, TwoKinds, 6), (OtherWeights, Block, 6)],
+)
+def test_how_layers_are_called(stack: type[Stack], block: type[Block], copies: int) -> None:
+    every, copied, found = traced_both_ways(lambda: stack(block), f.mse_loss, numbers())
+    assert described(copied) == described(every)
+    assert found == copies
+
+
+@pytest.mark.parametrize(("block", "copies"), [(Collects, 0), (ReadsList, 7), (WritesByOperator, 0)])
 def test_what_layers_are_given(block: type[Block], copies: int) -> None:
     every, copied, found = traced_both_ways(lambda: Gives(block), f.mse_loss, numbers())
     assert described(copied) == described(every)

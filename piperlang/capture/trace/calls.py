@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from inspect import unwrap
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import traceback
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-_CONSTANTS = (
-    *(bool, int, float, complex, str, bytes, type(None), type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(type, FunctionType, BuiltinFunctionType, BuiltinMethodType),
-)
+_NUMBERS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+_CONSTANTS = (*(type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),)
+_OBJECTS = (type, FunctionType, BuiltinFunctionType, BuiltinMethodType)
 _CONTEXTS = (fx.Node, torch.autocast)
 """What functions that turn gradients and autocast on and off give and take, with and without torch.export."""
 _REFUSED = ("__set__", "requires_grad_", "set_", "detach_", "resize_", "resize_as_", "share_memory_", "register_hook")
 
 
 class Unclear(BaseException):
-    """A layer does something that cannot be written down."""
+    """A layer does something that cannot be written down. The layer's own code may catch it: `Calls.result` raises it
+    again."""
 
 
 class Given:
@@ -99,22 +101,32 @@ class Calls(TorchFunctionMode):
         self.given = len(known)
         self.tags = _tags()
         self.writes = False
-        self.seen: list[tuple[Hashable, Hashable]] = [(name, _looks(tensor)) for name, tensor in known.items()]
+        self.unclear: Unclear | None = None
+        self.versions = {id(tensor): tensor._version for tensor in self.kept}
+        """Of tensors that are not new."""
+        self.objects: list[Hashable] = []
+        """Types and functions in the arguments of the current call."""
+        self.seen: list[tuple[Hashable, Hashable]] = [(name, looks(tensor)) for name, tensor in known.items()]
         self.results: dict[int, Any] = {}
         """By the number of the call: new tensors that it returned."""
+        self.replayed = False
         self.alike = [one for one in earlier if not one.writes and one.seen[: one.given] == self.seen]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = str(getattr(function, "__name__", function)), self._shown((args, kwargs or {}))
-        if called[0] in _REFUSED:
-            raise Unclear(f"it calls {called[0]}")
-        self.writes = self.writes or _writes(called[0], kwargs or {})
-        key, number = (function, *called, *_modes(), repr(changed(self.tags, _tags()))), len(self.seen)
+        name = str(getattr(function, "__name__", function))
+        if name in _REFUSED:
+            raise self._unclear(f"it calls {name}")
+        self.writes = self.writes or _writes(function, name, args, kwargs or {})
+        self.objects = []
+        shown = self._shown((args, kwargs or {}))
+        key = (function, shown, *self.objects, *_modes(), repr(changed(self.tags, _tags())))
+        number, before = len(self.seen), len(self.kept)
         self.alike = [one for one in self.alike if number < len(one.seen) and one.seen[number][0] == key]
-        before = len(self.kept)
         result = self.alike[0].results.get(number) if self.alike else None
         if result is None:
             result = function(*args, **(kwargs or {}))
+        else:  # other objects, about which the layer's code knows nothing
+            result, self.replayed = pytree.tree_map_only(Tensor, alike, result), True
         self.seen.append((key, self._named(result)))
         if before < len(self.kept) == before + len(pytree.tree_leaves(result)):
             self.results[number] = result
@@ -131,19 +143,30 @@ class Calls(TorchFunctionMode):
     def _leaf(self, leaf: Any) -> str:
         if isinstance(leaf, Tensor):
             if id(leaf) not in self.names:
-                self.names[id(leaf)] = f"other {len(self.others)} {_looks(leaf)}"
+                self.names[id(leaf)] = f"other {len(self.others)} {looks(leaf)}"
                 self.others.append(leaf)
+                self.versions[id(leaf)] = leaf._version
                 self.read(leaf)
             return self.names[id(leaf)]
         if isinstance(leaf, tuple) and not isinstance(leaf, torch.Size):  # a named tuple
             return f"{type(leaf)} {self._shown(list(leaf))}"
         if isinstance(leaf, slice):
-            return self._shown([leaf.start, leaf.stop, leaf.step])
+            return f"slice {self._shown([leaf.start, leaf.stop, leaf.step])}"
+        for kind in _NUMBERS:
+            if isinstance(leaf, kind):  # a class of its own may write it down in another way
+                return f"{type(leaf)} {kind.__repr__(leaf)}"
         if isinstance(leaf, _CONSTANTS):
             return repr(leaf)
+        if isinstance(leaf, _OBJECTS):
+            self.objects.append(leaf)
+            return "object"
         if isinstance(leaf, _CONTEXTS):
             return "context"
-        raise Unclear(f"it gives a {type(leaf).__name__} to a function of torch")
+        raise self._unclear(f"it gives a {type(leaf).__name__} to a function of torch")
+
+    def _unclear(self, why: str) -> Unclear:
+        self.unclear = self.unclear or Unclear(why)
+        return self.unclear
 
     def _named(self, result: Any) -> Hashable:
         flat = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
@@ -152,20 +175,22 @@ class Calls(TorchFunctionMode):
                 self.names[id(leaf)] = f"tensor {len(self.kept)}"
                 self.kept.append(leaf)  # its id stays its own
         return tuple(
-            (self.names[id(leaf)], _looks(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+            (self.names[id(leaf)], looks(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in flat
             if leaf is not None and not isinstance(leaf, _CONTEXTS)
         )
 
     def result(self, result: Any) -> Returned:
         """What the layer returned, whose tensors must be inputs, or computed from them."""
+        if self.unclear is not None:
+            raise self.unclear
         flat = list(_leaves(result))
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.kept[: self.given])
         found: list[int | None] = []
         new: list[Tensor] = []
         for leaf in flat:
             if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, _CONSTANTS):
+                if not isinstance(leaf, (*_NUMBERS, *_CONSTANTS, *_OBJECTS)):
                     raise Unclear(f"it returns a {type(leaf).__name__}")
                 continue
             name = self._leaf(leaf)
@@ -176,9 +201,17 @@ class Calls(TorchFunctionMode):
                 new.append(leaf)
             else:
                 raise Unclear("it returns one of its own tensors, or one without gradient")
+        if len({id(leaf) for leaf in new}) < len(new):
+            raise Unclear("it returns a tensor twice")
         shown = self._shown([leaf if isinstance(leaf, Tensor) else None for leaf in flat])
         self.seen.append((shown, repr(pytree.tree_structure(result))))
         return Returned(result, found, new)
+
+    @property
+    def written(self) -> bool:
+        """Whether a tensor was written into that is not new."""
+        tensors = (*self.kept[: self.given], *self.others)
+        return any(tensor._version != self.versions[id(tensor)] for tensor in tensors)
 
 
 def _modes() -> tuple[Hashable, ...]:
@@ -187,19 +220,40 @@ def _modes() -> tuple[Hashable, ...]:
     return torch.is_grad_enabled(), *cast
 
 
-def _looks(tensor: Tensor) -> Hashable:
+def looks(tensor: Tensor) -> Hashable:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+def alike(tensor: Tensor) -> Tensor:
+    """A new tensor that looks the same."""
+    return empty(tensor).requires_grad_(tensor.requires_grad)
+
+
+def empty(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _writes(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function may write into a tensor."""
+    if isinstance(function, OpOverload | OpOverloadPacket):
+        schemas = {"": function._schema} if isinstance(function, OpOverload) else function._schemas
+        return any(schema.is_mutable for name, schema in schemas.items() if "out" not in name or "out" in kwargs)
+    place = _place_of_inplace(function)
     return (
         kwargs.get("out") is not None
-        or kwargs.get("inplace") is True
+        or bool(kwargs.get("inplace", place is not None and len(args) > place and args[place]))
         or name == "__setitem__"
         or (name.endswith("_") and not name.endswith("__"))
         or (name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__"))
     )
+
+
+@cache
+def _place_of_inplace(function: Any) -> int | None:
+    """The position of the parameter `inplace`."""
+    code = getattr(unwrap(function), "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _tags() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from piperlang.capture.trace.calls import changed
+from piperlang.capture.trace.calls import changed, empty
 from piperlang.diagnostics import error
 
 
@@ -54,25 +54,17 @@ _library.impl("layer_reads", _reads, "CompositeExplicitAutograd")  # type: ignor
 
 @torch.library.register_fake("piper::layer_input", lib=_library)  # type: ignore[untyped-decorator]
 def _input(input: Tensor, trace: int) -> Tensor:
-    return _empty(input)
+    return empty(input)
 
 
 @torch.library.register_fake("piper::layer_outputs", lib=_library)  # type: ignore[untyped-decorator]
 def _outputs(outputs: Sequence[Tensor], weights: Sequence[Tensor], trace: int) -> list[Tensor]:
-    return [_empty(tensor) for tensor in outputs]
+    return [empty(tensor) for tensor in outputs]
 
 
 @torch.library.register_fake("piper::copy_layer", lib=_library)  # type: ignore[untyped-decorator]
 def _copy(inputs: Sequence[Tensor], weights: Sequence[Tensor], copy: int) -> list[Tensor]:
-    return [_empty(tensor) for tensor in _shapes[-1]]
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def alike(tensor: Tensor) -> Tensor:
-    return _empty(tensor).requires_grad_(tensor.requires_grad)
+    return [empty(tensor) for tensor in _shapes[-1]]
 
 
 def begin(inputs: Sequence[Tensor], reads: Sequence[Tensor], number: int) -> list[Tensor]:

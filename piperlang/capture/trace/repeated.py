@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +26,8 @@ from torch import overrides as function_modes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from piperlang.capture.trace.calls import Calls, Given, Unclear
-from piperlang.capture.trace.layer_graph import LayerCall, alike, begin, copy_layers, end, read_too, stand_in
+from piperlang.capture.trace.calls import Calls, Given, Unclear, alike, looks
+from piperlang.capture.trace.layer_graph import LayerCall, begin, copy_layers, end, read_too, stand_in
 
 LEAST = 6
 """Fewer layers of a kind are all traced."""
@@ -143,11 +143,13 @@ class Layers:
         self.layers, self.mode, self.apart = layers, mode, apart
         self.traces: list[TracedLayer] = []
         self.copies: list[LayerCall] = []
+        self.problem: Unlike | None = None
+        """The first one; the model's own code may have caught it."""
         self._inside = False
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         layer = self.layers.get(id(vars(module)))
-        if layer is None or self._inside:
+        if layer is None or self._inside or self.problem is not None:
             return forward(module, *args, **kwargs)
         self._inside = True
         try:
@@ -157,6 +159,12 @@ class Layers:
             if layer.kind.traced and layer.path not in self.apart.layers:
                 return self._copy(layer, forward, given)
             return self._trace(layer, module, forward, given)
+        except Unlike as problem:
+            self.problem = problem
+            raise
+        except Exception:  # the model may go on with something else
+            self.problem = Unlike(layer, "it raises an exception", all_of_kind=True)
+            raise
         finally:
             self._inside = False
 
@@ -183,11 +191,12 @@ class Layers:
         return returned.replaced([next(left) if i is None else given.tensors[i] for i in returned.inputs])
 
     def _copy(self, layer: Layer, forward: Callable[..., Any], given: Given) -> Any:
-        with _no_modes(), self.mode, _current_tensors(layer):
+        with _no_modes(), self.mode, _current_tensors(layer) as current:
             fakes = [alike(tensor) for tensor in given.tensors]
             known = {f"input {i}": fake for i, fake in enumerate(fakes)} | dict(layer.tensors)
+            if any(looks(one) != looks(layer.tensors[name]) for name, one in current.items()):
+                raise Unlike(layer, "it is called with other weights")
             calls = Calls(known, lambda tensor: None, layer.kind.ran)
-            versions = [tensor._version for tensor in known.values()]
             try:
                 with calls:
                     args, kwargs = given.replaced(fakes)
@@ -197,8 +206,10 @@ class Layers:
                 raise Unlike(layer, str(problem)) from problem
             if all(one.seen != calls.seen for one in layer.kind.ran):
                 layer.kind.ran.append(calls)
-            if versions != [tensor._version for tensor in known.values()] or (calls.writes and calls.others):
+            if calls.written or (calls.writes and (calls.others or calls.replayed)):
                 raise Unlike(layer, "it writes into a tensor that is not new")
+            if _share_memory(returned.new, known.values()):
+                raise Unlike(layer, "it returns several views of a tensor", all_of_kind=True)
         number = next(
             (
                 number
@@ -219,8 +230,10 @@ class Layers:
         copy_layers(graph, [trace.call for trace in self.traces], self.copies)
 
     def check(self) -> None:
-        """Refuses a layer without copies that may have written into its inputs: it has written into those that it was
-        given instead."""
+        """Raises what the model's own code has caught. Refuses a layer without copies that may have written into its
+        inputs: it has written into those that it was given instead."""
+        if self.problem is not None:
+            raise self.problem
         copied = {copy.original for copy in self.copies}
         for number, trace in enumerate(self.traces):
             if trace.writes and number not in copied:
@@ -247,6 +260,12 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
                 layer.kind.paths.append(layer.path)
                 inside |= set(child.modules())
                 yield layer
+
+
+def _share_memory(returned: Iterable[Tensor], given: Iterable[Tensor]) -> bool:
+    """Who writes into one of the returned tensors writes into another tensor, too."""
+    places = [tensor.untyped_storage()._cdata for tensor in returned]
+    return len({*places}) < len(places) or not {*places}.isdisjoint(t.untyped_storage()._cdata for t in given)
 
 
 def _worth_it(module: nn.Module) -> bool:
@@ -310,12 +329,12 @@ def _no_modes() -> Iterator[None]:
 
 
 @contextmanager
-def _current_tensors(layer: Layer) -> Iterator[None]:
-    """The module with its fake tensors."""
+def _current_tensors(layer: Layer) -> Iterator[Mapping[str, Tensor]]:
+    """The module with its fake tensors. Yields those that it has otherwise."""
     current = {name: _current(layer.module, name) for name in layer.tensors}
     _set(layer.module, layer.tensors)
     try:
-        yield
+        yield current
     finally:
         _set(layer.module, current)
 
