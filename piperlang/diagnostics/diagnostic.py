@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from piperlang.diagnostics.codes import CODES
@@ -83,6 +84,8 @@ class PiperError(Exception):
     def __init__(self, *diagnostics: Diagnostic) -> None:
         super().__init__(*diagnostics)
         self.diagnostics = diagnostics
+        for noted in _noted:
+            noted.append(self)
 
     def __str__(self) -> str:
         """For a traceback in a notebook or a log: file, line, code, message and help of every diagnostic."""
@@ -91,6 +94,20 @@ class PiperError(Exception):
     def __reduce__(self) -> tuple[type[PiperError], tuple[Diagnostic, ...]]:
         """Picklable: workers send it to the driver."""
         return type(self), self.diagnostics
+
+
+_noted: list[list[PiperError]] = []
+
+
+@contextmanager
+def noted_errors() -> Iterator[list[PiperError]]:
+    """The errors that occur inside of the context, also those that a user's `except` catches."""
+    noted: list[PiperError] = []
+    _noted.append(noted)
+    try:
+        yield noted
+    finally:
+        _noted[:] = [one for one in _noted if one is not noted]
 
 
 def error(

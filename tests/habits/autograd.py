@@ -663,3 +663,26 @@ class HalfStopped(Between):
     def between(self, x: torch.Tensor) -> torch.Tensor:
         a, b = x.chunk(2, -1)
         return torch.cat([a.detach(), b], -1)
+
+
+class ScaledBack(torch.autograd.Function):
+    scale = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.scale = ScaledBack.scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ctx.scale * gradient
+
+
+@AUTOGRAD.habit("function that reads a class attribute, set for one call", REFUSED)
+class SetForACall(Between):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        ScaledBack.scale = 0.5
+        try:
+            return ScaledBack.apply(x)  # type: ignore[no-any-return]
+        finally:
+            ScaledBack.scale = 1.0

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as f
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from piperlang.capture.annotate import annotate
 from tests.habits.habit import (
@@ -478,3 +479,16 @@ class FixedPoint(Between):
         for _ in range(5):
             z = torch.tanh(self.layers[0](z) + x)
         return z
+
+
+class DoublesTanh(TorchDispatchMode):
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operator(*args, **(kwargs or {}))
+        return 2 * found if operator is torch.ops.aten.tanh.default else found
+
+
+@MODES.habit("a dispatch mode of one's own", REFUSED)
+class OwnMode(Between):
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        with DoublesTanh():
+            return torch.tanh(x)

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from piperlang.capture.trace.untraceable import differentiating
-from piperlang.capture.user.state import snapshot_of
+from piperlang.capture.user.state import GENERATORS, Snapshot, snapshot_of
 from piperlang.capture.user.where import line_at
 from piperlang.diagnostics import PiperError, error
 from piperlang.source import Source, Span
@@ -65,6 +65,8 @@ class FunctionCall:
     """Constants, with placeholders in the positions of tensors."""
     result: Any = None
     """The result: structured as the Function returned it, with the tensors of the trace."""
+    state: Snapshot | None = None
+    """What the Function could read when it was called."""
 
 
 _open: list[list[FunctionCall]] = []
@@ -115,6 +117,7 @@ def _record(function: type, *arguments: Any) -> Any:
     call = FunctionCall(function, layout, [_HOLE if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
     _open[-1].append(call)
     results = iter(torch.ops.piper.apply_function(tensors, len(_open[-1]) - 1))
+    call.state = snapshot_of(function)
     return pytree.tree_map(lambda leaf: next(results) if isinstance(leaf, torch.Tensor) else leaf, call.result)
 
 
@@ -152,6 +155,7 @@ def restore(graph: fx.Graph, calls: Sequence[FunctionCall]) -> None:
     for node in [node for node in graph.nodes if node.target is torch.ops.piper.apply_function.default]:
         tensors, number = node.args
         call, given = calls[number], iter(tensors)
+        _refuse_other_state(call)
         with graph.inserting_before(node):
             applied = graph.call_function(
                 Applied(call.function, call.arguments),
@@ -160,6 +164,22 @@ def restore(graph: fx.Graph, calls: Sequence[FunctionCall]) -> None:
         applied.meta = dict(node.meta)
         node.replace_all_uses_with(applied)
         graph.erase_node(node)
+
+
+def _refuse_other_state(call: FunctionCall) -> None:
+    """Refuse a Function that reads what the model sets for a call, and changes again afterwards: the program calls the
+    Function later."""
+    assert call.state is not None
+    now = snapshot_of(call.function)
+    changed = {name for name, print in call.state.items() if print != now.get(name) and name not in GENERATORS}
+    if changed:
+        raise error(
+            "P0808",
+            f"{min(changed)} changes after a call of `{call.function.__qualname__}`",
+            _line_of_class(call.function),
+            notes=["the program calls the Function with the value that is there after the forward"],
+            help="pass it to `apply` as an argument",
+        )
 
 
 def backward_graph(node: fx.Node, mode: FakeTensorMode, table: Mapping[Any, Any]) -> fx.Graph:

@@ -5,6 +5,7 @@ Private API, kept in this file: the dicts in which torch keeps hooks of modules 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_globals
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from piperlang.capture.user.where import here, line_of_function
+from piperlang.capture.user.prints import is_users_own
+from piperlang.capture.user.where import here, is_users_file, line_of_function
 from piperlang.diagnostics import PiperError, error
 
 _REPAIR = (
@@ -48,18 +51,26 @@ def only_forward() -> Iterator[None]:
         (torch.inference_mode, "__enter__", _no_inference_mode),
         (torch.autograd, "grad", _no_backward),
         (torch.autograd, "backward", _no_backward),
+        (TorchDispatchMode, "__enter__", _no_dispatch_mode),
+        (torch.Tensor, "grad_fn", property(_no_grad_fn)),
+        (torch.autograd.graph, "get_gradient_edge", _no_gradient_edge),
     ]
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    kept = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
         setattr(owner, name, function)
     try:
         yield
     finally:
-        for owner, name, function in kept:
-            setattr(owner, name, function)
+        for owner, name, value in kept:
+            if value is None:  # it has it from another class
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 _enter_saved, _enter_inference = saved_tensors_hooks.__enter__, torch.inference_mode.__enter__
+_enter_dispatch: Any = TorchDispatchMode.__enter__
+_grad_fn: Any = torch.Tensor.grad_fn
 
 
 def _no_hook(self: torch.Tensor, hook: Callable[..., Any], **_: Any) -> Any:
@@ -83,6 +94,38 @@ def _no_inference_mode(self: torch.inference_mode) -> None:
             help="use torch.no_grad(): its results may be used in training",
         )
     _enter_inference(self)
+
+
+def _no_dispatch_mode(self: TorchDispatchMode) -> Any:
+    """torch's own modes are part of the trace."""
+    if is_users_own(type(self)):
+        raise error(
+            "P0802",
+            "the model runs operators in a dispatch mode of its own",
+            here(),
+            f"`{type(self).__qualname__}`",
+            notes=["the traced program contains operators, and not what a mode makes of them"],
+            help="call functions that compute what the mode computes",
+        )
+    return _enter_dispatch(self)
+
+
+def _no_grad_fn(self: torch.Tensor) -> Any:
+    """torch's own code may look at it."""
+    if is_users_file(sys._getframe(1).f_code.co_filename):
+        raise _no_gradient_edge()
+    return _grad_fn.__get__(self)
+
+
+def _no_gradient_edge(*_: Any) -> Any:
+    raise error(
+        "P0810",
+        "the model uses the autograd graph of its forward",
+        here(),
+        "`grad_fn` of a tensor",
+        notes=["the traced program is differentiated as a whole, without this graph and the hooks of its nodes"],
+        help=_REPAIR,
+    )
 
 
 def _no_backward(*_: Any, **__: Any) -> Any:

@@ -26,7 +26,7 @@ from piperlang.capture.user.user_code import (
     wrong_loss,
 )
 from piperlang.capture.user.where import line_in, line_of, line_of_function, line_of_operator, text_of
-from piperlang.diagnostics import PiperError, error
+from piperlang.diagnostics import PiperError, error, noted_errors
 
 _VALUES = "compute with the tensor itself, without `.item()` and `.tolist()`, and do not print or format its values"
 _KERNEL = "wrap the kernel with torch.library.custom_op and describe its result with register_fake"
@@ -43,13 +43,17 @@ class UserRaised(Exception):
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Marks exceptions raised inside as the user's."""
-    try:
-        yield
-    except (PiperError, KeyboardInterrupt, Unlike):
-        raise
-    except BaseException as problem:
-        raise UserRaised(problem) from problem
+    """Marks exceptions raised inside as the user's. A refusal that the user's code catches, and goes on with something
+    that plain training does not do, is raised again."""
+    with noted_errors() as refusals:
+        try:
+            yield
+        except (PiperError, KeyboardInterrupt, Unlike):
+            raise
+        except BaseException as problem:
+            raise UserRaised(problem) from problem
+    if refusals:
+        raise refusals[0]
 
 
 @contextmanager
