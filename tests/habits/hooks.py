@@ -364,17 +364,6 @@ class ExtraState(Layers):
         pass
 
 
-# ------------------------------------------------------------------------------------------------- the autograd graph
-
-
-@HOOKS.habit("hook on the grad_fn of a tensor", REFUSED)
-class GraphHook(Between):
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        if x.grad_fn is not None:
-            x.grad_fn.register_prehook(lambda gradients: tuple(0.5 * gradient for gradient in gradients))
-        return x
-
-
 @HOOKS.habit("hook that is given up where it cannot be registered", REFUSED)
 class HookIfPossible(Between):
     """Plain training registers it."""
