@@ -40,11 +40,14 @@ TOGETHER = {
             "test_completion.py",
             "test_dropless.py",
             "test_fuzz.py",
+            "test_golden.py",
             "test_habits.py",
             "test_mistake_examples.py",
+            "test_mixing.py",
             "test_never_wrong.py",
             "test_optimizers.py",
             "test_package.py",
+            "test_whole_sums.py",
         )
     },
 }

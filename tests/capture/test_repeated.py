@@ -473,7 +473,10 @@ def words(output: Any, target: torch.Tensor) -> torch.Tensor:
         ("Llama", 7, {}),
         pytest.param("Mistral", 7, {}, marks=pytest.mark.slow),
         pytest.param("GptOss", 6, EXPERTS | {"num_experts_per_tok": 2, "head_dim": 8}, marks=pytest.mark.slow),
-        ("DeepseekV3", 6, EXPERTS | RANKS | {"num_experts_per_tok": 2, "first_k_dense_replace": 1}),
+        pytest.param(
+            *("DeepseekV3", 6, EXPERTS | RANKS | {"num_experts_per_tok": 2, "first_k_dense_replace": 1}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("Qwen3Moe", 7, EXPERTS | {"num_experts_per_tok": 2, "head_dim": 8}, marks=pytest.mark.slow),
     ],
 )

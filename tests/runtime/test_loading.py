@@ -118,9 +118,9 @@ class Told(Dataset):
         return X[i], T[i]
 """
 SLICED = {
+    "a generator of its own": "def data(): return DataLoader(Told(), 8, shuffle=True, generator=g)",
     "shuffled, masked, a smaller last batch": "def data(): return DataLoader(TensorDataset(X, T), 8, shuffle=True)",
     "processes": "def data(): return DataLoader(Told(), 8, shuffle=True, num_workers=2)",
-    "a generator of its own": "def data(): return DataLoader(Told(), 8, shuffle=True, generator=g)",
     "a validation": """
 def data(): return DataLoader(Told(), 8, shuffle=True, drop_last=True)
 def validation(): return DataLoader(TensorDataset(X, T), 12)
@@ -141,7 +141,7 @@ def data(): return DataLoader(EVEN, batch_sampler=[[0, 1, 2, 3], [9, 8, 7, 6]])
 }
 
 
-@pytest.mark.parametrize("case", one_in(2, [(name, script) for name in SLICED for script in (REPLICAS, PIPELINE)]))
+@pytest.mark.parametrize("case", one_in(4, [(name, script) for script in (REPLICAS, PIPELINE) for name in SLICED]))
 def test_slices(case: tuple[str, str], lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, script = case
     code, losses, weights = job(tmp_path, SET + SLICED[name], script, "--data", "slices")
@@ -197,7 +197,7 @@ def data(): return DataLoader(torch.utils.data.ConcatDataset([Transformed(transf
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, NOT_SLICED))
+@pytest.mark.parametrize("name", one_in(3, NOT_SLICED))
 def test_what_cannot_be_sliced(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, _ = job(tmp_path, SET + NOT_SLICED[name], REPLICAS, "--data", "slices")
     err = capsys.readouterr().err
