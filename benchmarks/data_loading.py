@@ -7,6 +7,9 @@ with them counts.
 `loader`: a torch DataLoader of two processes in every worker, whose samples take a while to make, and the time that
 workers wait for a batch after a step.
 
+`slices`: samples that take longer than that, from a DataLoader in every worker, with whole batches loaded in every
+worker, and with `--data slices`.
+
     python -m benchmarks.data_loading [--json] [--steps 8]
 """
 
@@ -85,8 +88,10 @@ class Slow(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.full((self.width,), i / len(self)), torch.zeros(self.width)
 
 
-def loader(seconds: float, width: int) -> Iterator[Any]:
-    return iter(DataLoader(Slow(seconds, width), SAMPLES, shuffle=True, num_workers=2))
+def loader(seconds: float, width: int, processes: int, cut: Any = iter) -> Iterator[Any]:
+    """`cut`: as for `data` of a model file."""
+    found: Iterator[Any] = cut(DataLoader(Slow(seconds, width), SAMPLES, shuffle=True, num_workers=processes))
+    return found
 
 
 def _planned(model: Any, batch: Any) -> tuple[Any, CutProgram, Training]:
@@ -121,20 +126,21 @@ def _cpu(step: Any, steps: int) -> float:
     return round(median(spent), 2)
 
 
-def of_loader(cluster: Cluster, steps: int) -> dict[str, Any]:
-    """A step takes longer than to load a batch, in two processes of every worker."""
-    width, depth, seconds = 512, 8, 0.0005
-    make = partial(loader, seconds, width)
+def of_loader(cluster: Cluster, steps: int, seconds: float, processes: int, sliced: bool = False) -> dict[str, Any]:
+    """`seconds`: for a sample; `processes`: of the DataLoader in every worker."""
+    width, depth = 512, 8
+    make = partial(loader, seconds, width, processes)
     _seeded()
     batch = next(make())
     after = generator_states()
     plan, captured, training = _planned(partial(Net, width, depth), batch)
     with Job(plan, captured, training, cluster=cluster) as job:
-        other = job.load(Loading(make, {TRAIN: captured.layout}, 0), batch, after)
+        other = job.load(Loading(make, {TRAIN: captured.layout}, 0, sliced=sliced), batch, after)
         assert other is None, other
         results = [job.finish(job.begin_loaded(True)) for _ in range(3 * steps)][1:]
     waited = [1e3 * (result.waited or 0.0) for result in results]
     return {
+        "workers load": "slices" if sliced else "whole batches",
         "loading a batch, one process: ms": round(1e3 * seconds * SAMPLES, 1),
         "step: ms": round(1e3 * median(result.seconds for result in results), 1),
         "waited: median ms": round(median(waited), 2),
@@ -150,7 +156,8 @@ def main() -> None:
     cluster = Cluster(WORKERS)
     try:
         rows = [of_driver(cluster, megabytes, options.steps) for megabytes in MEGABYTES]
-        rows.append(of_loader(cluster, options.steps))
+        rows.append(of_loader(cluster, options.steps, 0.0005, 2))
+        rows += [of_loader(cluster, options.steps, 0.005, 0, sliced) for sliced in (False, True)]
     finally:
         cluster.close()
     print(json.dumps({"rows": rows}) if options.json else "\n".join(map(str, rows)))
