@@ -143,7 +143,14 @@ def _refuse_shared_writes(nodes: list[fx.Node], owner: dict[fx.Node, int]) -> No
 
 def _tags(nodes: list[fx.Node], directives: list[Tag], changing: set[fx.Node]) -> dict[fx.Node, Tags]:
     """The tags of every node. `changing`: operators that new values of buffers depend on."""
-    own = {node: _own_tags(node, directives) for node in nodes}
+    by_names: dict[tuple[ModuleName, ...], dict[str, int | str]] = {}
+    """An operator has the tags of its module."""
+    own: dict[fx.Node, dict[str, int | str]] = {}
+    for node in nodes:
+        names = tuple(names_of(node))
+        if names not in by_names:
+            by_names[names] = _tags_at(names, directives)
+        own[node] = by_names[names] | tags_of(node.meta.get("custom"))
     # An item of a tuple stays with the operator that returned the tuple.
     for node in nodes:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -169,8 +176,8 @@ def _tags(nodes: list[fx.Node], directives: list[Tag], changing: set[fx.Node]) -
     return {node: tuple(sorted(tags.items())) for node, tags in own.items()}
 
 
-def _own_tags(node: fx.Node, directives: list[Tag]) -> dict[str, int | str]:
-    names = names_of(node)
+def _tags_at(names: tuple[ModuleName, ...], directives: list[Tag]) -> dict[str, int | str]:
+    """The tags of a module that has these names."""
     found: dict[str, int | str] = {}
     depth: dict[str, int] = {}
     for directive in directives:
@@ -179,7 +186,7 @@ def _own_tags(node: fx.Node, directives: list[Tag]) -> dict[str, int | str]:
             for key, value in directive.tags if length else ():
                 if length >= depth.get(key, 0):  # the deepest path applies; of equally deep ones, the last
                     found[key], depth[key] = value, length
-    return found | tags_of(node.meta.get("custom"))
+    return found
 
 
 def matches(module: ModulePath, name: ModuleName) -> int:
