@@ -35,6 +35,15 @@ def set_generator_states(states: GeneratorStates) -> None:
     np.random.set_state(numpy)
 
 
+def same_states(one: GeneratorStates, other: GeneratorStates) -> bool:
+    (of_torch, python, numpy), (of_torch_later, python_later, numpy_later) = one, other
+    return (
+        torch.equal(of_torch, of_torch_later)
+        and python == python_later
+        and all(np.array_equal(a, b) for a, b in zip(numpy, numpy_later, strict=True))
+    )
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """The generators are seeded inside; their states are restored afterwards."""
@@ -79,8 +88,7 @@ def generators_left_alone(on_step: Callable[..., Any]) -> Iterator[None]:
     the numbers that follow."""
     before = generator_states()
     yield
-    of_torch, python, numpy = generator_states()
-    if not torch.equal(before[0], of_torch) or before[1] != python or str(before[2]) != str(numpy):
+    if not same_states(before, generator_states()):
         raise error(
             "P0801",
             "`on_step` uses the global generators of random numbers, and `data` is called in other processes",

@@ -12,12 +12,10 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from piperlang.capture.user.prints import Prints
-from piperlang.capture.user.seeding import GeneratorStates, generator_states
+from piperlang.capture.user.seeding import generator_states, same_states
 from piperlang.capture.user.state import globals_of, labelled
 from piperlang.capture.user.user_code import kind
 from piperlang.diagnostics import PiperError, error
@@ -158,7 +156,7 @@ class Watched(Dataset[Any]):
         drawn = generator_states()
         several = getattr(self.dataset, "__getitems__", None)
         found = several(indices) if several else [self.dataset[i] for i in indices]
-        if not _same(drawn, generator_states()):
+        if not same_states(drawn, generator_states()):
             raise Draws
         self.reads += 1
         if self.reads <= _WATCHED:
@@ -181,12 +179,3 @@ def _objects(value: Any, depth: int = 4) -> Iterator[Any]:
         for one in islice(inside, _PARTS):
             if isinstance(one, list | tuple) or callable(one) or hasattr(one, "__getitem__"):
                 yield from _objects(one, depth - 1)
-
-
-def _same(one: GeneratorStates, other: GeneratorStates) -> bool:
-    (of_torch, python, numpy), (of_torch_later, python_later, numpy_later) = one, other
-    return (
-        torch.equal(of_torch, of_torch_later)
-        and python == python_later
-        and all(np.array_equal(a, b) for a, b in zip(numpy, numpy_later, strict=True))
-    )
