@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from piperlang.diagnostics import PiperError, error
@@ -60,12 +62,18 @@ class InDriver:
             yield self.job.evaluate(batch)
 
 
+READ_WHOLE = 8
+"""Batches that the driver loads, too, where workers load slices: as a plain loop does, one sample after the other."""
+
+
 class InWorkers:
     """Batches are loaded in the workers; the driver has none of them."""
 
-    def __init__(self, job: Any, file: ModelFile) -> None:
+    def __init__(self, job: Any, file: ModelFile, whole: Generator[tuple[Any, Any]] | None = None) -> None:
+        """`whole`: the batches after the first, where workers load slices of them."""
         self.job, self.file = job, file
         self.problem: PiperError | None = None
+        self.whole = _first_of(whole) if whole is not None else iter(())
 
     def step(self, ahead: bool) -> StepResult:
         from piperlang.capture.user.user_code import located
@@ -73,8 +81,9 @@ class InWorkers:
 
         with located(line_of_function(self.file.data)):
             begun = self.job.begin_loaded(ahead)
+        whole = next(self.whole, None) if ahead else None
         result: StepResult = self.job.finish(begun)
-        self.problem = result.problem
+        self.problem = result.problem or self._other(whole)
         return result
 
     def advance(self, ahead: bool) -> None:
@@ -82,8 +91,16 @@ class InWorkers:
             raise self.problem
         if not ahead:
             self.job.load_next()
+            problem = self._other(next(self.whole, None))
+            if problem is not None:
+                raise problem
+
+    def _other(self, whole: tuple[Any, Any] | None) -> PiperError | None:
+        """Whether workers have loaded something else than the driver."""
+        return None if whole is None or self.job.has_loaded(whole) else _read_otherwise(self.file)
 
     def validate(self) -> Iterator[float]:
+        self.whole = iter(())  # the generators of the driver do not know what a validation draws
         losses: Iterator[float] = self.job.validate()
         return losses
 
@@ -109,6 +126,8 @@ def feeding(where: str | None, job: Any, file: ModelFile, batches: Batches, cut:
     if reason is None:
         reason = _started(job, file, batches, cut, seed, sliced=where == "slices")
     if reason is None:
+        if where == "slices":
+            return InWorkers(job, file, batches.others)
         batches.others.close()
         return InWorkers(job, file)
     emit(Notice(f"the driver loads the batches: {reason}"))
@@ -154,13 +173,34 @@ def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int, s
         return f"they cannot be described to workers ({problem})"
     if other is None:
         return None
-    help = "load whole batches: `--data workers`" if sliced else "load them in the driver: `--data driver`"
+    help = "load them in the driver: `--data driver`"
     if other.failed is not None and other.failed.diagnostics:
-        raise PiperError(*(replace(one, helps=(*one.helps, help)) for one in other.failed.diagnostics))
+        helps = () if sliced else (help,)
+        raise PiperError(*(replace(one, helps=(*one.helps, *helps)) for one in other.failed.diagnostics))
+    if sliced and other.failed is None:
+        raise _read_otherwise(file)
     raise error(
         "P0607",
         "`data` yields other batches in other processes",
         line_of_function(file.data),
         notes=[] if other.failed is None else [other.failed.said],
         help=f"give generators a seed, and leave nothing behind that the next call reads, such as a file; or {help}",
+    )
+
+
+def _first_of(whole: Generator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Where the user's code raises something, workers say so."""
+    with suppress(PiperError), closing(whole):
+        yield from islice(whole, READ_WHOLE - 1)
+
+
+def _read_otherwise(file: ModelFile) -> PiperError:
+    from piperlang.capture.user.slices import WHOLE
+    from piperlang.capture.user.where import line_of_function
+
+    return error(
+        "P0607",
+        "workers read other values of samples than the driver, which reads whole batches",
+        line_of_function(file.data),
+        help=f"make a sample depend on its index alone, or {WHOLE}",
     )

@@ -96,7 +96,8 @@ class BatchLayout:
         for i, (tensor, dtype) in enumerate(zip(flat, self.dtypes, strict=True)):
             if tensor.dtype != dtype:
                 raise _other_shape(
-                    f"tensor {i} of a batch has dtype {tensor.dtype}, but the model was traced with {dtype}"
+                    f"tensor {i} of a batch has dtype {tensor.dtype}, but the model was traced with {dtype}",
+                    "give all batches the same dtype, with `.to(dtype)`",
                 )
         return flat
 
@@ -132,5 +133,5 @@ def _written(layout: pytree.TreeSpec) -> str:
     return str(pytree.tree_unflatten(["tensor"] * layout.num_leaves, layout)).replace("'tensor'", "tensor")
 
 
-def _other_shape(message: str) -> PiperError:
-    return error("P0801", message, help="give all batches the same shape: drop or pad the last one")
+def _other_shape(message: str, help: str = "give all batches the same shape: drop or pad the last one") -> PiperError:
+    return error("P0801", message, help=help)

@@ -264,6 +264,11 @@ class Job:
         assert self.batches.coming is not None
         return self.batches.coming.run or self.shapes.fitting(mode, self.batches.unplanned())
 
+    def has_loaded(self, batch: tuple[Any, Any]) -> bool:
+        """Whether the parts that workers have loaded are parts of this batch."""
+        assert self.batches is not None
+        return self.batches.has_loaded(batch)
+
     def load_next(self) -> None:
         """Load the next batch. Raises what the user's code raises."""
         assert self.batches is not None

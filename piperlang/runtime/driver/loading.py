@@ -3,13 +3,16 @@
 The next batch is loaded by a thread while a step runs. All workers must load the same batches: they seed the
 generators as the driver does, and the driver compares fingerprints of what they have loaded before a step uses it.
 
-Where `Loading.sliced` says so, a worker loads only the samples that it reads (capture/user/slices.py)."""
+Where `Loading.sliced` says so, a worker loads only the samples that it reads (capture/user/slices.py).
+
+Private API, kept in this file: the folder of `multiprocessing` (tried on Python 3.11 and 3.12)."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +20,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import current_process
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,7 +31,7 @@ import torch
 from piperlang.capture.batch.layout import BatchLayout, shapes_of
 from piperlang.capture.user.batches import endless
 from piperlang.capture.user.seeding import GeneratorStates, generator_states, restored, seed_all, set_generator_states
-from piperlang.capture.user.slices import Slice, Slices
+from piperlang.capture.user.slices import Cuts, Slice, Slices
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
@@ -135,10 +141,11 @@ class Loader:
     """Loads batches for one device, in a thread of its own, with generators of random numbers of its own: those of the
     process belong to the model and the optimizer."""
 
-    def __init__(self, loading: Loading, feeds: Mapping[RunKey, Sequence[Feed]], pins: bool) -> None:
+    def __init__(self, loading: Loading, device: int, feeds: Mapping[RunKey, Sequence[Feed]], pins: bool) -> None:
         """`feeds`: what each plan of the device reads of a batch. `pins`: copies are in pinned memory."""
-        self.loading, self.pins = loading, pins
+        self.loading, self.device, self.pins = loading, device, pins
         self.plans = {key: (layout, feeds[key]) for key, layout in loading.layouts.items()}
+        self.cuts: Cuts = WeakKeyDictionary()
         self.sources: dict[Mode, _Source] = {"train": self._source("train", loading.data)}
         self.thread = ThreadPoolExecutor(1, "piperlang-data")
         self.coming: Future[tuple[Loaded, Parts]] | None = None
@@ -157,7 +164,8 @@ class Loader:
     def _source(self, mode: Mode, function: Batches) -> _Source:
         slices = None
         if self.loading.sliced:
-            slices = Slices(partial(self._rows, mode), line_of_function(function), optional=mode == "evaluate")
+            rows, line = partial(self._rows, mode), line_of_function(function)
+            slices = Slices(rows, self.device % 2 == 1, line, self.cuts, optional=mode == "evaluate")
         make = function if slices is None else partial(function, slices)
         return _Source(endless(make) if mode == "train" else make(), function, slices)
 
@@ -253,6 +261,12 @@ class Loader:
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
         self.sources.clear()  # a DataLoader ends its processes
+
+
+def keep_sockets_in(folder: Path) -> None:
+    """Processes of a DataLoader are reached by sockets in a folder that this process removes when it ends by itself. A
+    worker may be killed; the folder of the job is removed in any case."""
+    current_process()._config["tempdir"] = tempfile.mkdtemp(dir=folder)  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -43,7 +43,7 @@ from piperlang.runtime.device.compiled import compiled
 from piperlang.runtime.device.failure import Failure, failure_of
 from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, create, mapped
-from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loader, Loading, Parts
+from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loader, Loading, Parts, keep_sockets_in
 from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
 from piperlang.runtime.optimizer.copies import WeightPart
@@ -312,7 +312,10 @@ class Worker:
             kept += [WatchedModel(loss.named_modules())] if isinstance(loss, nn.Module) else []
             self.between_steps = [frozen.check, *(partial(model.check, "between steps", line) for model in kept)]
             feeds = {key: run.device.plan.feeds for key, run in self.runs.items()}
-            self.loader = Loader(loading, feeds, self.setting.backend.device.name == "cuda")
+            pins = self.setting.backend.device.name == "cuda"
+            if self.setting.progress:
+                keep_sockets_in(Path(self.setting.progress).parent)
+            self.loader = Loader(loading, self.setting.plan.device, feeds, pins)
         except BaseException as problem:
             return Loaded(failed=failure_of(problem))
         return self.load()

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.batch.layout import BatchLayout
 from piperlang.capture.user.seeding import GeneratorStates
-from piperlang.capture.user.slices import Slice
+from piperlang.capture.user.slices import WHOLE, Slice
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.runtime.device.failure import failed
@@ -46,10 +46,14 @@ class WorkerBatches:
         self.coming = found[0]
         self.parts = [one.part for one in found if one.part is not None]
         layout = self.loading.layouts[TRAIN]
-        flat = layout.leaves(first) if self.loading.sliced else layout.flatten(first)
-        expected = fingerprint([] if self.loading.sliced else flat, generators)
-        samples = digests(flat) if self.loading.sliced else ()
-        return next((one for one in found if one.failed or one.fingerprint != expected or _other(one, samples)), None)
+        expected = fingerprint([] if self.loading.sliced else layout.flatten(first), generators)
+        other = next((one for one in found if one.failed or one.fingerprint != expected), None)
+        return other or (None if self.has_loaded(first) else found[0])
+
+    def has_loaded(self, batch: tuple[Any, Any]) -> bool:
+        """Whether the parts that workers have loaded are parts of this batch."""
+        samples = digests(self.loading.layouts[TRAIN].leaves(batch)) if self.parts else ()
+        return not any(_other(part, samples) for part in self.parts)
 
     def _call(self, method: str, *given: Any) -> list[Any]:
         return self.cluster.wait([self.cluster.call(i, method, *given) for i in self.devices])
@@ -99,13 +103,23 @@ class WorkerBatches:
             if one.failed is not None:
                 problem = failed(f"device {device}", one.failed, None, [])
                 note = "a worker loads the batches; the driver does with `--data driver`"
-                return one, PiperError(*(replace(d, notes=(*d.notes, note)) for d in problem.diagnostics))
+                notes = () if self.loading.sliced else (note,)
+                return one, PiperError(*(replace(d, notes=(*d.notes, *notes)) for d in problem.diagnostics))
         self.parts = [one.part for one in found if one.part is not None]
         samples: dict[int, bytes] = {}
         for part in self.parts:
             samples = dict(zip(part.slice.rows, part.digests, strict=True)) | samples
         for device, other in zip(devices[1:], others, strict=True):
-            if other.batch != first.batch or _other(other, samples):
+            if other.part is not None and (other.shapes != first.shapes or _other(other.part, samples)):
+                shapes = f"{first.shapes} on device {devices[0]}, {other.shapes} on device {device}"
+                return other, error(
+                    "P0607",
+                    "two workers have read different values of a sample",
+                    self.line,
+                    notes=[f"as parts of batches of these shapes: {shapes}"] if other.shapes != first.shapes else [],
+                    help=f"make a sample depend on its index alone, or {WHOLE}",
+                )
+            if other.batch != first.batch:
                 return other, error(
                     "P0607",
                     f"devices {devices[0]} and {device} have loaded different batches",
@@ -119,10 +133,11 @@ class WorkerBatches:
         return self.coming, None
 
 
-def _other(loaded: Loaded, samples: Sequence[bytes] | Mapping[int, bytes]) -> bool:
+def _other(part: Part, samples: Sequence[bytes] | Mapping[int, bytes]) -> bool:
     """Whether a worker has loaded other samples than these."""
-    part = loaded.part
-    return part is not None and any(samples[row] != one for row, one in zip(part.slice.rows, part.digests, strict=True))
+    if part.slice.rows[-1] >= len(samples) and not isinstance(samples, Mapping):
+        return True  # of a larger batch
+    return any(samples[row] != one for row, one in zip(part.slice.rows, part.digests, strict=True))
 
 
 def assembled(slices: Sequence[Slice], parts: Sequence[torch.Tensor]) -> torch.Tensor:
