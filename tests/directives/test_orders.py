@@ -16,7 +16,7 @@ from tests.support.schedules import SCHEDULES, Schedule
 SIZES = [(pp, micro) for pp in (2, 4, 8) for micro in range(4, 17)]
 
 
-@pytest.mark.parametrize("name", one_in(3, NAMES))
+@pytest.mark.parametrize("name", one_in(5, NAMES))
 def test_equals_what_torch_issues(name: str) -> None:
     compared = 0
     for pp, micro in SIZES:
@@ -61,7 +61,7 @@ SMALL = [(ranks, micro) for ranks in range(1, 6) for micro in range(1, 10)]
 EVERY = [(ranks, micro) for ranks in range(1, 17) for micro in range(1, 65)]
 
 
-@pytest.mark.parametrize("name", one_in(3, SCHEDULES))
+@pytest.mark.parametrize("name", one_in(5, SCHEDULES))
 def test_complete_at_small_and_at_random_sizes(name: str) -> None:
     for ranks, micro in [*SMALL, *random.Random(name).sample(EVERY, 12)]:
         if sensible(SCHEDULES[name], ranks, micro):

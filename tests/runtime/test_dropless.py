@@ -124,7 +124,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(5, SCHEDULES))
+@pytest.mark.parametrize("name", one_in(10, SCHEDULES))
 def test_equals_the_single_device(name: str) -> None:
     assert_same(CASE, program(), SCHEDULES[name])
     graph, _ = compiled(program(), SCHEDULES[name])

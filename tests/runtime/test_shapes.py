@@ -101,7 +101,7 @@ HALVES = (
 )
 
 
-@pytest.mark.parametrize("case", one_in(35, CASES))
+@pytest.mark.parametrize("case", one_in(60, CASES))
 def test_the_same_as_plain(case: tuple[str, str, str], tmp_path: Path) -> None:
     schedule, sizes, loss = case
     _assert_plain(SCHEDULES[schedule], SIZES[sizes], loss, tmp_path)

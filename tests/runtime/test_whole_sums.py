@@ -187,7 +187,7 @@ def assert_equal(got: dict[str, T], name: str) -> None:
 
 
 @pytest.mark.parametrize("script", one_in(5, SCRIPTS))
-@pytest.mark.parametrize("name", one_in(6, CASES))
+@pytest.mark.parametrize("name", one_in(12, CASES))
 def test_simulated(name: str, script: str) -> None:
     case = CASES[name]
     graph, captured = compiled(program(name), SCRIPTS[script])
