@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,9 +81,13 @@ class InWorkers:
 
         with located(line_of_function(self.file.data)):
             begun = self.job.begin_loaded(ahead)
-        whole = next(self.whole, None) if ahead else None
+        whole, raised = None, None
+        try:
+            whole = next(self.whole, None) if ahead else None
+        except PiperError as problem:
+            raised = problem
         result: StepResult = self.job.finish(begun)
-        self.problem = result.problem or self._other(whole)
+        self.problem = result.problem or raised or self._other(whole)
         return result
 
     def advance(self, ahead: bool) -> None:
@@ -189,8 +193,7 @@ def _started(job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int, s
 
 
 def _first_of(whole: Generator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Where the user's code raises something, workers say so."""
-    with suppress(PiperError), closing(whole):
+    with closing(whole):  # its processes end
         yield from islice(whole, READ_WHOLE - 1)
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 _NUMBERS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
-_CONSTANTS = (*(type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),)
+_CONSTANTS = (type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _OBJECTS = (type, FunctionType, BuiltinFunctionType, BuiltinMethodType)
 _CONTEXTS = (fx.Node, torch.autocast)
 """What functions that turn gradients and autocast on and off give and take, with and without torch.export."""

@@ -251,9 +251,9 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
     for path, module in model.named_modules():
         if module in inside:
             continue
-        looks = {name: _look(child) for name, child in module.named_children() if _worth_it(child)}
-        counts = Counter(looks.values())
-        for name, look in looks.items():
+        children = {name: _look(child) for name, child in module.named_children() if _worth_it(child)}
+        counts = Counter(children.values())
+        for name, look in children.items():
             child, tensors = module.get_submodule(name), _tensors(module.get_submodule(name))
             if counts[look] >= LEAST and all(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
                 layer = Layer(f"{path}.{name}".lstrip("."), child, kinds.setdefault(look, LayerKind()), tensors)
