@@ -9,16 +9,21 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from piperlang.diagnostics import PiperError, error
-from piperlang.progress import Notice, emit
+from piperlang.progress import Notice, emit, phase
+from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
     from piperlang.capture.user.model_file import ModelFile
     from piperlang.cli.model import Batches
+    from piperlang.runtime.checkpoint.manifest import DataPosition, Manifest
     from piperlang.runtime.driver.training import StepResult
 
 
 class Feeding(Protocol):
     """Steps on batches that follow each other."""
+
+    validated: list[int]
+    """Steps after which `validation` was called."""
 
     def step(self, ahead: bool) -> StepResult:
         """One step on the batch that is loaded. `ahead`: the next one is loaded while the step runs."""
@@ -29,12 +34,74 @@ class Feeding(Protocol):
     def validate(self) -> Iterator[float]:
         """The loss of each batch of `validation`."""
 
+    def position(self, samples: int) -> tuple[DataPosition, dict[str, Any]]:
+        """How far `data` was read, after so many samples were trained with, and states of generators."""
 
-class InDriver:
+    def resume(self, manifest: Manifest) -> None:
+        """Reads as far as a run did, so that the next batch is the one that follows."""
+
+
+class _Counted:
+    """What both ways have in common: batches are counted, and read again when a run is resumed."""
+
+    mode = ""
+
+    def __init__(self, job: Any, file: ModelFile) -> None:
+        self.job, self.file = job, file
+        self.drawn = 1
+        """Batches that `data` has yielded."""
+        self.validated: list[int] = []
+
+    def advance(self, ahead: bool) -> None:
+        raise NotImplementedError
+
+    def _pass_validation(self) -> None:
+        """Goes through the batches of `validation`, without a result."""
+        raise NotImplementedError
+
+    def _digest(self) -> str:
+        """Of the batch that was loaded last."""
+        raise NotImplementedError
+
+    def _states(self) -> dict[str, Any]:
+        return {}
+
+    def position(self, samples: int) -> tuple[DataPosition, dict[str, Any]]:
+        from piperlang.runtime.checkpoint.manifest import DataPosition
+
+        return DataPosition(self.drawn, samples, self._digest(), self.mode, tuple(self.validated)), self._states()
+
+    def resume(self, manifest: Manifest) -> None:
+        """All of it is read again: what `data` draws, counts and remembers is then what it was."""
+        was, step = manifest.data, manifest.step
+        self.validated, validated = list(was.validated), set(was.validated)
+        with phase(f"reading {counted(step, 'batch')} again") as reading:
+            for i in range(step):
+                if i in validated:
+                    self._pass_validation()
+                if self.drawn < was.batches:
+                    self.advance(False)
+                if i % 100 == 0:
+                    reading.detail = f"{i:,} of {step:,}"
+        if "slices" in (self.mode, was.mode) and self.mode != was.mode:
+            emit(Notice(f"batches are not compared with those of the run, which read {was.mode}", warning=True))
+        elif self._digest() != was.digest:
+            raise _other_data(self.file, was.batches)
+        self._set_states(manifest)
+        if self.drawn == step:  # the next one had not been read
+            self.advance(False)
+
+    def _set_states(self, manifest: Manifest) -> None:
+        pass
+
+
+class InDriver(_Counted):
     """Batches are loaded in this process."""
 
+    mode = "driver"
+
     def __init__(self, job: Any, file: ModelFile, batches: Batches) -> None:
-        self.job, self.file = job, file
+        super().__init__(job, file)
         self.batch, self.others = batches.first, batches.others
         self.problem: PiperError | None = None
 
@@ -46,6 +113,7 @@ class InDriver:
             begun = self.job.begin(self.batch)
         try:
             self.batch = next(self.others) if ahead else self.batch
+            self.drawn += ahead
         except PiperError as raised:
             self.problem = raised
         result: StepResult = self.job.finish(begun)
@@ -54,24 +122,51 @@ class InDriver:
     def advance(self, ahead: bool) -> None:
         if self.problem is not None:
             raise self.problem
-        self.batch = self.batch if ahead else next(self.others)
+        if not ahead:
+            self.batch = next(self.others)
+            self.drawn += 1
 
     def validate(self) -> Iterator[float]:
         assert self.file.validation is not None
         for batch in self.file.validation():
             yield self.job.evaluate(batch)
 
+    def _pass_validation(self) -> None:
+        assert self.file.validation is not None
+        for _ in self.file.validation():
+            pass
+
+    def _digest(self) -> str:
+        from piperlang.runtime.driver.loading import content
+
+        return content(self.batch)
+
+    def _states(self) -> dict[str, Any]:
+        from piperlang.capture.user.seeding import generator_states
+        from piperlang.runtime.checkpoint.generators import written
+
+        return {"generators": written(generator_states())}
+
+    def _set_states(self, manifest: Manifest) -> None:
+        """Code between steps draws from the same generators."""
+        from piperlang.capture.user.seeding import set_generator_states
+        from piperlang.runtime.checkpoint.generators import read
+
+        if manifest.data.mode == self.mode:
+            set_generator_states(read(manifest.trees["generators"]))
+
 
 READ_WHOLE = 8
 """Batches that the driver loads, too, where workers load slices: as a plain loop does, one sample after the other."""
 
 
-class InWorkers:
+class InWorkers(_Counted):
     """Batches are loaded in the workers; the driver has none of them."""
 
     def __init__(self, job: Any, file: ModelFile, whole: Generator[tuple[Any, Any]] | None = None) -> None:
         """`whole`: the batches after the first, where workers load slices of them."""
-        self.job, self.file = job, file
+        super().__init__(job, file)
+        self.mode = "workers" if whole is None else "slices"
         self.problem: PiperError | None = None
         self.whole = _first_of(whole) if whole is not None else iter(())
 
@@ -88,6 +183,7 @@ class InWorkers:
             raised = problem
         result: StepResult = self.job.finish(begun)
         self.problem = result.problem or raised or self._other(whole)
+        self.drawn += ahead
         return result
 
     def advance(self, ahead: bool) -> None:
@@ -95,6 +191,7 @@ class InWorkers:
             raise self.problem
         if not ahead:
             self.job.load_next()
+            self.drawn += 1
             problem = self._other(next(self.whole, None))
             if problem is not None:
                 raise problem
@@ -107,6 +204,14 @@ class InWorkers:
         self.whole = iter(())  # the generators of the driver do not know what a validation draws
         losses: Iterator[float] = self.job.validate()
         return losses
+
+    def _pass_validation(self) -> None:
+        self.whole = iter(())
+        self.job.pass_validation()
+
+    def _digest(self) -> str:
+        digest: str = self.job.batches.digest()
+        return digest
 
 
 def feeding(where: str | None, job: Any, file: ModelFile, batches: Batches, cut: Any, seed: int) -> Feeding:
@@ -206,4 +311,19 @@ def _read_otherwise(file: ModelFile) -> PiperError:
         "workers read other values of samples than the driver, which reads whole batches",
         line_of_function(file.data),
         help=f"make a sample depend on its index alone, or {WHOLE}",
+    )
+
+
+def _other_data(file: ModelFile, number: int) -> PiperError:
+    from piperlang.capture.user.where import line_of_function
+
+    return error(
+        "P0612",
+        f"batch {number} of `data` is not the one that the run has read",
+        line_of_function(file.data),
+        notes=["a resumed run reads its batches again from the first one, so that none is lost or repeated"],
+        help=(
+            "make `data` yield the same batches in every run: give generators a seed, and do not change files; and"
+            " leave what it reads alone in `on_step`"
+        ),
     )

@@ -50,6 +50,9 @@ SECONDS = Number(float, 0.001, 10**8)
 """Locks and sockets take no more than some years, and no infinity."""
 
 
+MINUTES = Number(float, 0.0001, 10**6)
+
+
 class Help(argparse.HelpFormatter):
     """Help as wide as the terminal. Paragraphs of a description stay paragraphs; usage breaks between words."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from piperlang.cli.backend import chosen_backend
 from piperlang.cli.model import Batches, captured, doing, load, scheduled
 from piperlang.cli.report import report
-from piperlang.cli.train import add_training, check_loaded, check_usage, execute
+from piperlang.cli.train import add_training, check_loaded, check_usage, execute, is_done, start_of
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
 
@@ -24,6 +24,9 @@ def run(options: argparse.Namespace) -> int:
     from piperlang.plan.verify import check
 
     check_usage(options)
+    run_before = start_of(options)
+    if is_done(options, run_before):
+        return 0
     if options.plan.endswith(".piper"):
         raise error(
             "P0902",
@@ -67,4 +70,4 @@ def run(options: argparse.Namespace) -> int:
     if found.problems:
         report(found.problems, options.format)
         return 1
-    return execute(options, file, found, plan, batches, backend)
+    return execute(options, file, found, plan, batches, backend, run_before)

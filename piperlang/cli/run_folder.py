@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,28 +18,40 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
+    from piperlang.cli.resume import Resumed
     from piperlang.elaborate.directive import Directive
 
 WEIGHTS = "weights.pt"
 AVERAGES = "weights-ema.pt"
 """Their moving averages, if the model file has `ema`."""
-UNFINISHED = "weights-unfinished.pt"
-"""Of a job that ended with an error between two steps."""
-PREVIOUS = "weights-previous{}.pt"
-"""Of earlier jobs in the same folder: numbered from the second on."""
-PREVIOUS_AVERAGES = "weights-ema-previous{}.pt"
+METRICS = "metrics.jsonl"
+VERSIONS = "versions.json"
+_RECORDS = (METRICS, VERSIONS, WEIGHTS, AVERAGES, "verified.json")
+_CHECKPOINTS = "checkpoints"
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a run folder that cannot be made or written, without making it."""
+def check_folder(folder: Path, used: bool = False) -> None:
+    """Refuse a run folder that cannot be made or written, without making it, or that has another run, unless it may be
+    `used`."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         problem = f"{there} is not a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
         problem = f"{there} cannot be written"
+    elif not used and _is_used(folder):
+        raise error(
+            "P0902",
+            f"{folder} has the results of another run",
+            help=f"continue that run with `--resume {folder}`, replace it with --overwrite, or choose another folder"
+            " with --out",
+        )
     else:
         return
     raise _no_folder(folder, problem)
+
+
+def _is_used(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (*_RECORDS, _CHECKPOINTS))
 
 
 def _no_folder(folder: Path, problem: object) -> PiperError:
@@ -47,12 +60,15 @@ def _no_folder(folder: Path, problem: object) -> PiperError:
     )
 
 
-def open_folder(options: argparse.Namespace) -> Path:
-    if options.out:
+def open_folder(options: argparse.Namespace, resumed: Resumed | None) -> Path:
+    """The run folder: that of the run that is resumed, `--out`, or a new one, which no other job has."""
+    if resumed is not None and not options.out:
+        folder = resumed.run
+    elif options.out:
         folder = Path(options.out)
+        check_folder(folder, used=options.overwrite or options.resume is not None)
     else:
-        stem = Path(options.script).stem if options.script != "-" else "stdin"
-        folder = next(path for n in range(1, 1_000_000) if not (path := Path("runs") / f"{stem}-{n}").exists())
+        return _new_folder(Path(options.script).stem if options.script != "-" else "stdin")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -60,7 +76,26 @@ def open_folder(options: argparse.Namespace) -> Path:
     return folder
 
 
-def write_about(folder: Path, options: argparse.Namespace, plan: Any, directives: Sequence[Directive]) -> None:
+def _new_folder(stem: str) -> Path:
+    """Two jobs that start together get two folders: to make one is atomic."""
+    for n in range(1, 1_000_000):
+        folder = Path("runs") / f"{stem}-{n}"
+        try:
+            folder.parent.mkdir(exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as problem:
+            raise _no_folder(folder, problem) from None
+        return folder
+    raise _no_folder(Path("runs") / stem, "there are a million of them")
+
+
+def write_about(
+    folder: Path, options: argparse.Namespace, plan: Any, directives: Sequence[Directive], resumed: Resumed | None
+) -> None:
+    """What is written before training. Results of another run in the folder are removed, so that nothing in it is taken
+    for a result of this one."""
     import platform
 
     import torch
@@ -71,9 +106,13 @@ def write_about(folder: Path, options: argparse.Namespace, plan: Any, directives
 
     source, _ = open_script(options.script)
     with writing(folder / WEIGHTS, "nothing, training has not begun"):
-        for name, previous in ((WEIGHTS, PREVIOUS), (UNFINISHED, PREVIOUS), (AVERAGES, PREVIOUS_AVERAGES)):
-            _set_aside(folder / name, previous)
-        (folder / "verified.json").unlink(missing_ok=True)
+        for name in _RECORDS:
+            if resumed is None or name != METRICS:
+                (folder / name).unlink(missing_ok=True)
+        if resumed is None:
+            shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
+        else:
+            _keep_rows(folder / METRICS, resumed)
     write_text(folder / "schedule.piper", source.text)
     write_text(folder / "resolved.piper", resolved(directives))
     write_text(folder / "plan.json", dump(plan))
@@ -85,14 +124,20 @@ def write_about(folder: Path, options: argparse.Namespace, plan: Any, directives
         "seed": options.seed,
         "parameters": options.parameters,
     }
-    write_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+    write_text(folder / VERSIONS, json.dumps(versions, indent=2) + "\n")
 
 
-def _set_aside(weights: Path, previous: str) -> None:
-    """Weights of an earlier job in the same folder are kept, and never taken for those of this job."""
-    names = (previous.format(f"-{n}" if n > 1 else "") for n in range(1, 1_000_000))
-    if weights.exists():
-        weights.replace(next(path for name in names if not (path := weights.with_name(name)).exists()))
+def _keep_rows(rows: Path, resumed: Resumed) -> None:
+    """Of the metrics of the run, the rows of steps that are not trained again. The last row may be torn."""
+    old = resumed.run / METRICS
+    kept = []
+    for line in old.read_text(encoding="utf-8").splitlines() if old.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] < resumed.step:
+                kept.append(f"{line}\n")
+    part = rows.with_name(f"{rows.name}.part")
+    part.write_text("".join(kept), encoding="utf-8")
+    part.replace(rows)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -20,11 +20,12 @@ from piperlang.cli.backend import add_backend, add_executor, chosen_backend
 from piperlang.cli.feeding import Feeding, InWorkers, feeding
 from piperlang.cli.metrics import LOGGERS, Logger, check_installed, log, logging_to
 from piperlang.cli.model import Batches, add_precision, captured, doing, load_both, recorded_plan, scheduled
-from piperlang.cli.parsing import COUNT, SECONDS, SEED
+from piperlang.cli.parsing import COUNT, MINUTES, SECONDS, SEED
 from piperlang.cli.report import add_parameters, report
+from piperlang.cli.resume import Resumed, resumed
 from piperlang.cli.run_folder import (
     AVERAGES,
-    UNFINISHED,
+    METRICS,
     WEIGHTS,
     check_folder,
     drop,
@@ -34,6 +35,7 @@ from piperlang.cli.run_folder import (
     write_text,
     writing,
 )
+from piperlang.cli.saving import Saving
 from piperlang.diagnostics import PiperError, error
 from piperlang.interrupts import uninterrupted
 from piperlang.progress import Notice, StepMetrics, emit, stepping
@@ -57,8 +59,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=COUNT, default=10, help="number of training steps (default: 10)")
-    parser.add_argument("--seed", type=SEED, default=0, help="random seed of weights, data and dropout (default: 0)")
+    parser.add_argument("--seed", type=SEED, help="random seed of weights, data and dropout (default: 0)")
     parser.add_argument("--out", metavar="DIR", help="the run folder (default: runs/SCRIPT-N)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder of --out")
+    add_checkpoints(parser)
     add_executor(parser)
     parser.add_argument("--address", help="address of a Ray cluster; by default, a local Ray is started for the job")
     parser.add_argument("--devices", type=COUNT, metavar="N", help="reject a script that needs more devices")
@@ -120,8 +124,32 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a line of JSON per step on standard output")
 
 
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save-every", type=COUNT, metavar="N", help="save a checkpoint every N steps")
+    parser.add_argument("--save-minutes", type=MINUTES, metavar="M", help="save a checkpoint every M minutes")
+    parser.add_argument(
+        "--keep", type=COUNT, default=3, metavar="K", help="keep the newest K checkpoints of the run (default: 3)"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help=(
+            "continue the run in this folder from its newest checkpoint, under any schedule; `auto`: the run of --out,"
+            " or the newest one of the script, if it has a checkpoint"
+        ),
+    )
+    parser.add_argument(
+        "--new-options",
+        action="store_true",
+        help="resume with options of the optimizer that differ from those of the run",
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     check_usage(options)
+    run_before = start_of(options)
+    if is_done(options, run_before):
+        return 0
     file = load_both(options.model, options.script, options.precision, options.seed)
     check_loaded(options, file)
     backend = chosen_backend(options)
@@ -134,14 +162,37 @@ def run(options: argparse.Namespace) -> int:
     with doing("building the graph"):
         graph = found.graph()
     plan = recorded_plan(graph, options, file.max_norm)
-    return execute(options, file, found, plan, batches, backend)
+    return execute(options, file, found, plan, batches, backend, run_before)
+
+
+def start_of(options: argparse.Namespace) -> Resumed | None:
+    """The checkpoint that the job starts from, if there is one; it has the seed."""
+    found = resumed(options)
+    if options.seed is None:
+        options.seed = found.manifest.seed if found is not None else 0
+    return found
+
+
+def is_done(options: argparse.Namespace, run_before: Resumed | None) -> bool:
+    """Whether the run that is resumed has trained all steps, and has saved its weights."""
+    if run_before is None or run_before.step < options.steps or not (run_before.run / WEIGHTS).exists():
+        return False
+    steps = counted(run_before.step, "step")
+    emit(Notice(f"the run has trained {steps} already; --steps is the number of all steps; {run_before.run}"))
+    return True
 
 
 def check_usage(options: argparse.Namespace) -> None:
     """Checks of the options before anything is loaded."""
     check_installed(options.log)
     if options.out is not None:
-        check_folder(Path(options.out))
+        check_folder(Path(options.out), used=options.overwrite or options.resume is not None)
+    if options.overwrite and (options.resume is not None or options.out is None):
+        raise error(
+            "P0902",
+            "cannot use `--overwrite` " + ("with `--resume`" if options.resume is not None else "without `--out`"),
+            help="it replaces the run in the folder of --out",
+        )
     if options.backend is not None:
         chosen_backend(options)
 
@@ -157,7 +208,13 @@ def check_loaded(options: argparse.Namespace, file: ModelFile) -> None:
 
 
 def execute(
-    options: argparse.Namespace, file: ModelFile, found: Scheduled, plan: Plan, batches: Batches, backend: Backend
+    options: argparse.Namespace,
+    file: ModelFile,
+    found: Scheduled,
+    plan: Plan,
+    batches: Batches,
+    backend: Backend,
+    run_before: Resumed | None,
 ) -> int:
     """Train with a checked plan."""
     if options.devices is not None and len(plan.devices) > options.devices:
@@ -166,10 +223,15 @@ def execute(
             f"the script needs {len(plan.devices)} devices, more than --devices {options.devices}",
             help="use a smaller mesh, or raise --devices",
         )
-    folder = open_folder(options)
-    write_about(folder, options, plan, found.directives)
-    model = found.captured.model
-    _train(options, file, found.captured, plan, model.tensors[model.loss].dtype, folder, batches, backend)
+    cut: Any = found.captured
+    if run_before is not None:
+        from piperlang.runtime.driver.restoring import check_model, shapes_of
+
+        check_model(run_before.manifest, shapes_of(plan, cut.constants))
+    folder = open_folder(options, run_before)
+    write_about(folder, options, plan, found.directives, run_before)
+    model = cut.model
+    _train(options, file, cut, plan, model.tensors[model.loss].dtype, folder, batches, backend, run_before)
     return 0
 
 
@@ -182,6 +244,7 @@ def _train(
     folder: Path,
     given: Batches,
     backend: Backend,
+    run_before: Resumed | None,
 ) -> None:
     with doing("importing the runtime"):
         from piperlang.capture.user.held import refuse_use
@@ -204,6 +267,7 @@ def _train(
         shipped(file, "loss"),
         file.ema,
         file.weights,
+        run_before.restore(options.new_options) if run_before is not None else None,
     )
     at = folder.absolute()  # the user's code may change the working directory
     with ExitStack() as stack:
@@ -214,9 +278,9 @@ def _train(
         validation = plan_for("evaluate", _validation_batch(file, given)) if file.validation is not None else None
         _verify(options, cut, plan, given.first, training, folder)
         given.reads.check("when the optimizer or its schedule steps")
-        rows = at / "metrics.jsonl"
+        rows = at / METRICS
         with writing(rows, "all rows of metrics"):
-            metrics = stack.enter_context(rows.open("w", encoding="utf-8"))
+            metrics = stack.enter_context(rows.open("a", encoding="utf-8"))
         stack.callback(drop, metrics)
         others = OtherShapes(plan_for, options.shapes)
         job = stack.enter_context(_started(options, backend, plan, cut, training, loss_dtype, validation, others))
@@ -237,16 +301,22 @@ def _train(
         fed = feeding(options.data, job, file, given, cut, options.seed)
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
         checks = _checks(file, [WatchedModel(model.named_modules()) for model in refuse_use(traced_again=True)])
+        samples = 0
+        if run_before is not None:
+            fed.resume(run_before.manifest)
+            samples = run_before.manifest.data.samples
+        saving = Saving(options, job, plan, at, run_before.step if run_before is not None else 0, samples)
         started = time.perf_counter()
         trained: list[int] = []
-        with _weights_kept(job, at, trained), stepping(options.steps, options.log_every, str(folder)):
-            for row in _steps(options, file, fed, validation is not None, checks, trained):
+        with _state_kept(job, saving, fed, trained), stepping(options.steps, options.log_every, str(folder)):
+            for row in _steps(options, file, fed, validation is not None, checks, trained, saving):
                 note(row)
+        saving.finish()
         save(job, at, WEIGHTS)
         if file.ema is not None:
             save(job, at, AVERAGES, averaged=True)
     seconds = time.perf_counter() - started
-    steps, devices = counted(options.steps, "step"), counted(len(plan.devices), "device")
+    steps, devices = counted(len(trained), "step"), counted(len(plan.devices), "device")
     emit(Notice(f"trained {steps} on {devices} in {seconds:.1f} s; {folder}"))
 
 
@@ -257,16 +327,18 @@ def _steps(
     validates: bool,
     checks: Sequence[Callable[[], None]],
     trained: list[int],
+    saving: Saving,
 ) -> Iterator[StepMetrics]:
     """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except before
     a validation, and for files with `on_step`: the data may depend on either."""
-    for step in range(options.steps):
+    start = saving.step
+    for step in range(start, options.steps):
         last = step + 1 == options.steps
         validated = validates and (last or (step + 1) % (options.validate_every or options.steps) == 0)
         ahead = not last and not validated and (file.on_step is None or isinstance(fed, InWorkers))
         for check in checks:
             check()
-        with doing("running the first step") if step == 0 else nullcontext():  # it may compile chunks
+        with doing("running the first step") if step == start else nullcontext():  # it may compile chunks
             done = fed.step(ahead)
             trained.append(step)
         row = StepMetrics(
@@ -279,7 +351,9 @@ def _steps(
         )
         if validated:
             row = replace(row, validation_loss=_validated(fed, file))
+            fed.validated.append(step)
         yield row
+        saving.after(done.samples, fed, last)
         if not last:
             fed.advance(ahead)
 
@@ -353,21 +427,24 @@ def _loggers(options: argparse.Namespace, plan: Any, folder: Path) -> Iterator[l
 
 
 @contextmanager
-def _weights_kept(job: Any, folder: Path, trained: list[int]) -> Iterator[None]:
-    """If user code fails between steps (data, validation, `on_step`), save the weights: the workers still have them.
-    They go to a file of another name, because the job has not finished."""
+def _state_kept(job: Any, saving: Saving, fed: Feeding, trained: list[int]) -> Iterator[None]:
+    """If user code fails between steps (data, validation, `on_step`), save a checkpoint: the workers still have the
+    state of training."""
+    before = saving.step
     try:
         yield
     except PiperError as problem:
         worker_failed = any(d.code.startswith("P06") and d.code != "P0609" for d in problem.diagnostics)
         if not trained or not job.alive or worker_failed:
             raise
-        steps = counted(len(trained), "step")
+        saving.step = before + len(trained)
+        steps = counted(saving.step, "step")
         try:
-            save(job, folder, UNFINISHED)
-            kept = f"the weights after {steps} are in {folder / UNFINISHED}"
+            saving.save(fed)
+            saving.finish()
+            kept = f"the state after {steps} is saved; when this is mended, continue: `--resume {saving.run}`"
         except PiperError as another:
-            kept = f"the weights after {steps} are lost: {another.diagnostics[0].message}"
+            kept = f"the state after {steps} is lost: {another.diagnostics[0].message}"
         first, *others = problem.diagnostics
         raise PiperError(replace(first, notes=(*first.notes, kept)), *others) from problem
 

@@ -40,7 +40,11 @@ def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
             "it is an option of `piperc train` and `piperc run`",
         ),
         ("M.py S.piper --step 3", "abbreviated option `--step`", "did you mean `--steps`?"),
-        ("M.py S.piper --s=3", "abbreviated option `--s`", "did you mean `--steps`, `--seed` or `--shapes`?"),
+        (
+            "M.py S.piper --s=3",
+            "abbreviated option `--s`",
+            "did you mean `--steps`, `--seed`, `--save-every`, `--save-minutes` or `--shapes`?",
+        ),
         ("M.py S.piper --stesp 3", "unknown option `--stesp`", "did you mean `--steps`?"),
         ("graph --aftr 3", "unknown option `--aftr`", "did you mean `--after`?"),
         ("orders S.piper --jsn", "unknown option `--jsn`", "did you mean `--json`?"),

@@ -32,6 +32,9 @@ NO_SCRIPT = {
     "P0607",
     "P0608",
     "P0609",
+    "P0610",
+    "P0611",
+    "P0612",
     "P0905",
 }
 """What no script can cause: broken plans (test_plan.py), workers that die (test_faults.py), packages that are missing

@@ -226,9 +226,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_what_fails_between_steps_costs_no_weights(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fails_between_steps_costs_no_state(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(BASE + FAILING[name])
     (tmp_path / "pp.piper").write_text(PIPELINE)
     words = [
@@ -244,15 +242,19 @@ def test_what_fails_between_steps_costs_no_weights(
     assert main([*words, "--validate-every", "3"] if "validation" in name else words) == 1
     err = capsys.readouterr().err
     assert "error[P0801]" in err
-    kept = tmp_path / "run" / "weights-unfinished.pt"
-    assert f"note: the weights after 3 steps are in {kept}\n" in err
-    assert sorted(path.name for path in (tmp_path / "run").glob("*.pt*")) == ["weights-unfinished.pt"]
+    assert "note: the state after 3 steps is saved; " in err
+    assert f"`--resume {tmp_path / 'run'}`" in err
+    assert not list((tmp_path / "run").glob("*.pt*"))
     trained = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert trained == ([0, 1, 2] if "data" in name else [0, 1])
-    made = load_model(tmp_path / "model.py").model()
-    fresh = {key: value.clone() for key, value in made.state_dict().items()}
-    made.load_state_dict(torch.load(kept))
-    assert any(not torch.equal(value, fresh[key]) for key, value in made.state_dict().items())
+    mended = "def data():\n    while True: yield torch.randn(8, 4), torch.randint(3, (8,))\n"
+    (tmp_path / "model.py").write_text(BASE + (mended if "data" in name else ""))
+    assert main([*words, "--resume", "auto"]) == 0, capsys.readouterr().err
+    resumed = torch.load(tmp_path / "run" / "weights.pt")
+    if "data" in name:  # a validation draws from the generator of the data
+        assert main([*words[:-1], str(tmp_path / "whole")]) == 0
+        whole = torch.load(tmp_path / "whole" / "weights.pt")
+        assert all(torch.equal(resumed[key], value) for key, value in whole.items())
 
 
 def unwritable(
@@ -276,18 +278,21 @@ def test_a_run_folder_that_is_removed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"cannot write {tmp_path / 'run' / 'metrics.jsonl'}\n" in err
     assert "note: No such file or directory\n" in err
     assert "note: lost: the rows of metrics so far: the file was removed\n" in err
-    assert f"note: the weights after 3 steps are in {tmp_path / 'run' / 'weights-unfinished.pt'}\n" in err
-    assert left == ["weights-unfinished.pt"]
+    assert "note: the state after 3 steps is saved; " in err
+    assert left == ["checkpoints"]
 
 
 def test_a_disk_that_is_full_during_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
-    err, left = unwritable(tmp_path, "", capsys)
+    rows = tmp_path / "run" / "metrics.jsonl"
+    full = (
+        f"import os\nROWS = {str(rows)!r}\ndef optimizer(params):\n"
+        "    os.path.lexists(ROWS) or os.symlink('/dev/full', ROWS)\n    return torch.optim.SGD(params, lr=0.1)\n"
+    )
+    err, left = unwritable(tmp_path, full, capsys)
     assert f"cannot write {tmp_path / 'run' / 'metrics.jsonl'}\n" in err
     assert "note: No space left on device\n" in err
     assert "note: lost: the rows of metrics from step 0 on\n" in err
-    assert "weights-unfinished.pt" in left
+    assert "checkpoints" in left
     assert "weights.pt" not in left
 
 
@@ -301,21 +306,19 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, capsys: pytest.CaptureFi
     assert not [name for name in left if name.startswith("weights")]
 
 
-def test_weights_of_an_earlier_job_are_not_taken_for_this_ones(
+def test_results_of_an_earlier_job_are_not_taken_for_this_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job that ends with an error has no weights.pt; those of an earlier job in the same folder are kept."""
-    code, _, _ = job(tmp_path, "", PIPELINE, "--executor", "inline")
+    """A folder with results is refused; with --overwrite they are removed before training begins."""
+    code, _, _ = job(tmp_path, "", PIPELINE, "--executor", "inline", "--save-every", "1")
     assert code == 0, capsys.readouterr().err
+    words = [str(tmp_path / "model.py"), str(tmp_path / "s.piper"), "--executor", "inline", "--out"]
+    assert main([*words, str(tmp_path / "run")]) == 2
+    assert "has the results of another run" in capsys.readouterr().err
     code, _, _ = job(tmp_path, "def on_step(row): 1 / 0\n", PIPELINE, "--executor", "inline")
     assert code == 1
-    left = sorted(path.name for path in (tmp_path / "run").glob("*.pt*"))
-    assert left == ["weights-previous.pt", "weights-unfinished.pt"]
-    first = (tmp_path / "run" / "weights-previous.pt").read_bytes()
-    assert job(tmp_path, "", PIPELINE, "--executor", "inline")[0] == 0
-    left = sorted(path.name for path in (tmp_path / "run").glob("*.pt*"))
-    assert left == ["weights-previous-2.pt", "weights-previous.pt", "weights.pt"]
-    assert (tmp_path / "run" / "weights-previous.pt").read_bytes() == first
+    assert not list((tmp_path / "run").glob("*.pt*"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_a_working_directory_that_changes(

@@ -931,9 +931,8 @@ def endless(data: Callable[[], Iterable[Any]]) -> Iterator[Any]:
 def job(folder: Path, text: str, script: str, *options: str) -> tuple[int, list[float], dict[str, Any]]:
     (folder / "model.py").write_text(BASE + text)
     (folder / "s.piper").write_text(script)
-    code = main(
-        [str(folder / "model.py"), str(folder / "s.piper"), "--steps", "3", "--out", str(folder / "run"), *options]
-    )
+    words = [str(folder / "model.py"), str(folder / "s.piper"), "--steps", "3", "--out", str(folder / "run")]
+    code = main([*words, "--overwrite", *options])
     rows = (folder / "run" / "metrics.jsonl").read_text().splitlines() if code == 0 else []
     return (
         code,

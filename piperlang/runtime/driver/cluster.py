@@ -162,7 +162,7 @@ class Cluster:
         options: dict[str, Any] = {
             "num_cpus": need.get("CPU", 0),
             "num_gpus": gpus,
-            "concurrency_groups": {"control": 2},
+            "concurrency_groups": {"control": 3},
         }
         actor: Any = ray.remote(**options)(_controlled())
         for i in range(count):
@@ -384,6 +384,6 @@ def _alive(pid: int) -> bool:
 
 def _controlled() -> type:
     """The worker with the methods that must answer while a step runs."""
-    for name in ("ping", "running"):
+    for name in ("ping", "running", "written", "rest"):
         setattr(Worker, name, ray.method(concurrency_group="control")(getattr(Worker, name)))
     return Worker

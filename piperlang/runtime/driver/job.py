@@ -29,9 +29,10 @@ from piperlang.runtime.comm.process_group import ProcessBackend
 from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver import initial
-from piperlang.runtime.driver.assemble import assembled, known_to
+from piperlang.runtime.driver.assemble import Rest, assembled, known_to
 from piperlang.runtime.driver.cluster import Cluster, Lost, pack
 from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loading
+from piperlang.runtime.driver.saving import WrittenPart, assigned
 from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
@@ -162,10 +163,12 @@ class Job:
                 dict(self.captured.constants),
                 known_to(self.plan, self.captured.aliases) if not packed else None,
                 training.weights if self._large else None,
+                training.restore,
+                self._large,
             )
             packed.append(_packed(setup))
         try:
-            started = self._setups(packed, stored=training.weights is not None)
+            started = self._setups(packed, stored=training.weights is not None or training.restore is not None)
         except Lost as lost:
             raise error(
                 "P0602",
@@ -280,6 +283,13 @@ class Job:
         self.cluster.each("validate", count=len(self.plan.devices))
         while not self.batches.next("evaluate").ended:
             yield self.finish(self._call_loaded("evaluate", self._run_of_loaded("evaluate"))).loss
+
+    def pass_validation(self) -> None:
+        """Loads the validation batches, and does not use them."""
+        assert self.batches is not None
+        self.cluster.each("validate", count=len(self.plan.devices))
+        while not self.batches.next("evaluate").ended:
+            pass
 
     # --------------------------------------------------------------------------------------------------- steps
 
@@ -443,6 +453,20 @@ class Job:
                 set_averages(whole, parts)
         found: dict[str, torch.Tensor] = rest.complete(whole)
         return found
+
+    def snapshot(self, folder: Path) -> None:
+        """Copies the state of training to the memory of the workers, which write it into the folder."""
+        mine = assigned(self.plan, self.captured.constants)
+        self.cluster.each("snapshot", [(folder, one) for one in mine])
+
+    def written(self) -> list[WrittenPart]:
+        """Waits for the files. Steps may run meanwhile."""
+        return self.cluster.each("written", count=len(self.plan.devices))
+
+    def model_entries(self) -> Rest:
+        (rest,) = self.cluster.wait([self.cluster.call(0, "rest")])
+        assert isinstance(rest, Rest)
+        return rest
 
     def gradients(self) -> list[dict[ValueId, torch.Tensor]]:
         return self.cluster.each("gradients", count=len(self.plan.devices))

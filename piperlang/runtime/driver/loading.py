@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from piperlang.capture.batch.layout import BatchLayout, shapes_of
 from piperlang.capture.user.batches import endless
@@ -89,13 +90,20 @@ class LoadedHere(NamedTuple):
 Feeds: TypeAlias = Parts | LoadedHere
 
 
+class Fingerprint(NamedTuple):
+    """Equal for equal batches that leave the generators in the same states."""
+
+    batch: str = ""
+    generators: str = ""
+
+
 class Loaded(NamedTuple):
     """A batch that a worker has loaded."""
 
     run: RunKey | None = None
     """The plan that the batch fits; None if there is none yet."""
     shapes: str = ""
-    fingerprint: str = ""
+    fingerprint: Fingerprint = Fingerprint()
     waited: float = 0.0
     """Seconds between the end of the step before it and the end of loading."""
     printed: str = ""
@@ -107,20 +115,26 @@ class Loaded(NamedTuple):
     """None if the whole batch was loaded."""
 
     @property
-    def batch(self) -> tuple[str, str, bool, str]:
+    def batch(self) -> tuple[str, Fingerprint, bool, str]:
         """The same for all workers that have loaded the same batch."""
         return self.shapes, self.fingerprint, self.ended, self.part.slice.indices if self.part is not None else ""
 
 
-def fingerprint(flat: Sequence[torch.Tensor], generators: GeneratorStates) -> str:
-    """Equal for equal batches that leave the generators in the same states. Of large tensors, some elements count."""
-    found = hashlib.blake2b(digest_size=16)
+def fingerprint(batch: Any, generators: GeneratorStates) -> Fingerprint:
+    """Of large tensors, some elements count. The order of the keys of a dict does not."""
     of_torch, python, (kind, keys, *rest) = generators
-    found.update(of_torch.numpy().data)
-    found.update(np.asarray(python[1], np.int64).tobytes() + np.asarray(keys).tobytes())
-    found.update(f"{python[0]} {python[2]} {kind} {rest}".encode())
-    for tensor in flat:
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    drawn = hashlib.blake2b(of_torch.numpy().data, digest_size=16)
+    drawn.update(np.asarray(python[1], np.int64).tobytes() + np.asarray(keys).tobytes())
+    drawn.update(f"{python[0]} {python[2]} {kind} {rest}".encode())
+    return Fingerprint(content(batch), drawn.hexdigest())
+
+
+def content(batch: Any) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    leaves = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(batch)}
+    for path in sorted(leaves):
+        tensor = leaves[path]
+        found.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(_some(tensor))
     return found.hexdigest()
 
@@ -234,7 +248,7 @@ class Loader:
         if loaded is None:
             named = dict(zip(layout.names, flat, strict=True))
             feeds = {value: self._own(take(named[name], box)) for value, name, box in wanted}
-            return found._replace(fingerprint=fingerprint(flat, self.generators)), feeds
+            return found._replace(fingerprint=fingerprint(batch, self.generators)), feeds
         named = dict(zip(layout.names, flat, strict=False))  # without values of the whole batch
         feeds = {
             value: self._own(_rows_of(named[name], box, loaded, layout)) for value, name, box in wanted if name in named

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,13 @@ from piperlang.runtime.box import take
 from piperlang.runtime.comm.threads import BACKEND, Switchboard, Threads
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.failure import failed, failure_of
-from piperlang.runtime.driver.assemble import assembled, known_to, rest_of
+from piperlang.runtime.driver import restoring
+from piperlang.runtime.driver.assemble import Rest, assembled, known_to, rest_of
+from piperlang.runtime.driver.saving import Writer, WrittenPart, assigned, snapshot
 from piperlang.runtime.driver.shapes import TRAIN, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
+from piperlang.runtime.optimizer import saved
 from piperlang.runtime.optimizer.average import no_averages, set_averages
 from piperlang.runtime.optimizer.optimize import Optimizers, updated_weights
 
@@ -45,7 +49,15 @@ class ThreadJob:
         with seeded(training.seed):  # `data` may use the same generators, so their state is restored
             model = training.make_model()
             hold(model)
-        weights = named_tensors(model) | dict(captured.constants)
+        weights: Mapping[str, torch.Tensor] = named_tensors(model) | dict(captured.constants)
+        restore = training.restore
+        kept: list[dict[ValueId, torch.Tensor] | None] = [None] * len(plan.devices)
+        if restore is not None:
+            kept = [
+                restoring.kept(device, weights, restore.reader, backend.device.claim(rank))
+                for rank, device in enumerate(plan.devices)
+            ]
+            weights = restoring.Restored(weights, restore.reader)
         self.rest = rest_of(model, weights, known_to(plan, captured.aliases))
         pieces, board = _pieces(plan, captured), backend.switchboard(plan.groups, timeout)
         devices = [
@@ -58,6 +70,7 @@ class ThreadJob:
                 board.join(device.device),
                 backend.device.claim(rank),
                 training.seed,
+                kept[rank],
             )
             for rank, device in enumerate(plan.devices)
         ]
@@ -77,7 +90,10 @@ class ThreadJob:
         self.training = _PlanRun(plan, captured, board, devices, backend.device)
         self.shapes = PlansByShape(others, self._prepared)
         self.shapes.plans[TRAIN] = self.training
-        self.steps, self.last = 0, self.training
+        self.steps, self.last, self.writer = 0, self.training, Writer()
+        if restore is not None:
+            self.steps = restore.step
+            saved.restore(self.optimizers, restore.reader, self.steps, restore.new_options)
 
     def _prepared(self, key: RunKey, plan: Plan, captured: TracedModel) -> _PlanRun:
         """Sets up another plan on the same weights."""
@@ -150,6 +166,18 @@ class ThreadJob:
         if averaged:
             set_averages(whole, self.optimizers.averaged())
         return self.rest.complete(whole)
+
+    def snapshot(self, folder: Path) -> None:
+        """Copies the state of training, which is then written into the folder."""
+        (mine,) = assigned(self.plan, self.captured.constants, together=True)
+        self.writer.write(folder, mine, snapshot(self.training.devices, self.optimizers, mine, self.rest))
+
+    def written(self) -> list[WrittenPart]:
+        """Waits for the file. Steps may run meanwhile."""
+        return [self.writer.written()]
+
+    def model_entries(self) -> Rest:
+        return self.rest
 
     def gradients(self) -> list[dict[ValueId, torch.Tensor]]:
         return [dict(device.last_gradients or {}) for device in self.last.devices]

@@ -10,6 +10,7 @@ from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
 from piperlang.capture.user.weight_files import StoredWeights
 from piperlang.diagnostics import PiperError
 from piperlang.plan.plan import StageProgram
+from piperlang.runtime.driver.restoring import Restore
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Training:
     """The decay of moving averages of the weights, if they are wanted."""
     weights: StoredWeights | None = None
     """The files that `make_model` has its weights from, if it has."""
+    restore: Restore | None = None
+    """The checkpoint that a resumed run starts from."""
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,17 @@ from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm, op
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.compiled import compiled
 from piperlang.runtime.device.failure import Failure, failure_of
+from piperlang.runtime.driver import restoring
 from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, create, mapped
 from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loader, Loading, Parts, keep_sockets_in
+from piperlang.runtime.driver.restoring import Restore
+from piperlang.runtime.driver.saving import Assigned, Writer, WrittenPart, snapshot
 from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
 from piperlang.runtime.optimizer.copies import WeightPart
 from piperlang.runtime.optimizer.optimize import Optimizers
+from piperlang.runtime.optimizer.saved import restore
 from piperlang.runtime.optimizer.settings import Settings
 
 if TYPE_CHECKING:
@@ -86,6 +90,10 @@ class Setup:
     """For one worker: the names of weights that some device stores. This worker stores all others."""
     weights: StoredWeights | None = None
     """The files of the weights of a large model, if there are any."""
+    restore: Restore | None = None
+    """The checkpoint that a resumed run starts from."""
+    large: bool = False
+    """The model is never whole in a worker."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,7 @@ class Worker:
         """That model, until this worker is set up."""
         self.loader: Loader | None = None
         """Where workers load batches themselves, and this one reads some of them."""
+        self.writer = Writer()
         self.between_steps: list[Callable[[], None]] = []
         """Checks that `data` leaves as it is what the program reads."""
 
@@ -207,9 +216,10 @@ class Worker:
                 model = self.model[1] if self.model else mapped(created, file, setup.make_model, setup.seed)
                 self.model = None
                 return self._keep_of(setup, rank, where, model, created.fingerprint, file)
-        if setup.weights is not None:
+        if setup.large and (setup.restore is not None or setup.weights is not None):
             model = build(setup.make_model, setup.seed).model
-            return self._keep_of(setup, rank, where, model, setup.weights.digest)
+            digest = setup.weights.digest if setup.weights is not None else str(setup.restore)
+            return self._keep_of(setup, rank, where, model, digest)
         seed_all(setup.seed)
         model = setup.make_model()
         return self._keep_of(setup, rank, where, model, fingerprint(model))
@@ -239,19 +249,26 @@ class Worker:
             weights = Dropped(weights, file)
         elif setup.weights is not None:
             weights = InFiles(model, setup.weights, setup.constants)
+        kept = None
+        if setup.restore is not None:
+            kept = restoring.kept(setup.plan, weights, setup.restore.reader, where)
+            weights = restoring.Restored(weights, setup.restore.reader)
         self.rest_of_model = rest_of(model, weights, setup.known) if setup.known is not None else None
         # After the model, because stage programs call operators that it defines.
         pieces = pickle.loads(setup.pieces)
         operators = {one for piece in pieces if piece is not None for one in functions_of_operators(piece.module.graph)}
         if setup.compiles:
             pieces = compiled(pieces, setup.programs)
-        device = Device(setup.plan, setup.programs, setup.groups, pieces, weights, self.comm, where, setup.seed)
+        device = Device(setup.plan, setup.programs, setup.groups, pieces, weights, self.comm, where, setup.seed, kept)
         device.optimizers = Optimizers(
             model, setup.optimizer, setup.lr_schedule, device.updates(), setup.masters, setup.updated, setup.ema
         )
         device.loss_dtype = getattr(torch, setup.loss_dtype)
         self._open_progress(setup.progress, rank)
         self.setting, self.steps = setup, 0
+        if setup.restore is not None:
+            self.steps = setup.restore.step
+            restore(device.optimizers, setup.restore.reader, self.steps, setup.restore.new_options)
         self.program_reads = _program_reads(setup, model)
         self.runs[TRAIN] = self.last = DeviceRun(device, self.comm, setup.backend.device, self._begun)
         self.operators_read = Frozen("an operator of the program", operators, (), None).plain()
@@ -412,6 +429,16 @@ class Worker:
 
     def weights(self) -> dict[ValueId, torch.Tensor]:
         return {key: value.cpu() for key, value in self.runs[TRAIN].device.kept.items()}
+
+    def snapshot(self, given: tuple[Path, Assigned]) -> None:
+        """Copy what this worker saves of a checkpoint to host memory, and begin to write it."""
+        folder, mine = given
+        device = self.runs[TRAIN].device
+        self.writer.write(folder, mine, snapshot([device], device.optimizers, mine, self.rest_of_model))
+
+    def written(self) -> WrittenPart:
+        """Wait for the file, while steps run."""
+        return self.writer.written()
 
     def averages(self) -> list[WeightPart]:
         """Moving averages of the weights that are updated here."""

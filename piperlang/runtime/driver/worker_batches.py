@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pickle import PicklingError
@@ -45,10 +46,17 @@ class WorkerBatches:
         found: list[Loaded] = self._call("start_loading", packed)
         self.coming = found[0]
         self.parts = [one.part for one in found if one.part is not None]
-        layout = self.loading.layouts[TRAIN]
-        expected = fingerprint([] if self.loading.sliced else layout.flatten(first), generators)
+        expected = fingerprint([] if self.loading.sliced else first, generators)
         other = next((one for one in found if one.failed or one.fingerprint != expected), None)
         return other or (None if self.has_loaded(first) else found[0])
+
+    def digest(self) -> str:
+        """Of the batch that is loaded: the same for any number of workers."""
+        assert self.coming is not None
+        if not self.parts:
+            return self.coming.fingerprint.batch
+        samples = {row: one for part in self.parts for row, one in zip(part.slice.rows, part.digests, strict=True)}
+        return hashlib.blake2b(b"".join(samples[row] for row in sorted(samples)), digest_size=16).hexdigest()
 
     def has_loaded(self, batch: tuple[Any, Any]) -> bool:
         """Whether the parts that workers have loaded are parts of this batch."""

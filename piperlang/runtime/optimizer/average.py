@@ -31,6 +31,10 @@ class MovingAverages:
         for average, value in zip(self.averages, now, strict=True):
             average.lerp_(value, 1 - self.decay)
 
+    def restore(self, averages: list[torch.Tensor]) -> None:
+        """As they were; an empty list before the first step."""
+        self.averages = averages
+
     def parts(self) -> list[WeightPart]:
         """What has been averaged so far; nothing before the first step."""
         return [

@@ -33,8 +33,10 @@ from piperlang.runtime.optimizer.copies import (
 )
 from piperlang.runtime.optimizer.options_only import (
     SharedState,
+    attributes_of,
     check_groups,
     check_options,
+    fingerprints,
     options_only,
     refuse_use,
     what_steps_read,
@@ -71,9 +73,13 @@ class DistributedOptimizer:
         self.initial_state: dict[str, str] = {}
         self.weights: list[tuple[WeightPart, nn.Parameter]] = []
         """What is updated here, and the parameters of copies."""
+        self.copies: list[tuple[optim.Optimizer, list[tuple[WeightPart, nn.Parameter]]]] = []
+        """All copies, each with its weights."""
+        self.attributes = fingerprints(attributes_of(user))
+        """Fingerprints of its attributes before the first step."""
         self.scope = scope_of(user, make)
         self._make_copies(model, updates)
-        self.shared = SharedState(user, make, copies=len({id(local) for local, _ in self.local.values()}))
+        self.shared = SharedState(user, make, copies=len(self.copies))
         self.reads = what_steps_read(user, make)
         """What a step reads, besides the optimizer itself."""
 
@@ -126,8 +132,7 @@ class DistributedOptimizer:
 
     def states(self) -> list[Any]:
         """The state of every weight that is updated here."""
-        found = {id(local): local.optimizer for local, _ in self.local.values()}
-        return [state for optimizer in found.values() for state in optimizer.state.values()]
+        return [state for optimizer, _ in self.copies for state in optimizer.state.values()]
 
     # --------------------------------------------------------------------------------------------------------- copies
 
@@ -202,6 +207,7 @@ class DistributedOptimizer:
                 )
                 made.param_groups.append(one)
                 copies.append(one)
+        self.copies.append((made, pairs))
         optimizer = LocalOptimizer(made, len(updates))
         self.local |= {
             (update.device, update.key): (optimizer, its) for update, its in zip(updates, parameters, strict=True)

@@ -110,6 +110,13 @@ class Optimizers:
                 raise _frozen(f"of {name}", self.make_schedule)
         self._pass_on()
 
+    def replay(self, steps: int) -> None:
+        """Steps the schedules as often as a run has that is resumed."""
+        if self.schedules is not None and any(one.local for one in self.each):
+            for _ in range(steps):
+                step_schedule(self.schedules, self.user, self.make_schedule)
+            self._pass_on()
+
     def _pass_on(self) -> None:
         self.passed_on = digest([change for one in self.each for change in one.pass_on(self.make_schedule)])
 

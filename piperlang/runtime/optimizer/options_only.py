@@ -6,7 +6,7 @@ refused at the line that does it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from inspect import unwrap
 from typing import Any, NoReturn
 
@@ -172,26 +172,42 @@ class SharedState:
             f"step hook `{getattr(hook, '__name__', type(hook).__name__)}`": hook for hook in step_hooks(optimizer)
         }
         functions = [*(item for kind in type(optimizer).__mro__ for item in vars(kind).values()), *self.hooks.values()]
-        self.globals = labelled(globals_of(functions)) if copies > 1 else []
-        self.kind = type(optimizer)
-        self.watched = copies > 1
+        self.globals = labelled(globals_of(functions))
+        self.kind, self.copies = type(optimizer), copies
         self.before = self._prints()
 
     def _prints(self) -> dict[str, object]:
-        if not self.watched:
-            return {}
         prints = Prints(contents=True)
         found = {name: prints.of(hook) for name, hook in self.hooks.items()}
         found |= {f"class `{self.kind.__qualname__}`": prints.of(self.kind)}
         return found | {one.label: one.print(prints) for one in self.globals}
 
     def check(self) -> None:
-        for name, now in self._prints().items():
-            if now != self.before[name]:
-                raise error(
-                    "P0601",
-                    f"{name} changes in every step of the optimizer",
-                    self.line,
-                    notes=["copies of the optimizer share it, so it changes several times per training step"],
-                    help="keep it in `optimizer.state` or in the groups, of which every copy has its own",
-                )
+        """One copy may change it, as in plain training."""
+        name = self.changed() if self.copies > 1 else None
+        if name is not None:
+            raise error(
+                "P0601",
+                f"{name} changes in every step of the optimizer",
+                self.line,
+                notes=["copies of the optimizer share it, so it changes several times per training step"],
+                help="keep it in `optimizer.state` or in the groups, of which every copy has its own",
+            )
+
+    def changed(self) -> str | None:
+        """What is not as it was before the first step."""
+        return next((name for name, now in self._prints().items() if now != self.before[name]), None)
+
+
+def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer has besides groups, state, hooks and methods."""
+    others = ("param_groups", "state", "defaults", "_opt_called", "_step_count")
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in others and not name.startswith("_optimizer_") and not callable(value)
+    }
+
+
+def fingerprints(values: Mapping[str, Any]) -> dict[str, object]:
+    return {name: Prints(contents=True).of(value) for name, value in values.items()}

@@ -1,0 +1,122 @@
+"""`--resume RUN|auto`: the checkpoint that a run continues from."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from piperlang.cli.model import doing
+from piperlang.diagnostics import PiperError, error
+from piperlang.progress import Notice, emit
+from piperlang.progress.lines import counted
+
+if TYPE_CHECKING:
+    from piperlang.runtime.checkpoint.manifest import Manifest
+    from piperlang.runtime.driver.restoring import Restore
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    run: Path
+    """The run folder."""
+    checkpoint: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def restore(self, new_options: bool) -> Restore:
+        from piperlang.runtime.driver.restoring import Restore
+
+        return Restore(self.checkpoint.absolute(), self.step, new_options)
+
+
+def resumed(options: argparse.Namespace) -> Resumed | None:
+    """The newest checkpoint that is whole. None if the run starts at its beginning."""
+    if options.resume is None:
+        return None
+    with doing("verifying the checkpoint"):
+        found = _newest(options)
+    if found is None:
+        emit(Notice("there is no checkpoint yet: training starts at the first step"))
+        return None
+    if options.seed not in (None, found.manifest.seed):
+        raise error(
+            "P0612",
+            f"cannot resume with `--seed {options.seed}`: the run has seed {found.manifest.seed}",
+            help="leave out --seed: weights, data and dropout continue with the seed of the run",
+        )
+    emit(Notice(f"resuming after {counted(found.step, 'step')}: {found.checkpoint}"))
+    return found
+
+
+def _newest(options: argparse.Namespace) -> Resumed | None:
+    from piperlang.runtime.checkpoint.store import Store
+
+    if options.resume != AUTO:
+        return _named(Path(options.resume))
+    runs = [Path(options.out)] if options.out else list(_runs(options.script))
+    run = next((run for run in runs if Store(run).names()), None)
+    return None if run is None else _of_run(run)
+
+
+def _runs(script: str) -> Iterator[Path]:
+    """The run folders of a script, the newest first."""
+    stem = Path(script).stem if script != "-" else "stdin"
+    pattern = re.compile(re.escape(stem) + r"-(\d+)")
+    folders = Path("runs").iterdir() if Path("runs").is_dir() else iter(())
+    found = [(int(match[1]), folder) for folder in folders if (match := pattern.fullmatch(folder.name))]
+    return (folder for _, folder in sorted(found, reverse=True))
+
+
+def _named(path: Path) -> Resumed:
+    from piperlang.runtime.checkpoint.files import verify
+    from piperlang.runtime.checkpoint.manifest import MANIFEST, Damaged
+    from piperlang.runtime.checkpoint.store import Store
+
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise error(
+            "P0611", f"cannot resume: {path} {what}", help="name a run folder, such as runs/SCRIPT-1, or `auto`"
+        )
+    if (path / MANIFEST).exists() and not Store(path).names():
+        try:
+            return Resumed(path.absolute().parent.parent, path, verify(path))
+        except Damaged as problem:
+            raise damaged(path, problem) from None
+    if not Store(path).names():
+        raise error(
+            "P0611",
+            f"cannot resume: {path} has no checkpoint",
+            help="checkpoints are saved with --save-every or --save-minutes, and when a job is interrupted",
+        )
+    return _of_run(path)
+
+
+def _of_run(run: Path) -> Resumed:
+    from piperlang.runtime.checkpoint.manifest import Damaged
+    from piperlang.runtime.checkpoint.store import Store
+
+    problems: list[PiperError] = []
+    for folder, manifest in Store(run).all():
+        if not isinstance(manifest, Damaged):
+            for problem in problems:
+                emit(Notice(problem.diagnostics[0].message, warning=True))
+            return Resumed(run, folder, manifest)
+        problems.append(damaged(folder, manifest))
+    raise PiperError(*(one for problem in problems for one in problem.diagnostics))
+
+
+def damaged(checkpoint: Path, problem: Exception) -> PiperError:
+    return error(
+        "P0611",
+        f"the checkpoint {checkpoint} cannot be used: {problem}",
+        help="use an older one, or copy it again from where it was saved; `piperc ckpt verify` checks all of a run",
+    )

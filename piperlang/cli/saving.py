@@ -1,0 +1,94 @@
+"""When a job saves checkpoints: `--save-every`, `--save-minutes`, and at its end."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piperlang.cli.report import open_script
+from piperlang.progress import Notice, emit
+
+if TYPE_CHECKING:
+    from piperlang.cli.feeding import Feeding
+    from piperlang.plan.plan import Plan
+
+
+class Saving:
+    """Called after every step."""
+
+    def __init__(
+        self, options: argparse.Namespace, job: Any, plan: Plan, folder: Path, step: int, samples: int
+    ) -> None:
+        """`step`, `samples`: what has been trained before."""
+        from piperlang.runtime.checkpoint.store import Store
+        from piperlang.runtime.driver.checkpoints import Checkpoints
+
+        self.run, self.every, self.minutes = folder, options.save_every, options.save_minutes
+        self.step, self.samples = step, samples
+        self.saved = step
+        """The step of the newest checkpoint."""
+        self.last = time.monotonic()
+        store = Store(folder)
+        store.tidy()
+        self.checkpoints = Checkpoints(job, store, options.seed, _about(options, plan), options.keep)
+
+    @property
+    def wanted(self) -> bool:
+        return self.every is not None or self.minutes is not None
+
+    def after(self, samples: int, fed: Feeding, last: bool) -> None:
+        """After a step, whose row is written."""
+        self.step, self.samples = self.step + 1, self.samples + samples
+        self._told(self.checkpoints.finished())
+        due = (self.every is not None and self.step % self.every == 0) or (
+            self.minutes is not None and time.monotonic() - self.last >= 60 * self.minutes
+        )
+        if due or (last and self.wanted):
+            self.save(fed)
+
+    def save(self, fed: Feeding) -> None:
+        """Begins a checkpoint, unless there is one of this step."""
+        if self.saved == self.step:
+            return
+        self._told(self.checkpoints.wait())
+        self.last = time.monotonic()
+        position, trees = fed.position(self.samples)
+        self.checkpoints.save(self.step, position, trees)
+        self.saved = self.step
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written."""
+        self._told(self.checkpoints.wait())
+
+    def _told(self, done: Any) -> None:
+        if done is not None:
+            emit(Notice(f"saved a checkpoint after step {done.step} in {done.seconds:.1f} s; {done.folder}"))
+
+
+def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    from piperlang.plan.files import digest
+    from piperlang.version import __version__
+
+    source, _ = open_script(options.script)
+    model = Path(options.model)
+    return {
+        "script": options.script,
+        "script text": source.text,
+        "model": options.model,
+        "model sha256": hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else "",
+        "plan": digest(plan),
+        "devices": len(plan.devices),
+        "parameters": list(options.parameters),
+        "precision": options.precision,
+        "steps": options.steps,
+        "command": sys.argv[1:],
+        "versions": {"piperlang": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }

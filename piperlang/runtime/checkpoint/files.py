@@ -1,0 +1,186 @@
+"""The files of a checkpoint: safetensors, whole on the disk before the manifest names them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from piperlang.runtime.checkpoint.manifest import (
+    DTYPES,
+    MANIFEST,
+    Damaged,
+    Manifest,
+    Piece,
+    StoredFile,
+    StoredTensor,
+    TensorId,
+    load,
+)
+from piperlang.runtime.checkpoint.ranges import IndexRange, needed, read
+
+_NATIVE = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+"""Other types are stored as bytes."""
+_BLOCK = 2**22
+_LARGEST = 2**30
+"""Bytes of a manifest."""
+READERS = 4
+"""Threads that compute digests: SHA-256 of a file takes about as long as reading it."""
+
+
+def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
+    """Writes a file of tensors, which is on the disk when this returns."""
+    save_file({key: _stored(tensor) for key, tensor in tensors.items()}, path)
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+    flush(path)
+    return StoredFile(path.stat().st_size, sha256(path))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+    flush(path)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype in _NATIVE else _bytes(tensor)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        size = _plain(path)
+        if size > _LARGEST:
+            raise Damaged(MANIFEST, f"it has {size:,} bytes")
+        return load(path.read_bytes())
+    except OSError as problem:
+        raise Damaged(MANIFEST, _reason(problem)) from None
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, all files of which are as they were written. Raises Damaged."""
+    manifest = read_manifest(folder)
+    try:
+        there = {entry.name for entry in os.scandir(folder)}
+    except OSError as problem:
+        raise Damaged(MANIFEST, _reason(problem)) from None
+    more = sorted(there - manifest.files.keys() - {MANIFEST})
+    if more:
+        raise Damaged(more[0], "it does not belong to the checkpoint")
+    with ThreadPoolExecutor(READERS) as threads:
+        for wrong in threads.map(lambda item: _wrong(folder, *item), manifest.files.items()):
+            if wrong is not None:
+                raise wrong
+    _check_tensors(folder, manifest)
+    return manifest
+
+
+def _wrong(folder: Path, name: str, stored: StoredFile) -> Damaged | None:
+    try:
+        size = _plain(folder / name)
+        if size != stored.bytes:
+            return Damaged(name, f"it has {size:,} bytes instead of {stored.bytes:,}")
+        if sha256(folder / name) != stored.sha256:
+            return Damaged(name, "its SHA-256 is not the one in the manifest")
+    except Damaged as problem:
+        return problem
+    except OSError as problem:
+        return Damaged(name, _reason(problem))
+    return None
+
+
+def _plain(path: Path) -> int:
+    """The size of a file. What is no plain file could lead anywhere."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(path.name, "it is no plain file")
+    return found.st_size
+
+
+def _reason(problem: OSError) -> str:
+    return "it is missing" if isinstance(problem, FileNotFoundError) else problem.strerror or str(problem)
+
+
+def _check_tensors(folder: Path, manifest: Manifest) -> None:
+    """The files have what the manifest says, before memory is allocated for it."""
+    by_file: dict[str, list[tuple[TensorId, StoredTensor, Piece]]] = {name: [] for name in manifest.files}
+    for name, stored in manifest.tensors.items():
+        for piece in stored.pieces:
+            by_file[piece.file].append((name, stored, piece))
+    for file, its in by_file.items():
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                if set(opened.keys()) != {piece.key for _, _, piece in its}:
+                    raise Damaged(file, "it has other tensors than the manifest says")
+                for name, stored, piece in its:
+                    shape = tuple(opened.get_slice(piece.key).get_shape())
+                    if shape != _shape(stored, piece.range):
+                        raise Damaged(file, f"{name} has shape {list(shape)}, and the manifest says {piece.range}")
+        except (OSError, SafetensorError) as problem:
+            raise Damaged(file, str(problem)) from None
+
+
+def _shape(stored: StoredTensor, where: IndexRange) -> tuple[int, ...]:
+    dtype = DTYPES[stored.dtype]
+    return where.shape if dtype in _NATIVE else (where.numel * dtype.itemsize,)
+
+
+class Reader:
+    """Tensors of a checkpoint, whole or in part. It is closed when it is deleted."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.opened: dict[str, Any] = {}
+
+    def __contains__(self, name: TensorId) -> bool:
+        return name in self.manifest.tensors
+
+    def tensor(self, name: TensorId, wanted: IndexRange | None = None) -> torch.Tensor:
+        """A range of a tensor; all of it by default. Nothing else has its memory."""
+        stored = self.manifest.tensors[name]
+        wanted = wanted or IndexRange.whole(stored.shape)
+        ranges = [piece.range for piece in stored.pieces]
+        if not wanted.numel:
+            return torch.empty(wanted.shape, dtype=DTYPES[stored.dtype])
+        found = read(wanted, ranges, self._pieces(stored, needed(wanted, ranges)))
+        return found.clone(memory_format=torch.contiguous_format)
+
+    def _pieces(self, stored: StoredTensor, ranges: Sequence[IndexRange]) -> Iterator[torch.Tensor]:
+        """Mapped from the files: only what is read becomes memory."""
+        pieces = {piece.range: piece for piece in stored.pieces}
+        for one in ranges:
+            piece = pieces[one]
+            if piece.file not in self.opened:
+                self.opened[piece.file] = safe_open(self.folder / piece.file, framework="pt")
+            tensor: torch.Tensor = self.opened[piece.file].get_tensor(piece.key)
+            dtype = DTYPES[stored.dtype]
+            yield tensor if dtype in _NATIVE else tensor.view(dtype).view(one.shape)

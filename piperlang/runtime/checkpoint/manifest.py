@@ -1,0 +1,237 @@
+"""The manifest of a checkpoint: which tensors it has, in which files, and where training was.
+
+It is JSON with its own SHA-256 in front, so that every byte of it counts, and it is believed only after all of it was
+checked: a checkpoint may come from anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from piperlang.runtime.checkpoint.ranges import IndexRange, tiles
+
+VERSION = 1
+MANIFEST = "manifest.json"
+_HEAD = b'{"sha256": "'
+_BODY = b'", "checkpoint":\n'
+_END = b"\n}\n"
+_DIGEST = 64
+KINDS = ("weight", "master", "average", "state", "rest")
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+        *("uint16", "uint32", "uint64", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    )
+}
+FILE = re.compile(r"part-\d{1,6}\.safetensors")
+
+
+class TensorId(NamedTuple):
+    """What a stored tensor is: `kind` is one of KINDS, `path` the entry of the state that an optimizer keeps for the
+    weight."""
+
+    kind: str
+    name: str
+    path: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ".".join((f"{self.kind} {self.name}", *self.path))
+
+
+class Piece(NamedTuple):
+    """A part of a tensor in a file."""
+
+    range: IndexRange
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+class StoredFile(NamedTuple):
+    bytes: int
+    sha256: str
+
+
+class DataPosition(NamedTuple):
+    """How much of the global stream of samples has been read: no rank, no world size."""
+
+    batches: int = 0
+    """That `data` has yielded, the one that is read ahead included."""
+    samples: int = 0
+    """That have been trained with."""
+    digest: str = ""
+    """Of the last of these batches."""
+    mode: str = "driver"
+    """Where batches were loaded."""
+    validated: tuple[int, ...] = ()
+    """Steps after which `validation` was called: it may draw random numbers, as `data` does."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    """The number of steps that have been trained."""
+    seed: int
+    data: DataPosition
+    tensors: Mapping[TensorId, StoredTensor]
+    files: Mapping[str, StoredFile]
+    entries: Mapping[str, str] = field(default_factory=dict)
+    """Names in the model's state dict, in order, with the weight that each is; empty for what is no weight."""
+    trees: Mapping[str, Any] = field(default_factory=dict)
+    """Containers (tree.py) by name: the state of each weight, options, states of generators."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """For people: script, model file, plan, versions, time."""
+
+    @property
+    def weights(self) -> dict[str, StoredTensor]:
+        return {name.name: stored for name, stored in self.tensors.items() if name.kind == "weight"}
+
+    def state(self, weight: str) -> Any:
+        return self.trees.get(f"state {weight}")
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used, and the file that shows it."""
+
+    def __init__(self, file: str, why: str) -> None:
+        super().__init__(f"{file}: {why}")
+        self.file, self.why = file, why
+
+
+def dump(manifest: Manifest) -> bytes:
+    tensors = [
+        {
+            "kind": name.kind,
+            "name": name.name,
+            "path": list(name.path),
+            "dtype": stored.dtype,
+            "shape": list(stored.shape),
+            "pieces": [
+                {"box": one.range.box, "interval": one.range.interval, "file": one.file, "key": one.key}
+                for one in stored.pieces
+            ],
+        }
+        for name, stored in manifest.tensors.items()
+    ]
+    body = {
+        "version": VERSION,
+        "step": manifest.step,
+        "seed": manifest.seed,
+        "data": manifest.data._asdict(),
+        "about": manifest.about,
+        "files": {name: one._asdict() for name, one in manifest.files.items()},
+        "entries": manifest.entries,
+        "trees": manifest.trees,
+        "tensors": tensors,
+    }
+    text = json.dumps(body, indent=1, allow_nan=False).encode()
+    return _HEAD + hashlib.sha256(text).hexdigest().encode() + _BODY + text + _END
+
+
+def load(data: bytes) -> Manifest:
+    """Raises Damaged."""
+    start = len(_HEAD) + _DIGEST + len(_BODY)
+    digest, text = data[len(_HEAD) : len(_HEAD) + _DIGEST], data[start : -len(_END)]
+    framed = data.startswith(_HEAD) and data[start - len(_BODY) : start] == _BODY and data.endswith(_END)
+    if not framed or hashlib.sha256(text).hexdigest().encode() != digest:
+        raise Damaged(MANIFEST, "its SHA-256 is not the one that it states")
+    try:
+        body = json.loads(text)
+        if body["version"] != VERSION:
+            raise Damaged(MANIFEST, f"it has version {body['version']}, and this piperc reads version {VERSION}")
+        return _checked(_manifest(body))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+        raise Damaged(MANIFEST, f"it is no manifest of a checkpoint ({type(problem).__name__}: {problem})") from None
+
+
+def _manifest(body: Any) -> Manifest:
+    tensors: dict[TensorId, StoredTensor] = {}
+    for one in body["tensors"]:
+        name = TensorId(_text(one["kind"]), _text(one["name"]), tuple(map(_text, one["path"])))
+        if name in tensors:
+            raise ValueError(f"{name} is there twice")
+        pieces = [
+            Piece(IndexRange(_box(p["box"]), _interval(p["interval"])), _text(p["file"]), _text(p["key"]))
+            for p in one["pieces"]
+        ]
+        tensors[name] = StoredTensor(_text(one["dtype"]), tuple(map(_count, one["shape"])), tuple(pieces))
+    files = {name: StoredFile(_count(one["bytes"]), _text(one["sha256"])) for name, one in body["files"].items()}
+    data = body["data"]
+    return Manifest(
+        _count(body["step"]),
+        _whole(body["seed"]),
+        DataPosition(
+            _count(data["batches"]),
+            _count(data["samples"]),
+            _text(data["digest"]),
+            _text(data["mode"]),
+            tuple(map(_count, data["validated"])),
+        ),
+        tensors,
+        files,
+        {_text(name): _text(weight) for name, weight in body["entries"].items()},
+        dict(body["trees"]),
+        dict(body["about"]),
+    )
+
+
+def _checked(found: Manifest) -> Manifest:
+    for file in found.files:
+        if FILE.fullmatch(file) is None:
+            raise ValueError(f"{file!r} is no name of a file of a checkpoint")
+    used: set[tuple[str, str]] = set()
+    for name, stored in found.tensors.items():
+        if name.kind not in KINDS:
+            raise ValueError(f"{name} is of no known kind")
+        if stored.dtype not in DTYPES:
+            raise ValueError(f"{name} is of type {stored.dtype}")
+        if not tiles([one.range for one in stored.pieces], stored.shape):
+            raise ValueError(f"the parts of {name} are not all of it, or overlap")
+        for one in stored.pieces:
+            if one.file not in found.files or (one.file, one.key) in used:
+                raise ValueError(f"{name} is in {one.file!r} as {one.key!r}, which is missing or taken")
+            used.add((one.file, one.key))
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no integer")
+    return value
+
+
+def _interval(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    low, high = value
+    return _count(low), _count(high)
+
+
+def _box(value: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((_count(low), _count(high)) for low, high in value)

@@ -1,0 +1,70 @@
+"""A checkpoint has the state of training by weight and index range: any schedule continues from it, and the same
+schedule continues bit by bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+from torch.optim import lr_scheduler
+
+from piperlang.runtime.driver.restoring import Restore
+from tests.support.checkpoints import assert_same, contents, job, save, steps
+from tests.support.optimizer_jobs import OWNED, SCRIPTS
+
+LAYOUTS = [*SCRIPTS, *(f"owned {name}" for name in OWNED)]
+
+
+def adam(params: Any) -> optim.Optimizer:
+    weights = [p for p in params if p.dim() > 1]
+    others = [p for p in params if p.dim() <= 1]
+    return optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others}], lr=0.01)
+
+
+def warm(optimizer: Any) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 10)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Checkpoints after two steps under every layout."""
+
+    @cache
+    def of(layout: str) -> Path:
+        with job(layout, adam, warm) as running:
+            steps(running, 0, 2)
+            return save(running, tmp_path_factory.mktemp("run"), 2)
+
+    return of
+
+
+@pytest.mark.parametrize("old", LAYOUTS)
+def test_every_layout_reads_what_every_layout_wrote(old: str, saved: Any, tmp_path: Path) -> None:
+    """Weights and optimizer state are the same, bit by bit, after they were sharded anew."""
+    for new in LAYOUTS:
+        if new != old:
+            with job(new, adam, warm, restore=Restore(saved(old), 2)) as running:
+                assert_same(saved(old), save(running, tmp_path / new, 2))
+
+
+@pytest.mark.parametrize("layout", ["one", "pp zero3", "columns zero1"])
+def test_a_resumed_run_is_the_same_bit_by_bit(layout: str, saved: Any, tmp_path: Path) -> None:
+    with job(layout, adam, warm) as running:
+        expected = steps(running, 0, 5)
+        end = save(running, tmp_path / "whole", 5)
+    with job(layout, adam, warm, restore=Restore(saved(layout), 2)) as running:
+        assert steps(running, 2, 5) == expected[2:]
+        assert_same(save(running, tmp_path / "resumed", 5), end)
+
+
+def test_it_has_what_the_model_has(saved: Any) -> None:
+    tensors, trees = contents(saved("pp zero3"))
+    assert "weight first.weight" in tensors
+    assert "state first.weight.exp_avg" in tensors
+    assert tensors["weight scale"].shape == torch.Size([])
+    assert "rest spare" in tensors
+    assert trees["state first.bias"]["dict"][0][0] == "step"
