@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from piperlang.runtime.checkpoint.files import Reader, verify
-from piperlang.runtime.checkpoint.manifest import DataPosition
+from piperlang.runtime.checkpoint.files import Reader, verify, write_part
+from piperlang.runtime.checkpoint.manifest import DataPosition, Manifest
 from piperlang.runtime.checkpoint.store import Store
 from piperlang.runtime.driver.checkpoints import Checkpoints
+from piperlang.runtime.driver.restoring import shapes_of
+from piperlang.runtime.driver.saving import WrittenPart, assigned, merged, snapshot
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from tests.support.optimizer_jobs import Make, Net, Rates, batch, scheduled
@@ -49,3 +51,25 @@ def assert_same(one: Path, other: Path) -> None:
     ]
     assert not different
     assert trees == others
+
+
+def save_in_parts(job: ThreadJob, run: Path, step: int) -> Path:
+    """A checkpoint as workers write it: a file for each device."""
+    store, constants = Store(run), job.captured.constants
+    folder = store.begin()
+    written = []
+    for number, mine in enumerate(assigned(job.plan, constants)):
+        found = snapshot(job.training.devices, job.optimizers, mine, None if number else job.rest)
+        written.append(
+            WrittenPart(mine.file, write_part(folder / mine.file, found.tensors), found.written, found.trees)
+        )
+    manifest = Manifest(
+        step,
+        0,
+        DataPosition(step, 12 * step),
+        merged(written, shapes_of(job.plan, constants)),
+        {one.name: one.file for one in written},
+        dict(job.rest.entries),
+        {name: tree for one in written for name, tree in one.trees.items()},
+    )
+    return store.commit(folder, manifest)

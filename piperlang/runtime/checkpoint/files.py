@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from piperlang.runtime.checkpoint.manifest import (
-    DTYPES,
     MANIFEST,
     Damaged,
     Manifest,
@@ -26,6 +25,7 @@ from piperlang.runtime.checkpoint.manifest import (
     load,
 )
 from piperlang.runtime.checkpoint.ranges import IndexRange, needed, read
+from piperlang.runtime.checkpoint.tree import DTYPES
 
 _NATIVE = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),

@@ -10,11 +10,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from piperlang.runtime.checkpoint import tree
 from piperlang.runtime.checkpoint.ranges import IndexRange, tiles
+from piperlang.runtime.checkpoint.tree import DTYPES
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -23,14 +26,6 @@ _BODY = b'", "checkpoint":\n'
 _END = b"\n}\n"
 _DIGEST = 64
 KINDS = ("weight", "master", "average", "state", "rest")
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
-        *("uint16", "uint32", "uint64", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-    )
-}
 FILE = re.compile(r"part-\d{1,6}\.safetensors")
 
 
@@ -205,7 +200,20 @@ def _checked(found: Manifest) -> Manifest:
             if one.file not in found.files or (one.file, one.key) in used:
                 raise ValueError(f"{name} is in {one.file!r} as {one.key!r}, which is missing or taken")
             used.add((one.file, one.key))
+    for holder, value in found.trees.items():
+        tree.read(value, partial(_leaf, found, holder))
     return found
+
+
+def _leaf(found: Manifest, holder: str, leaf: Any) -> torch.Tensor:
+    """A tensor in a container: small, or one of the stored ones."""
+    if "hex" in leaf:
+        return tree.from_inline(leaf)
+    kind, _, name = holder.partition(" ")
+    (path,) = (leaf[key] for key in ("like", "whole") if key in leaf)
+    if TensorId(kind, name, tuple(path)) not in found.tensors:
+        raise ValueError(f"{holder} refers to {path}, which is not there")
+    return torch.empty(0)
 
 
 def _text(value: Any) -> str:

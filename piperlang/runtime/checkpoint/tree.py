@@ -5,13 +5,20 @@ No pickle: what is read is a value of these types, whoever wrote it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from piperlang.runtime.checkpoint.manifest import DTYPES
-
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+        *("uint16", "uint32", "uint64", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    )
+}
 Json: TypeAlias = Any
 Path: TypeAlias = tuple[str, ...]
 
@@ -50,10 +57,13 @@ def inline(tensor: torch.Tensor) -> Json:
 
 
 def from_inline(leaf: Json) -> torch.Tensor:
-    dtype = DTYPES[leaf["dtype"]]
+    """Raises ValueError if it has not as many bytes as it should."""
+    dtype, shape = DTYPES[leaf["dtype"]], [int(size) for size in leaf["shape"]]
+    if len(leaf["hex"]) != 2 * prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+        raise ValueError(f"{len(leaf['hex']) // 2} bytes are no tensor of shape {shape}")
     if not leaf["hex"]:
-        return torch.empty(leaf["shape"], dtype=dtype)
-    return torch.frombuffer(bytearray.fromhex(leaf["hex"]), dtype=torch.uint8).view(dtype).view(leaf["shape"])
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray.fromhex(leaf["hex"]), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def read(tree: Json, tensor: Callable[[Json], torch.Tensor]) -> Any:

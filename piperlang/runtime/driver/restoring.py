@@ -14,8 +14,9 @@ from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error, listed
 from piperlang.plan.plan import DevicePlan, ParameterShard, Plan
 from piperlang.runtime.checkpoint.files import Reader, read_manifest
-from piperlang.runtime.checkpoint.manifest import DTYPES, Manifest, TensorId
+from piperlang.runtime.checkpoint.manifest import Manifest, TensorId
 from piperlang.runtime.checkpoint.ranges import IndexRange
+from piperlang.runtime.checkpoint.tree import DTYPES
 from piperlang.runtime.driver.saving import shape_of
 
 _NAMED = 3

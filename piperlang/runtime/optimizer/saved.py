@@ -7,6 +7,7 @@ they are stepped again, and the options that they give are compared with those o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import PiperError, error
 from piperlang.runtime.checkpoint import tree
 from piperlang.runtime.checkpoint.files import Reader
-from piperlang.runtime.checkpoint.manifest import DTYPES, TensorId
+from piperlang.runtime.checkpoint.manifest import TensorId
 from piperlang.runtime.checkpoint.ranges import IndexRange
 from piperlang.runtime.optimizer.copies import WeightPart, options, set_option
 from piperlang.runtime.optimizer.distributed import DistributedOptimizer
@@ -182,11 +183,14 @@ def _plain_options(found: Mapping[str, Any]) -> Any:
     """Options as they are compared when a run is resumed; those that JSON cannot have do not count."""
     plain = {}
     for name, value in found.items():
-        try:
-            plain[name] = tree.written(value, lambda _, tensor: tree.inline(tensor))
-        except tree.NotPlain:
-            continue
-    return plain
+        with suppress(tree.NotPlain):
+            tree.written(value, _inline_leaf)
+            plain[name] = value
+    return tree.written(plain, _inline_leaf)
+
+
+def _inline_leaf(_: tree.Path, value: torch.Tensor) -> Any:
+    return tree.inline(value)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -239,7 +243,8 @@ def _restore_copy(
     for key, value in tree.read(trees.get(f"shared {number}", {"dict": []}), tree.from_inline).items():
         copy.state[key] = value
     for name, value in tree.read(trees.get(f"attributes {number}", {"dict": []}), tree.from_inline).items():
-        setattr(copy, name, value)
+        if not callable(getattr(copy, name, None)):
+            setattr(copy, name, value)
     for part, parameter in pairs:
         found = reader.manifest.state(part.weight)
         if found is not None:
@@ -264,7 +269,7 @@ def _leaf_reader(
         value = reader.tensor(name, range_of(part) if like else None).to(parameter.device)
         if like:
             value = value.view(parameter.shape)
-            if trained is not None and value.dtype == DTYPES[trained.dtype]:
+            if trained is not None and value.dtype == tree.DTYPES[trained.dtype]:
                 value = value.to(parameter.dtype)
         return value
 
@@ -284,13 +289,14 @@ def _compare_options(one: DistributedOptimizer, reader: Reader) -> None:
         was = reader.manifest.trees.get(f"options {names[0]}") if names else None
         if was is None:
             continue
-        now = _plain_options(options(group))
-        other = next((name for name in now.keys() & was.keys() if now[name] != was[name]), None)
+        before = tree.read(was, tree.from_inline)
+        after = tree.read(_plain_options(options(group)), tree.from_inline)
+        other = next((name for name in after if name in before and not _same(after[name], before[name])), None)
         if other is not None:
-            before, after = (tree.read(found[other], tree.from_inline) for found in (was, now))
             raise error(
                 "P0612",
-                f"option `{other}` of the group of weight {names[0]} is {after}, and was {before} in the run",
+                f"option `{other}` of the group of weight {names[0]} is {after[other]}, and was {before[other]} in the"
+                " run",
                 line_of_function(one.make),
                 notes=["`optimizer` and `lr_schedule` give it, stepped as often as the run was"],
                 help="make them give what they gave, or continue with other options: `--new-options`",
