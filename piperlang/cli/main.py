@@ -35,6 +35,9 @@ COMMANDS = {
     "graph": "print the training graph of a model",
     "plan": "compile, check and save the plan of a step",
     "run": "train with a saved plan",
+    "ckpt": "list, verify and show checkpoints",
+    "export": "write the weights of a run as plain safetensors",
+    "import": "turn a state dict into files that training starts from",
     "fuzz": "compare random schedules with plain PyTorch",
     "orders": "show the order of passes per device",
     "repl": "apply directives one at a time, interactively",
@@ -48,7 +51,7 @@ COMMANDS = {
 
 
 def command_parser(name: str) -> Parser:
-    module = import_module(f"piperlang.cli.{name}")
+    module = import_module(f"piperlang.cli.{'import_weights' if name == 'import' else name}")
     parser = Parser(prog=f"piperc {name}", description=module.__doc__)
     module.arguments(parser)
     parser.add_argument(

@@ -39,11 +39,13 @@ def load(name: str, seed: int = 0) -> ModelFile:
         return load_model(Path(name), seed)
 
 
-def load_both(model: str, script: str, precision: str | None = None, seed: int = 0) -> ModelFile:
+def load_both(
+    model: str, script: str, precision: str | None = None, seed: int = 0, weights: Path | None = None
+) -> ModelFile:
     """The model of `MODEL.py SCHEDULE.piper`. A script that does not parse is rejected first: loading a model takes
     seconds, tracing it may take minutes."""
     from_source(*open_script(script))
-    return load(model, seed).at(precision)
+    return load(model, seed).at(precision, weights)
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,8 @@ def check(options: argparse.Namespace) -> None:
 def wanted(options: argparse.Namespace) -> list[str]:
     """The packages that the command line needs: torch for models, Ray for workers."""
     given = vars(options)
+    if given.get("command") in ("ckpt", "export", "import"):
+        return ["torch", "numpy", "safetensors"]
     first = [given.get("model"), *(given.get("scripts") or ())[:1], *(given.get("files") or ())[:1]]
     if given.get("plan") is None and not any(str(name).endswith(".py") for name in first):
         return []

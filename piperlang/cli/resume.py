@@ -61,7 +61,7 @@ def _newest(options: argparse.Namespace) -> Resumed | None:
     from piperlang.runtime.checkpoint.store import Store
 
     if options.resume != AUTO:
-        return _named(Path(options.resume))
+        return newest_of(Path(options.resume))
     runs = [Path(options.out)] if options.out else list(_runs(options.script))
     run = next((run for run in runs if Store(run).names()), None)
     return None if run is None else _of_run(run)
@@ -76,28 +76,30 @@ def _runs(script: str) -> Iterator[Path]:
     return (folder for _, folder in sorted(found, reverse=True))
 
 
-def _named(path: Path) -> Resumed:
+def newest_of(path: Path) -> Resumed:
+    """Of a run folder, or the checkpoint that is named."""
     from piperlang.runtime.checkpoint.files import verify
     from piperlang.runtime.checkpoint.manifest import MANIFEST, Damaged
     from piperlang.runtime.checkpoint.store import Store
 
-    if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        raise error(
-            "P0611", f"cannot resume: {path} {what}", help="name a run folder, such as runs/SCRIPT-1, or `auto`"
-        )
     if (path / MANIFEST).exists() and not Store(path).names():
         try:
             return Resumed(path.absolute().parent.parent, path, verify(path))
         except Damaged as problem:
             raise damaged(path, problem) from None
     if not Store(path).names():
-        raise error(
-            "P0611",
-            f"cannot resume: {path} has no checkpoint",
-            help="checkpoints are saved with --save-every or --save-minutes, and when a job is interrupted",
-        )
+        raise no_checkpoint(path)
     return _of_run(path)
+
+
+def no_checkpoint(path: Path) -> PiperError:
+    return error(
+        "P0611",
+        f"{path} has no checkpoint" if path.exists() else f"{path} does not exist",
+        help=(
+            "name a run folder; checkpoints are saved with --save-every, --save-minutes, and when a job is interrupted"
+        ),
+    )
 
 
 def _of_run(run: Path) -> Resumed:

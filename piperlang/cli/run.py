@@ -9,7 +9,7 @@ from pathlib import Path
 from piperlang.cli.backend import chosen_backend
 from piperlang.cli.model import Batches, captured, doing, load, scheduled
 from piperlang.cli.report import report
-from piperlang.cli.train import add_training, check_loaded, check_usage, execute, is_done, start_of
+from piperlang.cli.train import add_training, check_loaded, check_usage, execute, is_done, start_of, weights_of
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         )
     options.precision = precision
     options.parameters = [f"{name}={value}" for name, value in given.items()]
-    file = load(made["model"], options.seed).at(options.precision)
+    file = load(made["model"], options.seed).at(options.precision, weights_of(options))
     check_loaded(options, file)
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)

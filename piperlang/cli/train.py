@@ -125,6 +125,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--initial-weights",
+        metavar="PATH",
+        help="start from these safetensors, a file or a folder (default: `initial_weights` of the model file)",
+    )
     parser.add_argument("--save-every", type=COUNT, metavar="N", help="save a checkpoint every N steps")
     parser.add_argument("--save-minutes", type=MINUTES, metavar="M", help="save a checkpoint every M minutes")
     parser.add_argument(
@@ -150,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     run_before = start_of(options)
     if is_done(options, run_before):
         return 0
-    file = load_both(options.model, options.script, options.precision, options.seed)
+    file = load_both(options.model, options.script, options.precision, options.seed, weights_of(options))
     check_loaded(options, file)
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)
@@ -195,6 +200,11 @@ def check_usage(options: argparse.Namespace) -> None:
         )
     if options.backend is not None:
         chosen_backend(options)
+
+
+def weights_of(options: argparse.Namespace) -> Path | None:
+    """The files of `--initial-weights`."""
+    return Path(options.initial_weights).absolute() if options.initial_weights is not None else None
 
 
 def check_loaded(options: argparse.Namespace, file: ModelFile) -> None:

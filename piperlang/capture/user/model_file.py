@@ -69,12 +69,16 @@ class ModelFile:
     weights: StoredWeights | None = None
     """The files of the initial weights."""
 
-    def at(self, precision: str | None) -> ModelFile:
-        """The file in this precision, unless it is None."""
-        if precision is None or precision == self.precision:
+    def at(self, precision: str | None, weights: Path | None = None) -> ModelFile:
+        """The file in this precision, and with initial weights from these files, unless they are None."""
+        known = self.weights.path if self.weights is not None else None
+        precision, weights = precision or self.precision, weights or known
+        if (precision, weights) == (self.precision, known):
             return self
-        made = _run(self.path, self.text)[1]
-        return _made(self.path, self.text, made, precision)
+        wrong = wrong_weights(weights)
+        if wrong is not None:
+            raise PiperError(mistake("P0801", wrong, None))
+        return _made(self.path, self.text, _run(self.path, self.text)[1], precision, weights)
 
 
 def load_model(path: Path, seed: int = 0) -> ModelFile:
@@ -135,9 +139,10 @@ def _run(path: Path, text: str) -> tuple[Source, ModuleType, ModelFile]:
     return source, module, _made(path, source.text, module, getattr(module, PRECISION, None))
 
 
-def _made(path: Path, text: str, module: ModuleType, precision: str | None) -> ModelFile:
+def _made(path: Path, text: str, module: ModuleType, precision: str | None, files: Path | None = None) -> ModelFile:
+    """`files`: of the initial weights; by default, those that the model file names."""
     found: dict[str, Any] = {name: getattr(module, name, None) for name in (*REQUIRED, *OPTIONAL)}
-    given = getattr(module, WEIGHTS, None)
+    given = files or getattr(module, WEIGHTS, None)
     weights = None if given is None else StoredWeights(path.parent.resolve() / given)
     if weights is not None:
         found["model"] = FromFiles(found["model"], weights)
@@ -174,11 +179,12 @@ class Shipped:
     text: str
     name: str
     precision: str | None = None
+    weights: Path | None = None
 
     @property
     def __wrapped__(self) -> Any:
         """For inspect: the signature and the line are those of the function itself."""
-        return getattr(from_text(self.path, self.text).at(self.precision), self.name)
+        return getattr(from_text(self.path, self.text).at(self.precision, self.weights), self.name)
 
     def __call__(self, *arguments: Any) -> Any:
         return self.__wrapped__(*arguments)
@@ -186,7 +192,9 @@ class Shipped:
 
 def shipped(file: ModelFile, name: str) -> Shipped | None:
     """The function called `name`, if the file has it."""
-    return Shipped(file.path, file.text, name, file.precision) if getattr(file, name) is not None else None
+    if getattr(file, name) is None:
+        return None
+    return Shipped(file.path, file.text, name, file.precision, file.weights.path if file.weights else None)
 
 
 # ------------------------------------------------------------------------------------------------------- what is wrong

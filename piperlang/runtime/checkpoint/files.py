@@ -164,6 +164,10 @@ class Reader:
     def __contains__(self, name: TensorId) -> bool:
         return name in self.manifest.tensors
 
+    def dtype(self, name: TensorId) -> torch.dtype:
+        found: torch.dtype = DTYPES[self.manifest.tensors[name].dtype]
+        return found
+
     def tensor(self, name: TensorId, wanted: IndexRange | None = None) -> torch.Tensor:
         """A range of a tensor; all of it by default. Nothing else has its memory."""
         stored = self.manifest.tensors[name]

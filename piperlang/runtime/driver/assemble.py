@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ class Rest:
     entries: Mapping[str, str]
     """Names in the state dict, which hooks may have changed, and of weights; empty for what is no weight."""
     others: Mapping[str, Any]
+    configs: Mapping[str, Any] = field(default_factory=dict)
+    """Configurations of models of transformers, by the path of the module."""
 
     def complete(self, whole: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return {entry: whole[name] if name in whole else self.others[entry] for entry, name in self.entries.items()}
@@ -61,7 +65,17 @@ def rest_of(model: nn.Module, weights: Mapping[str, torch.Tensor], known: Contai
         found = weights.get(names.get(id(state[entry]), ""), state[entry])
         return found.detach().clone() if isinstance(found, torch.Tensor) else found
 
-    return Rest(entries, {entry: value(entry) for entry, name in entries.items() if name not in known})
+    others = {entry: value(entry) for entry, name in entries.items() if name not in known}
+    return Rest(entries, others, dict(_configs(model)))
+
+
+def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """As transformers writes them with a model."""
+    for path, module in model.named_modules():
+        write = getattr(getattr(module, "config", None), "to_json_string", None)
+        if write is not None and hasattr(module, "save_pretrained"):
+            with suppress(Exception):  # not ours, and for export only
+                yield path, {**json.loads(write()), "architectures": [type(module).__name__]}
 
 
 def fingerprint(model: nn.Module) -> str:

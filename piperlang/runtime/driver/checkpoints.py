@@ -93,7 +93,7 @@ class Checkpoints:
             {one.name: one.file for one in written},
             entries,
             _joined(written) | dict(trees),
-            {**self.about, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
+            {**self.about, "configs": rest.configs, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
         )
         target = self.store.commit(folder, manifest)
         self.store.prune(self.keep)
