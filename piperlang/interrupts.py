@@ -1,5 +1,5 @@
-"""Ctrl-C: one ends a command wherever it arrives, with a line that says how far the command came, and leaves nothing
-half done.
+"""Ctrl-C, SIGTERM and SIGHUP: one ends a command wherever it arrives, with a line that says how far the command came,
+and leaves nothing half done. A job that trains is asked first (`asked_first`): it ends after its step.
 
 Python raises KeyboardInterrupt between two instructions of the main thread. In a destructor, or in a function that C
 calls back, the exception is printed and forgotten, or becomes another one. So a `Watch` notes that an interrupt came,
@@ -20,9 +20,11 @@ TYPE_CHECKING = False  # that of typing takes 10 ms, in which Ctrl-C is not hand
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
-    from typing import Any
+    from typing import Any, NoReturn
 
 INTERRUPTED = 130
+SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+"""What ends a command, and what it then says."""
 AGAIN = 0.1
 """Seconds after which an interrupt is delivered again."""
 IMPORT = 2.0
@@ -40,9 +42,16 @@ _done: Callable[[], str] | None = None
 
 
 class Watch:
-    """Handles SIGINT from the start of the process to its end."""
+    """Handles these signals from the start of the process to its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: list[int]) -> None:
+        self.signals = signals
+        self.by = signals[0]
+        """The one that came first."""
+        self.asks: Callable[[int], None] | None = None
+        """What the first one does instead, where it is set."""
+        self.asked = [False, False]
+        """Whether it has been called, and whether `_insist` knows."""
         self.count = 0
         """Interrupts by the user."""
         self.what = ""
@@ -62,7 +71,8 @@ class Watch:
 
     def start(self) -> None:
         sys.unraisablehook = self._unraisable
-        signal.signal(signal.SIGINT, self.handler)
+        for number in self.signals:
+            signal.signal(number, self.handler)
         # Signals are written to a pipe when they come, and handled when the main thread runs Python.
         read, write = os.pipe()
         os.set_blocking(write, False)
@@ -71,17 +81,22 @@ class Watch:
         _thread.start_new_thread(self._insist, (read,))  # threading would wait for it at the end
 
     def stop(self) -> None:
-        """Give Ctrl-C back to Python, for commands that have their own use for it."""
+        """Give signals back to Python, for commands that have their own use for them."""
         sys.unraisablehook = self.unraisable
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in self.signals:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
 
-    def _handle(self, _: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self.again, self.answered = self.again, False, time.monotonic()
         if not again:
+            if self.asks is not None and not self.asked[0]:
+                self.asked[0], self.by = True, number
+                self.asks(number)
+                return
             self.count += 1
             if self.count == 1:
-                self._notice()
+                self._notice(number)
         if self.ended is not None or (self._unwinding() and (again or self.count < INSISTING)):
             return
         if _imports(frame):
@@ -91,11 +106,10 @@ class Watch:
         self._raise()
 
     def check(self) -> None:
-        postponed = signal.getsignal(signal.SIGINT) is not self.handler
-        if self.first and self.ended is None and not postponed and not self._unwinding():
+        if self.first and self.ended is None and not self._postponed() and not self._unwinding():
             self._raise()
 
-    def _raise(self) -> None:
+    def _raise(self) -> NoReturn:
         self.raised = KeyboardInterrupt()
         raise self.raised
 
@@ -109,8 +123,13 @@ class Watch:
             problem = problem.__context__
         return False
 
-    def _notice(self) -> None:
+    def _postponed(self) -> bool:
+        """The handler is another one: `uninterrupted`, or somebody else's."""
+        return signal.getsignal(self.by) is not self.handler
+
+    def _notice(self, number: int) -> None:
         if not self.first:
+            self.by = number
             self.first = self.answered = time.monotonic()
             self.what = _doing() if _doing is not None else "starting"
 
@@ -118,29 +137,41 @@ class Watch:
         """A thread of its own: from the first interrupt on it delivers further ones, as long as they are needed."""
         main = threading.main_thread().ident
         assert main is not None
-        # Where the handler is another one, it is postponed and comes again, or is somebody else's.
-        while signal.SIGINT not in os.read(signals, 64) or signal.getsignal(signal.SIGINT) is not self.handler:
-            pass
-        self._notice()
+        self._notice(self._first(signals))
         while True:
             time.sleep(AGAIN)
             now = time.monotonic()
             if self.ended is not None:
                 if now - self.ended > EXIT:
-                    os._exit(INTERRUPTED)
-            elif signal.getsignal(signal.SIGINT) is not self.handler:  # postponed, or somebody else's
+                    os._exit(self.code)
+            elif self._postponed():
                 self.answered = now
             elif now - self.answered > BUSY:
                 self._exit()
             else:
                 self.again = True
                 with suppress(OSError):
-                    signal.pthread_kill(main, signal.SIGINT)
+                    signal.pthread_kill(main, self.by)
+
+    def _first(self, signals: int) -> int:
+        """Waits for a signal that ends the command. Where the handler is another one, it is postponed and comes again,
+        or is somebody else's."""
+        while True:
+            for number in os.read(signals, 64):
+                if number not in self.signals or signal.getsignal(number) is not self.handler:
+                    continue
+                if self.asks is None or self.asked[1]:
+                    return number
+                self.asked[1] = True
+
+    @property
+    def code(self) -> int:
+        return 128 + self.by
 
     def _exit(self) -> None:
         """Without cleaning up. What a cluster leaves behind, its janitor removes."""
         self.say()
-        os._exit(INTERRUPTED)
+        os._exit(self.code)
 
     def _unraisable(self, found: Any) -> None:
         if not (self.first and found.exc_type is KeyboardInterrupt):
@@ -152,28 +183,55 @@ class Watch:
         if not self.first:
             self.stop()
             return code
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a further one would print a traceback of the exit
+        for number in self.signals:  # a further one would print a traceback of the exit
+            signal.signal(number, signal.SIG_IGN)
         self.say()
-        return INTERRUPTED
+        return self.code
 
     def say(self) -> None:
         if not self.said:
             self.said = True
-            say(self.what)
+            say(self.what, SIGNALS[signal.Signals(self.by)])
 
 
 def watched(run: Callable[[], int]) -> int:
-    """Run a command, as the whole process: Ctrl-C ends it."""
+    """Run a command, as the whole process: signals end it. Those that are ignored stay so: SIGINT in a shell's
+    background jobs, SIGHUP after `nohup`."""
     global _watch
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in a shell's background jobs
+    usual = (signal.default_int_handler, signal.SIG_DFL)
+    signals = [number for number in SIGNALS if signal.getsignal(number) in usual]
+    if not signals:
         return run()
-    watch = _watch = Watch()
+    watch = _watch = Watch([int(number) for number in signals])
     try:
         watch.start()
         return watch.end(run())
     except KeyboardInterrupt:  # also one that the user's code raises
         watch.first = watch.first or time.monotonic()
-        return watch.end(INTERRUPTED)
+        return watch.end(watch.code)
+
+
+@contextmanager
+def asked_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Inside, the first signal does not end the command. It calls `say` with its name; the command then asks the
+    function that is yielded whether to end. A second one ends it at once."""
+    watch = _watch
+    if watch is None:
+        yield lambda: False
+        return
+    watch.asks = lambda number: say(signal.Signals(number).name)
+    try:
+        yield lambda: watch.asked[0]
+    finally:
+        watch.asks = None
+
+
+def end() -> NoReturn:
+    """The command ends, as it was asked to."""
+    if _watch is not None:
+        _watch._notice(_watch.by)
+        _watch._raise()
+    raise KeyboardInterrupt
 
 
 def told_by(doing: Callable[[], str], done: Callable[[], str]) -> None:
@@ -199,13 +257,17 @@ def arrived() -> bool:
     return _watch is not None and _watch.first > 0
 
 
-def say(what: str = "") -> None:
+def say(what: str = "", how: str = "interrupted") -> None:
     """One line on standard error."""
     what = what or (_doing() if _doing is not None else "starting")
     came = _done() if _done is not None else ""
     parts = [f"while {what}"] if what else []
-    text = " ".join(["interrupted", ", ".join([*parts, came] if came else parts)]).strip()
-    with suppress(OSError, ValueError, AttributeError):  # closed
+    text = " ".join([how, ", ".join([*parts, came] if came else parts)]).strip()
+    write(text)
+
+
+def write(text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError, RuntimeError):  # closed, or being written by the main thread
         # The terminal has written `^C` there.
         erase = "\r\x1b[2K" if sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") else ""
         print(f"{erase}{text}", file=sys.stderr, flush=True)
@@ -229,16 +291,20 @@ def _imports(frame: FrameType | None) -> bool:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Postpone Ctrl-C to the end of a block: an interrupted import leaves a package half initialised, an interrupted
+    """Postpone signals to the end of a block: an interrupted import leaves a package half initialised, an interrupted
     fork a process without a mark. Only the main thread is ever interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    previous = {number: one for number, one in handlers.items() if callable(one) or number == signal.SIGINT}
+    for number in previous:
+        signal.signal(number, lambda number, _: arrived.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
-        if arrived:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for one in dict.fromkeys(arrived):
+            signal.raise_signal(one)

@@ -1,6 +1,7 @@
 """`piperc`: one command, a file per subcommand.
 
-Exit codes: 0 success, 1 diagnostics, 2 usage error, 70 internal error, 130 interrupted.
+Exit codes: 0 success, 1 diagnostics, 2 usage error, 70 internal error, 130 interrupted, 143 terminated (SIGTERM), 129
+hung up (SIGHUP).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from piperlang.cli.run_folder import (
 )
 from piperlang.cli.saving import Saving
 from piperlang.diagnostics import PiperError, error
-from piperlang.interrupts import uninterrupted
+from piperlang.interrupts import asked_first, end, uninterrupted, write
 from piperlang.progress import Notice, StepMetrics, emit, stepping
 from piperlang.progress.lines import counted
 
@@ -318,8 +318,9 @@ def _train(
         saving = Saving(options, job, plan, at, run_before.step if run_before is not None else 0, samples)
         started = time.perf_counter()
         trained: list[int] = []
-        with _state_kept(job, saving, fed, trained), stepping(options.steps, options.log_every, str(folder)):
-            for row in _steps(options, file, fed, validation is not None, checks, trained, saving):
+        showing = stepping(options.steps, options.log_every, str(folder))
+        with _state_kept(job, saving, fed, trained), showing, asked_first(_last_step) as asked:
+            for row in _steps(options, file, fed, validation is not None, checks, trained, saving, asked):
                 note(row)
         saving.finish()
         save(job, at, WEIGHTS)
@@ -338,9 +339,10 @@ def _steps(
     checks: Sequence[Callable[[], None]],
     trained: list[int],
     saving: Saving,
+    asked: Callable[[], bool],
 ) -> Iterator[StepMetrics]:
-    """Train step by step, and append the steps to `trained`. The next batch is loaded while a step runs, except before
-    a validation, and for files with `on_step`: the data may depend on either."""
+    """Train step by step, and append the steps to `trained`, until it is `asked` to end. The next batch is loaded while
+    a step runs, except before a validation, and for files with `on_step`: the data may depend on either."""
     start = saving.step
     for step in range(start, options.steps):
         last = step + 1 == options.steps
@@ -364,8 +366,17 @@ def _steps(
             fed.validated.append(step)
         yield row
         saving.after(done.samples, fed, last)
+        if asked() and not last:
+            saving.save(fed)
+            saving.finish()
+            emit(Notice(f"continue with `--resume {saving.run}`"))
+            end()
         if not last:
             fed.advance(ahead)
+
+
+def _last_step(signal: str) -> None:
+    write(f"{signal}: a checkpoint is saved after this step; a second signal ends the job at once")
 
 
 def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], None]]:

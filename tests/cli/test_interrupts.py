@@ -1,8 +1,10 @@
-"""Ctrl-C at any time of a job in one process: soon its end, one line that says how far it came, exit code 130, no
-traceback, nothing left behind. tests/runtime/test_cluster.py has jobs on workers."""
+"""Ctrl-C, SIGTERM and SIGHUP at any time of a job in one process: soon its end, one line that says how far it came,
+exit code 128 and the signal, a checkpoint if it trained, no traceback, nothing left behind.
+tests/runtime/test_cluster.py has jobs on workers."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -19,13 +21,13 @@ from tests.support import ROOT
 
 MODEL = ROOT / "examples" / "01_mlp" / "model.py"
 SCRIPT = "split batch into 4 as mb\n"
-LINE = re.compile(r"interrupted (while [^\n]+|after [\d,]+ steps?; run)\n")
+LINE = re.compile(r"(SIGINT: [^\n]+\n)?interrupted (while [^\n]+|after [\d,]+ steps?; run)\n")
 ENTRY = "import sys\nfrom piperlang.__main__ import main\nprint('up', flush=True)\nsys.exit(main())"
 """`python -m piperlang`, which says when it is there: before that, Ctrl-C is Python's."""
 OFTEN = [0.02, 0.7, 3.0]
 BY_HAND = [0.1, 0.2, 0.4, 1.0, 1.5, 2.0, 4.5, 6.0, 10.0]
-"""Seconds: while our own modules are imported, those of torch, while it traces; `test_ctrl_c_while_it_trains` has the
-rest."""
+"""Seconds: while our own modules are imported, those of torch, while it traces; the
+tests below have the rest."""
 
 
 def piperc(folder: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -48,19 +50,22 @@ def piperc(folder: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def job(folder: Path) -> subprocess.Popen[str]:
+def words(steps: int, out: str, model: Path = MODEL) -> list[str]:
+    return [str(model), "s.piper", "--executor", "inline", "--steps", str(steps), "--log-every", "1", "--out", out]
+
+
+def job(folder: Path, model: Path = MODEL) -> subprocess.Popen[str]:
     (folder / "s.piper").write_text(SCRIPT)
-    words = [str(MODEL), "s.piper", "--executor", "inline", "--steps", "1000000", "--log-every", "1", "--out", "run"]
-    return piperc(folder, ENTRY, *words)
+    return piperc(folder, ENTRY, *words(1_000_000, "run", model))
 
 
-def ended(process: subprocess.Popen[str], folder: Path) -> str:
+def ended(process: subprocess.Popen[str], folder: Path, code: int = 130) -> str:
     """What an interrupted process said on standard error."""
     try:
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     with pytest.raises(ProcessLookupError):  # no process of its session is left
         os.killpg(process.pid, 0)
     assert list((folder / "tmp").iterdir()) == []
@@ -90,16 +95,60 @@ def test_ctrl_c_at_random(number: int, tmp_path: Path) -> None:
     interrupted(tmp_path, random.Random(number).uniform(0.01, 15.0))
 
 
-@pytest.mark.slow  # on workers, test_cluster.py interrupts one every time
-def test_ctrl_c_while_it_trains(tmp_path: Path) -> None:
+ASKED = "a checkpoint is saved after this step; a second signal ends the job at once"
+ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted", signal.SIGHUP: "hung up"}
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(one, marks=() if one == signal.SIGTERM else pytest.mark.slow) for one in ENDINGS]
+)
+def test_a_job_that_trains_saves_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+    """And the run that goes on from it is the run that was not interrupted."""
+    process = training(tmp_path)
+    process.send_signal(number)
+    err = ended(process, tmp_path, 128 + number)
+    steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert err == f"{number.name}: {ASKED}\n{ENDINGS[number]} after {steps:,} steps; run\n"
+    (found,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert found.name == f"step-{steps:08}"
+    resumed = piperc(tmp_path, ENTRY, *words(steps + 2, "run"), "--resume", "run")
+    whole = piperc(tmp_path, ENTRY, *words(steps + 2, "whole"))
+    for process in (resumed, whole):
+        assert process.communicate(timeout=60)[1] == ""
+    rows = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("run", "whole")
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    slow = "import time\nexec(open(FILE).read())\ndef on_step(row):\n    if row['step'] > 2: time.sleep(600)\n"
+    (tmp_path / "m.py").write_text(slow.replace("FILE", repr(str(MODEL))))
+    process = training(tmp_path, tmp_path / "m.py")
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    assert ended(process, tmp_path, 143) == f"SIGTERM: {ASKED}\nterminated after 4 steps; run\n"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("delay", [3.0, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.2, 1.0, 6.0))])
+def test_sigterm_before_it_trains(delay: float, tmp_path: Path) -> None:
     process = job(tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGTERM)
+    assert re.fullmatch(r"(SIGTERM: [^\n]+\n)?terminated (while|after) [^\n]+\n", ended(process, tmp_path, 143))
+
+
+def training(folder: Path, model: Path = MODEL) -> subprocess.Popen[str]:
+    """A job that has trained some steps."""
+    process = job(folder, model)
     assert process.stdout is not None
     while not process.stdout.readline().startswith("step    3 "):
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    err = ended(process, tmp_path)
-    steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert err == f"interrupted after {steps:,} steps; run\n"
+    return process
 
 
 # ------------------------------------------------------------------------------------------- where Python would lose it

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from piperlang.capture.user.model_file import model_modules
 from piperlang.capture.user.seeding import restored
 from piperlang.diagnostics import error
-from piperlang.interrupts import uninterrupted
+from piperlang.interrupts import SIGNALS, uninterrupted
 from piperlang.progress import Workers, emit
 from piperlang.runtime.comm import gloo
 from piperlang.runtime.comm.process_group import ProcessBackend
@@ -109,7 +109,7 @@ class Cluster:
         for attempt in range(1, START_ATTEMPTS + 1):
             temporary = self.folder / f"ray{attempt}"
             try:
-                with _marked(self.folder), _unbroken_process_starts():
+                with _marked(self.folder), _unbroken_process_starts(), _own_signals():
                     ray.init(
                         num_cpus=max(count, 1),
                         object_store_memory=200 * 2**20,
@@ -135,7 +135,8 @@ class Cluster:
         _hush()
         self.connected = True
         try:
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+            with _own_signals():
+                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as problem:
             reason = str(problem).splitlines()[0]
             help = "`ray start --head` prints the address of the cluster it starts"
@@ -328,15 +329,28 @@ def _unbroken_process_starts() -> Iterator[None]:
         subprocess.Popen.__init__ = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray replaces the handler of SIGTERM, and its own ends the process with a trace of C++."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
 @functools.cache
 def _close_at_exit() -> None:
     atexit.register(_exit)  # Ray registered its handler before, so Ray's runs after this one
 
 
 def _exit() -> None:
-    """Close all open clusters. A further Ctrl-C is ignored: it would skip the rest of the exit and print a
+    """Close all open clusters. Further signals are ignored: they would skip the rest of the exit and print a
     traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _open:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     for cluster in list(_open):
         cluster.close()
 
