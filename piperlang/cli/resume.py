@@ -116,6 +116,17 @@ def _of_run(run: Path) -> Resumed:
     raise PiperError(*(one for problem in problems for one in problem.diagnostics))
 
 
+def newest_whole(run: Path) -> Resumed | None:
+    """The newest checkpoint of a run that is whole, if there is one."""
+    from piperlang.runtime.checkpoint.manifest import Damaged
+    from piperlang.runtime.checkpoint.store import Store
+
+    for folder, manifest in Store(run).all():
+        if not isinstance(manifest, Damaged):
+            return Resumed(run, folder, manifest)
+    return None
+
+
 def damaged(checkpoint: Path, problem: Exception) -> PiperError:
     return error(
         "P0611",

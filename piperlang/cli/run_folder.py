@@ -26,7 +26,9 @@ AVERAGES = "weights-ema.pt"
 """Their moving averages, if the model file has `ema`."""
 METRICS = "metrics.jsonl"
 VERSIONS = "versions.json"
-_RECORDS = (METRICS, VERSIONS, WEIGHTS, AVERAGES, "verified.json")
+RESTARTS = "restarts.jsonl"
+"""Why a job has started again."""
+_RECORDS = (METRICS, RESTARTS, VERSIONS, WEIGHTS, AVERAGES, "verified.json")
 _CHECKPOINTS = "checkpoints"
 
 
@@ -107,12 +109,12 @@ def write_about(
     source, _ = open_script(options.script)
     with writing(folder / WEIGHTS, "nothing, training has not begun"):
         for name in _RECORDS:
-            if resumed is None or name != METRICS:
+            if resumed is None or name not in (METRICS, RESTARTS):
                 (folder / name).unlink(missing_ok=True)
         if resumed is None:
             shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
         else:
-            _keep_rows(folder / METRICS, resumed)
+            keep_rows(resumed.run / METRICS, folder / METRICS, resumed.step)
     write_text(folder / "schedule.piper", source.text)
     write_text(folder / "resolved.piper", resolved(directives))
     write_text(folder / "plan.json", dump(plan))
@@ -127,17 +129,16 @@ def write_about(
     write_text(folder / VERSIONS, json.dumps(versions, indent=2) + "\n")
 
 
-def _keep_rows(rows: Path, resumed: Resumed) -> None:
-    """Of the metrics of the run, the rows of steps that are not trained again. The last row may be torn."""
-    old = resumed.run / METRICS
+def keep_rows(old: Path, new: Path, step: int) -> None:
+    """Writes the rows of the steps before this one. The last row of a job that was killed may be torn."""
     kept = []
     for line in old.read_text(encoding="utf-8").splitlines() if old.exists() else ():
         with suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] < resumed.step:
+            if json.loads(line)["step"] < step:
                 kept.append(f"{line}\n")
-    part = rows.with_name(f"{rows.name}.part")
+    part = new.with_name(f"{new.name}.part")
     part.write_text("".join(kept), encoding="utf-8")
-    part.replace(rows)
+    part.replace(new)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -28,7 +28,8 @@ class Saving:
         from piperlang.runtime.driver.checkpoints import Checkpoints
 
         self.run, self.every, self.minutes = folder, options.save_every, options.save_minutes
-        self.step, self.samples = step, samples
+        self.start = self.step = step
+        self.samples = samples
         self.saved = step
         """The step of the newest checkpoint."""
         self.last = time.monotonic()
@@ -63,6 +64,10 @@ class Saving:
     def finish(self) -> None:
         """Waits for the checkpoint that is being written."""
         self._told(self.checkpoints.wait())
+
+    def abandon(self) -> None:
+        """A worker is gone: the checkpoint that is being written is dropped, unless it is whole."""
+        self._told(self.checkpoints.abandon())
 
     def _told(self, done: Any) -> None:
         if done is not None:

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 from piperlang.runtime.driver.restoring import Restore
 from tests.support.checkpoints import assert_same, contents, job, save, steps
+from tests.support.often import one_in
 from tests.support.optimizer_jobs import OWNED, SCRIPTS
 
 LAYOUTS = [*SCRIPTS, *(f"owned {name}" for name in OWNED)]
@@ -42,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.parametrize("old", LAYOUTS)
+@pytest.mark.parametrize("old", one_in(4, LAYOUTS))
 def test_every_layout_reads_what_every_layout_wrote(old: str, saved: Any, tmp_path: Path) -> None:
     """Weights and optimizer state are the same, bit by bit, after they were sharded anew."""
     for new in LAYOUTS:

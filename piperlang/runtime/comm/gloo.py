@@ -3,16 +3,40 @@ for at the end of a step."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from piperlang.plan.plan import Group
 from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm
 from piperlang.runtime.hardware.cpu import Cpu
 
 
 class GlooComm(ProcessComm):
+    sockets: frozenset[int]
+    """Inodes of its connections. gloo has no way to end a call that waits for a peer, other than a connection that
+    breaks: its `abort` does not end receives (tried on torch 2.13)."""
+
+    def connected(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Self:
+        before = _sockets()
+        comm = super().connected(groups, pairs)
+        comm.sockets = self.sockets | (_sockets().keys() - before.keys())
+        return comm
+
+    def abort(self) -> None:
+        super().abort()
+        for inode, descriptor in _sockets().items():
+            if inode in self.sockets:
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+                    copy.getpeername()  # raises for a listener, which gloo must keep
+                    copy.shutdown(socket.SHUT_RDWR)
+
     def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
         work = dist.isend(tensor, self.ranks[device], tag=tag)
         self.pending.append((work, tensor))  # called by several threads, which only add to the list
@@ -28,6 +52,26 @@ class Gloo(ProcessBackend):
     device = Cpu()
     comm = GlooComm
     loopback: ClassVar = {"GLOO_SOCKET_IFNAME": "lo"}
+
+    def join(
+        self, rank: int, ranks: dict[int, int], meeting: Store, timeout: float, digest: str, one_machine: bool
+    ) -> ProcessComm:
+        before = _sockets()
+        comm = super().join(rank, ranks, meeting, timeout, digest, one_machine)
+        assert isinstance(comm, GlooComm)
+        comm.sockets = frozenset(_sockets().keys() - before.keys())
+        return comm
+
+
+def _sockets() -> dict[int, int]:
+    """The sockets of this process: their descriptors, by inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                found[int(target[8:-1])] = int(name)
+    return found
 
 
 BACKEND = Gloo()

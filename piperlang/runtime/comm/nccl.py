@@ -4,6 +4,7 @@ a communicator of its own, because messages of one communicator wait for each ot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar, Self
 
 import torch
@@ -34,6 +35,13 @@ class NcclComm(ProcessComm):
             if self.rank in (self.ranks[source], self.ranks[target]):
                 dist.all_reduce(token, group=group)
         torch.cuda.synchronize()
+
+    def abort(self) -> None:
+        super().abort()
+        for group in (dist.group.WORLD, *self.groups, *self.pairs.values()):
+            if isinstance(group, dist.ProcessGroup):  # torch has a number for groups of others
+                with suppress(RuntimeError):
+                    group._get_backend(torch.device("cuda")).abort()
 
     def _here(self) -> int:
         return next(device for device, rank in self.ranks.items() if rank == self.rank)

@@ -27,6 +27,7 @@ class ProcessComm(Comm):
     turned: list[list[int] | None]
     pending: list[tuple[Any, torch.Tensor]]
     """Sends of this step, with their tensors."""
+    aborted: bool
 
     def __init__(self, rank: int, ranks: dict[int, int], limit: timedelta) -> None:
         """`ranks`: device of the plan -> rank."""
@@ -42,7 +43,7 @@ class ProcessComm(Comm):
             for members, _ in groups
         ]
         comm.turned = [_turned([ranks[d] for d in members]) for members, _ in groups]
-        comm.pending = []
+        comm.pending, comm.aborted = [], False
         return comm
 
     def settle(self) -> None:
@@ -52,15 +53,15 @@ class ProcessComm(Comm):
         self.pending.clear()
 
     def all_reduce(self, group: int, tensor: torch.Tensor) -> None:
-        if self.groups[group] is not None:
+        if self._of(group) is not None:
             dist.all_reduce(tensor, group=self.groups[group])
 
     def reduce(self, group: int, tensor: torch.Tensor, member: int) -> None:
-        if self.groups[group] is not None:
+        if self._of(group) is not None:
             dist.reduce(tensor, group=self.groups[group], group_dst=self._rank(group, member))
 
     def broadcast(self, group: int, tensor: torch.Tensor, member: int) -> None:
-        if self.groups[group] is not None:
+        if self._of(group) is not None:
             dist.broadcast(tensor, group=self.groups[group], group_src=self._rank(group, member))
 
     def _rank(self, group: int, member: int) -> int:
@@ -72,7 +73,7 @@ class ProcessComm(Comm):
         self, group: int, give: torch.Tensor, give_sizes: list[int], take: torch.Tensor, take_sizes: list[int]
     ) -> None:
         turned = self.turned[group]
-        if self.groups[group] is None:
+        if self._of(group) is None:
             take.copy_(give)
         elif turned is None:
             dist.all_to_all_single(take, give, take_sizes, give_sizes, group=self.groups[group])
@@ -92,7 +93,7 @@ class ProcessComm(Comm):
 
     def gather_into(self, group: int, whole: torch.Tensor, mine: torch.Tensor) -> None:
         turned = self.turned[group]
-        if self.groups[group] is None:
+        if self._of(group) is None:
             whole.copy_(mine)
         elif turned is None:
             dist.all_gather_into_tensor(whole, mine, group=self.groups[group])
@@ -103,7 +104,7 @@ class ProcessComm(Comm):
 
     def scatter_into(self, group: int, mine: torch.Tensor, whole: torch.Tensor) -> None:
         turned = self.turned[group]
-        if self.groups[group] is None:
+        if self._of(group) is None:
             mine.copy_(whole)
         elif turned is None:
             dist.reduce_scatter_tensor(mine, whole, group=self.groups[group])
@@ -111,6 +112,16 @@ class ProcessComm(Comm):
             parts = torch.empty_like(whole)
             parts.view(len(turned), -1)[turned] = whole.view(len(turned), -1)
             dist.reduce_scatter_tensor(mine, parts, group=self.groups[group])
+
+    def _of(self, group: int) -> dist.ProcessGroup | None:
+        """torch's group. A collective that begins after `abort` would wait for its timeout."""
+        if self.aborted:
+            raise RuntimeError("communication was ended, because another worker is lost")
+        return self.groups[group]
+
+    def abort(self) -> None:
+        """Ends what waits in a call, which raises then. Called by another thread."""
+        self.aborted = True
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -16,6 +16,7 @@ from piperlang.runtime.checkpoint.store import Store
 from piperlang.runtime.driver.assemble import Rest
 from piperlang.runtime.driver.restoring import shapes_of
 from piperlang.runtime.driver.saving import WrittenPart, merged
+from piperlang.runtime.driver.training import Lost
 
 
 class Saves(Protocol):
@@ -106,9 +107,20 @@ class Checkpoints:
         coming, self.coming = self.coming, None
         try:
             self.last = coming.result()
-        except (OSError, RuntimeError, ValueError) as problem:  # safetensors raises its own
+        except PiperError:
+            raise
+        except Lost:  # the next step says so
+            return None
+        except Exception as problem:  # safetensors raises its own
             raise _not_written(self.store.folder, problem) from problem
         return self.last
+
+    def abandon(self) -> Saved | None:
+        """The same, and what could not be written is forgotten."""
+        try:
+            return self.wait()
+        except PiperError:
+            return None
 
     def finished(self) -> Saved | None:
         """The checkpoint that has been written since the last call, without waiting."""

@@ -31,6 +31,7 @@ from piperlang.progress import Workers, emit
 from piperlang.runtime.comm import gloo
 from piperlang.runtime.comm.process_group import ProcessBackend
 from piperlang.runtime.driver.janitor import MARK, clear, start_janitor, stop_janitor
+from piperlang.runtime.driver.training import Lost
 from piperlang.runtime.driver.worker import Worker, process
 
 ROOM = 30.0
@@ -39,6 +40,14 @@ ROOM = 30.0
 CLEANUP = 30.0
 """Seconds after which the driver stops waiting for a job's processes to end. The janitor then removes them and the
 folder."""
+
+STOPPED_FOR = 3.0
+"""Seconds that a worker may be stopped (SIGSTOP, a debugger) before it counts as hung."""
+SILENT_FOR = 60.0
+"""Seconds that a worker of another machine may not answer: it cannot while it is in C code that keeps the GIL."""
+
+HALT = 3.0
+"""Seconds that workers may take to end their step, when another worker is lost."""
 
 _open: set[Cluster] = set()
 """Clusters that are still open. An interrupt may skip the code that closes them, so they are closed at process exit."""
@@ -51,14 +60,6 @@ def pack(value: object) -> bytes:
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     packed: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     return packed
-
-
-class Lost(Exception):
-    """A worker that died."""
-
-    def __init__(self, worker: int) -> None:
-        super().__init__(f"worker {worker} died")
-        self.worker = worker
 
 
 START_ATTEMPTS = 4
@@ -75,6 +76,7 @@ class Cluster:
         self.connected = False
         """This object has called ray.init and not yet ray.shutdown."""
         self.closing = threading.Lock()
+        self.stopped, self.silent = STOPPED_FOR, SILENT_FOR
         self.janitor: subprocess.Popen[bytes] | None = None
         self.group: PlacementGroup | None = None
         self.workers: list[Any] = []
@@ -165,20 +167,45 @@ class Cluster:
             "num_gpus": gpus,
             "concurrency_groups": {"control": 3},
         }
-        actor: Any = ray.remote(**options)(_controlled())
-        for i in range(count):
+        self.actor: Any = ray.remote(**options)(_controlled())
+        self.shares_device = gpus < 1
+        self.workers, self.pids = [None] * count, [None] * count
+        self._start_workers(range(count))
+
+    def _start_workers(self, which: Sequence[int]) -> None:
+        assert self.group is not None
+        for i in which:
             place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
-            environment = self.backend.environment(i, shares_device=gpus < 1)
-            self.workers.append(actor.options(scheduling_strategy=place).remote(environment))
-        here, asked = process()[0], [worker.where.remote() for worker in self.workers]
+            environment = self.backend.environment(i, self.shares_device)
+            self.workers[i] = self.actor.options(scheduling_strategy=place).remote(environment)
+        here, asked = process()[0], [self.workers[i].where.remote() for i in which]
         starting = asked
         while starting:
             _, starting = ray.wait(starting, num_returns=1)
-            emit(Workers(count - len(starting), count))
-        for system, pid in ray.get(asked):
-            self.pids.append(
-                pid if system == here else None
-            )  # a process outside of this system can only be checked through Ray
+            emit(Workers(len(self.workers) - len(starting), len(self.workers)))
+        for i, (system, pid) in zip(which, ray.get(asked), strict=True):
+            # A process outside of this system can only be checked through Ray.
+            self.pids[i] = pid if system == here else None
+
+    def halt(self, count: int, calls: Sequence[Any], within: float = HALT) -> list[int]:
+        """Ends what the first `count` workers do. Those that died, are stopped or do not end it are killed: which ones."""
+        gone = {i for i, pid in enumerate(self.pids[:count]) if pid is not None and _state(pid) in GONE + STOPPED}
+        for i in gone:
+            self._kill(i)
+        aborted = {i: self.call(i, "abort") for i in range(count) if i not in gone}
+        waiting = [*aborted.values(), *(call for i, call in enumerate(calls) if i not in gone)]
+        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=within) if waiting else ([], [])
+        for i, future in aborted.items():
+            mine = [future, *calls[i : i + 1]]
+            if not all(one in ready for one in mine) or any(_is_lost(one) for one in mine):
+                gone.add(i)
+                self._kill(i)
+        return sorted(gone)
+
+    def replace(self, which: Sequence[int]) -> None:
+        """Starts new workers in the places of those that are gone."""
+        if which:
+            self._start_workers(which)
 
     @property
     def local(self) -> bool:
@@ -213,13 +240,16 @@ class Cluster:
                 raise problem.cause from None
         return results
 
-    def watch(self, futures: Sequence[Any], beat: float = 1.0, limit: float = 3.0) -> tuple[list[Any], int | None]:
-        """Results of all workers; or no results, and the worker that has not answered for `limit` seconds.
+    def watch(self, futures: Sequence[Any], beat: float = 1.0) -> tuple[list[Any], int | None]:
+        """Results of all workers; or no results, and a worker that hangs: one of this machine that has been stopped for
+        `self.stopped` seconds, as the system says, so that one that is in C code for minutes counts as alive; one of
+        another machine that has not answered for `self.silent` seconds.
 
         Raises Lost if a worker dies. A worker that ends early with a failure ends the wait."""
         pending = {future: i for i, future in enumerate(futures)}
         results: list[Any] = [None] * len(futures)
         pings: dict[int, tuple[Any, float]] = {}
+        stopped: dict[int, float] = {}
         last = time.monotonic()
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=0.1)
@@ -232,9 +262,17 @@ class Cluster:
                 if getattr(results[i], "failed", None) is not None:
                     return results, None
             now = time.monotonic()
+            for i, pid in enumerate(self.pids[: len(futures)]):
+                state = _state(pid) if pid is not None else ""
+                if state and state in GONE:
+                    raise Lost(i)
+                if not state or state not in STOPPED:
+                    stopped.pop(i, None)
+                elif now - stopped.setdefault(i, now) > self.stopped:
+                    return results, i
             if now - last >= beat:
                 last = now
-                for i in set(pending.values()) - pings.keys():
+                for i in {i for i in pending.values() if self.pids[i] is None} - pings.keys():
                     pings[i] = (self.call(i, "ping"), now)
             for i, (ping, sent) in list(pings.items()):
                 if ray.wait([ping], timeout=0)[0]:
@@ -243,7 +281,7 @@ class Cluster:
                     except RayActorError:
                         raise Lost(i) from None
                     del pings[i]
-                elif now - sent > limit:
+                elif now - sent > self.silent:
                     return results, i
         return results, None
 
@@ -265,19 +303,23 @@ class Cluster:
         break."""
         until = time.monotonic() + within
         while True:
-            found = [i for i, pid in enumerate(self.pids) if pid is not None and not _alive(pid)]
+            found = [i for i, pid in enumerate(self.pids) if pid is not None and _state(pid) in GONE]
             if found or time.monotonic() > until:
                 return found
             time.sleep(0.02)
 
     def kill(self) -> None:
         """Kill every worker. Workers blocked in communication cannot shut down by themselves."""
-        for worker, pid in zip(self.workers, self.pids, strict=False):
-            if pid is None:
-                ray.kill(worker)
-            else:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for i in range(len(self.workers)):
+            self._kill(i)
+
+    def _kill(self, i: int) -> None:
+        worker, pid = self.workers[i], self.pids[i]
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        elif worker is not None:
+            ray.kill(worker)
 
     def close(self) -> None:
         """Stop the workers, and Ray if it was started for this job, and remove the folder. Ctrl-C is deferred until
@@ -389,15 +431,29 @@ def _hush() -> None:
     worker.print_to_stdstream = lambda *_, **__: None
 
 
-def _alive(pid: int) -> bool:
+GONE, STOPPED = "XZ", "Tt"
+"""States of a process, as /proc has them."""
+
+
+def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
+        return "X"
+
+
+def _is_lost(future: Any) -> bool:
+    try:
+        ray.get(future, timeout=0)
+    except RayActorError:
+        return True
+    except Exception:  # what the worker raised: it is alive
         return False
+    return False
 
 
 def _controlled() -> type:
     """The worker with the methods that must answer while a step runs."""
-    for name in ("ping", "running", "written", "rest"):
+    for name in ("ping", "running", "written", "rest", "abort"):
         setattr(Worker, name, ray.method(concurrency_group="control")(getattr(Worker, name)))
     return Worker

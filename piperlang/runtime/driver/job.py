@@ -3,6 +3,7 @@ left behind."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 import struct
@@ -20,7 +21,7 @@ from piperlang.capture.user.seeding import GeneratorStates
 from piperlang.capture.user.user_code import said
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
-from piperlang.diagnostics import error
+from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Compute, Send
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.plan.verify import check
@@ -30,11 +31,12 @@ from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver import initial
 from piperlang.runtime.driver.assemble import Rest, assembled, known_to
-from piperlang.runtime.driver.cluster import Cluster, Lost, pack
+from piperlang.runtime.driver.cluster import Cluster, pack
 from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loading
+from piperlang.runtime.driver.restoring import Restore
 from piperlang.runtime.driver.saving import WrittenPart, assigned
 from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansByShape, RunKey
-from piperlang.runtime.driver.training import StepResult, Training, piece_of
+from piperlang.runtime.driver.training import Lost, StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
 from piperlang.runtime.driver.worker_batches import WorkerBatches
 from piperlang.runtime.optimizer.average import no_averages, set_averages
@@ -122,6 +124,11 @@ class Job:
             check(plan, buffered=False)
         self.borrowed, self.averages = cluster is not None, training.ema is not None
         self.ending: threading.Thread | None = None
+        self.restartable, self.lost = False, False
+        """Whether a lost worker ends the job; and whether one is lost, and the job waits to be started again."""
+        self.calls: list[Any] = []
+        """Of the step that runs."""
+        self.set_up_with = training, digest, timeout, loss_dtype
         self.progress: BinaryIO | None = None
         self.cluster = cluster or Cluster(len(plan.devices), address, self.backend)
         try:
@@ -341,17 +348,18 @@ class Job:
         ]
 
     def finish(self, futures: list[Any]) -> StepResult:
+        self.calls = futures
         try:
             reports, hung = self.cluster.watch(futures)
         except Lost as lost:
-            raise self._gone("P0602", "died", lost.worker) from None
+            raise self.died(lost.worker) from None
         if hung is not None:
             raise self._gone("P0603", "does not answer", hung)
         for i, report in enumerate(reports):
             if report is not None and report.failed is not None:
                 # A worker that communicates with a dead worker often fails first: its connection breaks.
                 dead = self.cluster.dead()
-                raise self._gone("P0602", "died", dead[0]) if dead else self._failed(i, report.failed)
+                raise self.died(dead[0]) if dead else self._failed(i, report.failed)
         if len({report.settings for report in reports if report.settings}) > 1:
             self._compare(self.cluster.each("settings", count=len(self.plan.devices)), self.sets_options)
         result = StepResult(
@@ -385,17 +393,27 @@ class Job:
                     ),
                 )
 
-    def _gone(self, code: str, what: str, worker: int) -> Exception:
+    def died(self, worker: int) -> PiperError:
+        return self._gone("P0602", "died", worker)
+
+    def _gone(self, code: str, what: str, worker: int) -> PiperError:
         """One error with the device, its instruction, the script line behind it, and what the other devices were
         waiting for."""
         notes = self._situation(worker, self._last(worker))
-        self._end()
+        self._lose()
         died, stuck = (
             "check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
             "its process is stopped or stuck: inspect it with a debugger",
         )
         help = died if code == "P0602" else stuck
         return error(code, f"device {self.plan.devices[worker].device} {what}", notes=notes[:9], help=help)
+
+    def _lose(self) -> None:
+        """A worker is gone."""
+        if self.restartable:
+            self.lost = True
+        else:
+            self._end()
 
     def _failed(self, worker: int, failure: Failure) -> Exception:
         """The same for an instruction that raised, with the line of the user's code."""
@@ -416,6 +434,23 @@ class Job:
             waiting = [self._named(other, i) for i in streams.values()][:1]
             notes += [f"device {self.plan.devices[other].device} was running {name}" for name in waiting]
         return notes
+
+    def halt(self) -> None:
+        """After a worker was lost: the others end what they do."""
+        self.gone = self.cluster.halt(len(self.plan.devices), self.calls)
+
+    def restart(self, restore: Restore | None) -> None:
+        """Starts again, after `halt`, from a checkpoint or from the beginning. Workers that are left stay."""
+        training, digest, timeout, loss_dtype = self.set_up_with
+        self.cluster.replace(self.gone)
+        if self.progress is not None:
+            self.progress.close()
+        self.batches, self.calls = None, []
+        self._set_up(dataclasses.replace(training, restore=restore), digest, timeout, loss_dtype)
+        for key, inputs in list(self.shapes.plans.items()):
+            if key != TRAIN:
+                self.shapes.plans[key] = self._prepared(key, inputs.plan, inputs.captured)
+        self.lost = False
 
     def _end(self) -> None:
         """Kill the workers now. Shutting down Ray takes longer, and the error does not wait for it."""
@@ -439,7 +474,7 @@ class Job:
     @property
     def alive(self) -> bool:
         """Whether the workers are still there: they are ended when one of them fails."""
-        return self.ending is None
+        return self.ending is None and not self.lost
 
     def weights(self, averaged: bool = False) -> dict[str, torch.Tensor]:
         """All weights, unsharded, as they are now, or their moving averages."""

@@ -46,6 +46,7 @@ class ThreadJob:
         others: OtherShapes | None = None,
     ) -> None:
         self.plan, self.captured, self.timeout, self.backend = plan, captured, timeout, backend
+        self.restartable, self.lost = False, False  # no thread dies alone
         with seeded(training.seed):  # `data` may use the same generators, so their state is restored
             model = training.make_model()
             hold(model)

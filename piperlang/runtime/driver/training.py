@@ -34,6 +34,14 @@ class Training:
     """The checkpoint that a resumed run starts from."""
 
 
+class Lost(Exception):
+    """A worker that died."""
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(f"worker {worker} died")
+        self.worker = worker
+
+
 @dataclass(frozen=True)
 class StepResult:
     loss: float

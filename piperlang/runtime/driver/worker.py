@@ -186,6 +186,11 @@ class Worker:
         self.model = setup, model
         return created
 
+    def abort(self) -> None:
+        """End the communication that a step waits for: another worker is lost. The step fails."""
+        for run in list(self.runs.values()):
+            run.comm.abort()
+
     def created(self) -> None:
         """All workers of this node have their parts of the model."""
         if self.file is not None:
@@ -469,7 +474,7 @@ class Worker:
 
     def close(self) -> None:
         self.stop_loading()
-        self.model = None
+        self.model, self.writer = None, Writer()
         self.created()
         for run in self.runs.values():
             run.streams.close()

@@ -1,0 +1,413 @@
+"""The training loop of a job: steps, metrics, validation, checkpoints, and a new start when a worker is lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from inspect import unwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piperlang.cli.feeding import Feeding, InWorkers, feeding
+from piperlang.cli.metrics import Logger, log, logging_to
+from piperlang.cli.model import Batches, captured, doing, scheduled
+from piperlang.cli.resume import Resumed, newest_whole
+from piperlang.cli.rows import MetricRows
+from piperlang.cli.run_folder import AVERAGES, RESTARTS, WEIGHTS, save, write_text, writing
+from piperlang.cli.saving import Saving
+from piperlang.diagnostics import Diagnostic, PiperError
+from piperlang.interrupts import asked_first, end, uninterrupted, write
+from piperlang.progress import Notice, StepMetrics, emit, stepping
+from piperlang.progress.lines import counted
+
+if TYPE_CHECKING:
+    from piperlang.capture.user.model_file import ModelFile
+    from piperlang.capture.user.watched import WatchedModel
+    from piperlang.plan.plan import Plan
+    from piperlang.runtime.comm.backend import Backend
+    from piperlang.runtime.driver.shapes import Mode
+    from piperlang.runtime.driver.training import StepResult, Training
+
+
+class TrainingLoop:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        file: ModelFile,
+        cut: Any,
+        plan: Plan,
+        folder: Path,
+        given: Batches,
+        backend: Backend,
+        run_before: Resumed | None,
+    ) -> None:
+        self.options, self.file, self.cut, self.plan = options, file, cut, plan
+        self.folder, self.given, self.backend, self.run_before = folder, given, backend, run_before
+        self.at = folder.absolute()  # the user's code may change the working directory
+        self.trained = 0
+        """Steps since the last start, the one included whose row is not written yet."""
+        self.restarts = 0
+
+    def run(self) -> None:
+        with doing("importing the runtime"):
+            from piperlang.runtime.driver.shapes import OtherShapes
+            from piperlang.runtime.shapes import PlanForShape
+
+        options, file, cut, plan, given = self.options, self.file, self.cut, self.plan, self.given
+        self.training = _training(options, file, self.run_before)
+        with ExitStack() as stack:
+            self.loggers = stack.enter_context(_loggers(options, plan, self.folder))
+            plan_for = PlanForShape(
+                partial(_applied, options, file, self.backend), plan, cut, self.training, file.max_norm, options.verify
+            )
+            validation = plan_for("evaluate", _validation_batch(file, given)) if file.validation is not None else None
+            _verify(options, cut, plan, given.first, self.training, self.folder)
+            given.reads.check("when the optimizer or its schedule steps")
+            self.rows = stack.enter_context(MetricRows(self.at))
+            others = OtherShapes(plan_for, options.shapes)
+            dtype = cut.model.tensors[cut.model.loss].dtype
+            self.job = stack.enter_context(
+                _started(options, self.backend, plan, cut, self.training, dtype, validation, others)
+            )
+            self._begin(given, self.run_before)
+            started = time.perf_counter()
+            with stepping(options.steps, options.log_every, str(self.folder)), asked_first(_last_step) as asked:
+                while not self._trained_all(asked):
+                    pass
+            self._finish()
+        seconds = time.perf_counter() - started
+        before = self.run_before.step if self.run_before is not None else 0
+        steps, devices = counted(self.saving.step - before, "step"), counted(len(plan.devices), "device")
+        emit(Notice(f"trained {steps} on {devices} in {seconds:.1f} s; {self.folder}"))
+
+    def _finish(self) -> None:
+        from piperlang.runtime.driver.training import Lost
+
+        try:
+            self.saving.finish()
+            save(self.job, self.at, WEIGHTS)
+            if self.file.ema is not None:
+                save(self.job, self.at, AVERAGES, averaged=True)
+        except Lost as lost:
+            self.job.restartable = False
+            raise _noted(self.job.died(lost.worker), self._lost()) from None
+
+    def _begin(self, given: Batches, run_before: Resumed | None) -> None:
+        """The state of a job that has its weights: `given` are batches from the first one on."""
+        from piperlang.capture.user.held import refuse_use
+        from piperlang.capture.user.watched import WatchedModel
+
+        options = self.options
+        self.fed: Feeding = feeding(options.data, self.job, self.file, given, self.cut, options.seed)
+        # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
+        kept = [WatchedModel(model.named_modules()) for model in refuse_use(traced_again=True)]
+        self.checks = _checks(self.file, kept)
+        step = samples = 0
+        if run_before is not None:
+            self.fed.resume(run_before.manifest)
+            step, samples = run_before.step, run_before.manifest.data.samples
+        self.saving = Saving(options, self.job, self.plan, self.at, step, samples)
+        self.trained = 0
+        self.job.restartable = self.restarts < options.restart and (self.saving.wanted or run_before is not None)
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def _trained_all(self, asked: Callable[[], bool]) -> bool:
+        """Trains until the last step. False if a worker was lost, and the job has started again."""
+        from piperlang.runtime.driver.training import Lost
+
+        try:
+            self._train(asked)
+            return True
+        except PiperError as problem:
+            self._handle(problem)
+        except Lost as lost:  # between two steps
+            self._handle(self.job.died(lost.worker))
+        return False
+
+    def _handle(self, problem: PiperError) -> None:
+        """Starts again if a worker is lost. Otherwise the error is raised, with what became of the state."""
+        if not self.job.lost:
+            raise self._kept(problem) or problem
+        self._restart(problem)
+
+    def _train(self, asked: Callable[[], bool]) -> None:
+        """Steps until the last one, or until it is `asked` to end. The next batch is loaded while a step runs, except
+        before a validation, and for files with `on_step`: the data may depend on either."""
+        options, file, fed, saving = self.options, self.file, self.fed, self.saving
+        start = saving.step
+        for step in range(start, options.steps):
+            last = step + 1 == options.steps
+            every = options.validate_every or options.steps
+            validated = file.validation is not None and (last or (step + 1) % every == 0)
+            ahead = not last and not validated and (file.on_step is None or isinstance(fed, InWorkers))
+            for check in self.checks:
+                check()
+            with doing("running the first step") if step == start else nullcontext():  # it may compile chunks
+                done = fed.step(ahead)
+                self.trained += 1
+            row = _row(step, done)
+            if validated:
+                row = replace(row, validation_loss=_validated(fed, file))
+                fed.validated.append(step)
+            self._note(row)
+            saving.after(done.samples, fed, last)
+            if asked() and not last:
+                saving.save(fed)
+                saving.finish()
+                emit(Notice(f"continue with `--resume {self.folder}`"))
+                end()
+            if not last:
+                fed.advance(ahead)
+
+    def _note(self, row: StepMetrics) -> None:
+        from piperlang.capture.user.seeding import generators_left_alone
+
+        with uninterrupted():  # what is said of an interrupted job is what metrics.jsonl has
+            self.rows.write(row)
+            emit(row)
+        log(self.loggers, row.record())
+        on_step = self.file.on_step
+        if on_step is not None:
+            with generators_left_alone(on_step) if isinstance(self.fed, InWorkers) else nullcontext():
+                on_step(row.record())
+
+    # ------------------------------------------------------------------------------------------------------ faults
+
+    def _kept(self, problem: PiperError) -> PiperError | None:
+        """If user code fails between steps (data, validation, `on_step`), save a checkpoint: the workers still have the
+        state of training. The error, with what became of it."""
+        saving = self.saving
+        worker_failed = any(d.code.startswith("P06") and d.code != "P0609" for d in problem.diagnostics)
+        if not self.trained or not self.job.alive or worker_failed:
+            return _noted(problem, self._lost()) if worker_failed and self.trained else None
+        saving.step = saving.start + self.trained
+        steps = counted(saving.step, "step")
+        try:
+            saving.save(self.fed)
+            saving.finish()
+            kept = f"the state after {steps} is saved; when this is mended, continue: `--resume {self.folder}`"
+        except PiperError as another:
+            kept = f"the state after {steps} is lost: {another.diagnostics[0].message}"
+        return _noted(problem, kept)
+
+    def _lost(self) -> str:
+        """What a worker that is gone has taken with it."""
+        self.saving.abandon()
+        found = newest_whole(self.at)
+        if found is not None:
+            lost = counted(self.saving.start + self.trained - found.step, "step")
+            return f"lost: {lost}; the state after {counted(found.step, 'step')} is saved: `--resume {self.folder}`"
+        steps = counted(self.trained, "step")
+        return f"lost: {steps}; `--save-every N` or `--save-minutes M` saves checkpoints, from which a job starts again"
+
+    def _restart(self, problem: PiperError) -> None:
+        """Starts again from the newest checkpoint, or from the beginning, after a worker was lost."""
+        first = problem.diagnostics[0]
+        at, started = self.saving.start + self.trained, time.perf_counter()
+        self.job.halt()
+        self.saving.abandon()
+        found = newest_whole(self.at) or self.run_before
+        self.restarts += 1
+        step = found.step if found is not None else 0
+        again = f"; {counted(at - step, 'step')} to train again" if at > step else ""
+        said = f"{first.message} after {counted(at, 'step')}: starting again from step {step}{again}"
+        for text in (said, *first.notes):
+            emit(Notice(text, warning=True))
+        with doing(f"starting again, {self.restarts} of {self.options.restart}"):
+            self.job.restart(found.restore(self.options.new_options) if found is not None else None)
+            self.rows.cut(step)
+            self._begin(Batches(self.file, self.options.seed), found)
+        seconds = round(time.perf_counter() - started, 3)
+        emit(Notice(f"started again in {seconds:.1f} s"))
+        record = {"step": at, "from": step, "seconds": seconds, "why": first.message, "notes": first.notes}
+        with writing(self.at / RESTARTS, "why the job started again"), (self.at / RESTARTS).open("a") as log_file:
+            log_file.write(json.dumps(record) + "\n")
+
+
+def _noted(problem: PiperError, note: str) -> PiperError:
+    first, *others = problem.diagnostics
+    changed: Diagnostic = replace(first, notes=(*first.notes, note))
+    return PiperError(changed, *others)
+
+
+def _row(step: int, done: StepResult) -> StepMetrics:
+    return StepMetrics(
+        step,
+        done.loss,
+        round(done.seconds, 6),
+        round(done.samples / done.seconds, 2),
+        done.memory,
+        waited_for_data=None if done.waited is None else round(done.waited, 6),
+    )
+
+
+def _training(options: argparse.Namespace, file: ModelFile, run_before: Resumed | None) -> Training:
+    from piperlang.capture.user.model_file import shipped
+    from piperlang.runtime.driver.training import Training
+    from piperlang.runtime.optimizer.optimize import default_optimizer
+
+    make = shipped(file, "model")
+    assert make is not None
+    return Training(
+        make,
+        shipped(file, "optimizer") or default_optimizer,
+        shipped(file, "lr_schedule"),
+        options.seed,
+        options.masters or file.precision == "bf16-true",
+        shipped(file, "loss"),
+        file.ema,
+        file.weights,
+        run_before.restore(options.new_options) if run_before is not None else None,
+    )
+
+
+def _last_step(signal: str) -> None:
+    write(f"{signal}: a checkpoint is saved after this step; a second signal ends the job at once")
+
+
+def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], None]]:
+    """Called before every step: what data and `on_step` must leave as it is, besides what the traced program and the
+    optimizer read. `kept`: models that the file keeps."""
+    from piperlang.capture.user.state import Frozen
+    from piperlang.capture.user.where import line_of_function
+
+    line = line_of_function(file.data)
+    norm = Frozen("the plan", [], [], line, [("max_norm", getattr(unwrap(file.data), "__globals__", {}))])
+    checks: list[Callable[[], None]] = [norm.check, *(partial(model.check, "between steps", line) for model in kept)]
+    if file.lr_schedule is not None:
+        schedule = Frozen("`lr_schedule`", [unwrap(file.lr_schedule)], [], line_of_function(file.lr_schedule))
+        checks.append(schedule.check)
+    return checks
+
+
+@contextmanager
+def _started(
+    options: argparse.Namespace,
+    backend: Backend,
+    plan: Any,
+    cut: Any,
+    training: Any,
+    loss_dtype: str,
+    validation: tuple[Any, Any] | None,
+    others: Any,
+) -> Iterator[Any]:
+    """Workers, or threads, that end with the block."""
+    from piperlang.runtime.driver.start import start
+
+    count = len(plan.devices)
+    what = "workers" if options.executor == "ray" else "threads"
+    with doing(f"starting {count} {what}", f"{what} {count}/{count}"):
+        job = start(
+            backend,
+            plan,
+            cut,
+            training,
+            loss_dtype,
+            timeout=options.timeout,
+            address=options.address,
+            compiles=options.compile,
+            others=others,
+        )
+        if validation is not None:
+            job.shapes.add("evaluate", *validation)
+    try:
+        yield job
+    finally:
+        with doing(f"stopping {count} {what}"):
+            job.close()
+
+
+@contextmanager
+def _loggers(options: argparse.Namespace, plan: Any, folder: Path) -> Iterator[list[Logger]]:
+    settings = {
+        "model": options.model,
+        "script": options.script,
+        "seed": options.seed,
+        "steps": options.steps,
+        "devices": len(plan.devices),
+    }
+    settings |= dict(text.split("=", 1) for text in options.parameters)
+    with ExitStack() as stack:
+        with doing(f"starting {', '.join(options.log)}") if options.log else nullcontext():
+            loggers = stack.enter_context(logging_to(options.log, folder, settings))
+        yield loggers
+
+
+def _verify(
+    options: argparse.Namespace, cut: Any, plan: Any, batch: tuple[Any, Any], training: Any, folder: Path
+) -> None:
+    """Compare the captured program with the eager model before workers start."""
+    from piperlang.runtime.guard.program import Verified, verify
+
+    with doing("verifying against eager PyTorch"):
+        verified = verify(cut, plan, batch, training) if options.verify else Verified(skipped="--no-verify")
+    write_text(folder / "verified.json", json.dumps(asdict(verified)) + "\n")
+    emit(Notice(str(verified), warning=bool(verified.skipped and options.verify)))
+
+
+def _validation_batch(file: ModelFile, given: Batches) -> tuple[Any, Any]:
+    """The first batch of `validation`, so that one that cannot be used is reported before training, not after it; or
+    one of `data`, if to call `validation` could change what `data` yields."""
+    from piperlang.capture.user.batches import DATA, may_share_state
+    from piperlang.capture.user.seeding import restored
+    from piperlang.capture.user.user_code import located
+    from piperlang.capture.user.where import line_of_function
+
+    assert file.validation is not None
+    if may_share_state(file.data, file.validation, DATA):
+        return given.first
+    with restored(), located(line_of_function(file.validation)):
+        return next(file.validation())
+
+
+def _applied(
+    options: argparse.Namespace,
+    file: ModelFile,
+    backend: Backend,
+    mode: Mode,
+    batch: tuple[Any, Any],
+    rows: tuple[int, ...],
+) -> tuple[Any, Any]:
+    """The graph of the script for batches of this shape, padded to these samples of it, and its stage programs."""
+    from piperlang.runtime.shapes import InEvaluationMode
+
+    if mode == "evaluate":
+        file = replace(file, model=InEvaluationMode(file.model))
+    found = scheduled(captured(file, options.seed, batch, backend).padded(rows), options)
+    if found.problems:
+        raise PiperError(*found.problems)
+    return found.graph(), found.captured
+
+
+def _validated(fed: Feeding, file: ModelFile) -> float:
+    """The mean loss over all batches of `validation`."""
+    from piperlang.capture.user.user_code import located
+    from piperlang.capture.user.where import line_of_function
+
+    assert file.validation is not None
+    with doing("validating"), located(line_of_function(file.validation)):
+        losses: list[float] = []
+        late = time.monotonic() + ENDLESS
+        for loss in fed.validate():
+            losses.append(loss)
+            if time.monotonic() > late:
+                late = float("inf")
+                emit(Notice(_endless(len(losses)), warning=True))
+    return float(sum(losses) / len(losses))
+
+
+ENDLESS = 30.0
+"""Seconds after which a validation might be one that never ends."""
+
+
+def _endless(count: int) -> str:
+    return (
+        f"`validation` has yielded {count:,} batches so far; if it never ends, bound it:"
+        " `return itertools.islice(data(), 10)`"
+    )
