@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -51,7 +52,7 @@ class TrainingLoop:
         self.at = folder.absolute()  # the user's code may change the working directory
         self.trained = 0
         """Steps since the last start, the one included whose row is not written yet."""
-        self.restarts = 0
+        self.restarts, self.strange = 0, False
 
     def run(self) -> None:
         with doing("importing the runtime"):
@@ -152,6 +153,7 @@ class TrainingLoop:
                 done = fed.step(ahead)
                 self.trained += 1
             row = _row(step, done)
+            self._look_at(row)
             if validated:
                 row = replace(row, validation_loss=_validated(fed, file))
                 fed.validated.append(step)
@@ -164,6 +166,14 @@ class TrainingLoop:
                 end()
             if not last:
                 fed.advance(ahead)
+
+    def _look_at(self, row: StepMetrics) -> None:
+        """Says once that training has left the numbers."""
+        if not math.isfinite(row.loss) and not self.strange:
+            self.strange = True
+            saved = counted(self.saving.saved, "step")
+            after = f"; the newest checkpoint is that after {saved}" if self.saving.wanted else ""
+            emit(Notice(f"the loss of step {row.step} is {row.loss}{after}", warning=True))
 
     def _note(self, row: StepMetrics) -> None:
         from piperlang.capture.user.seeding import generators_left_alone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import TracebackType
 
@@ -25,7 +24,7 @@ class MetricRows:
 
     def write(self, row: StepMetrics) -> None:
         with writing(self.path, f"the rows of metrics from step {row.step} on"):
-            self.file.write(json.dumps(row.record()) + "\n")
+            self.file.write(row.json() + "\n")
             self.file.flush()
         with writing(self.path, "the rows of metrics so far: the file was removed"):
             self.path.stat()  # it would take rows that nobody can read

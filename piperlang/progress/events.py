@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,8 +64,17 @@ class StepMetrics:
     """Seconds, after the step, for the next batch; known where workers load batches."""
 
     def record(self) -> dict[str, Any]:
-        """As JSON, without what is not known."""
+        """Without what is not known."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def json(self) -> str:
+        """As a line of JSON, which has no infinity: a loss that is none of its numbers is null."""
+        return json.dumps(
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in self.record().items()
+            }
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TextIO
 
 from piperlang.progress.events import Display, Event, Notice, StepMetrics, Stepping, Stopped
@@ -18,7 +17,7 @@ class Records:
 
     def show(self, event: Event) -> None:
         if isinstance(event, StepMetrics):
-            print(json.dumps(event.record()), file=self.stream, flush=True)
+            print(event.json(), file=self.stream, flush=True)
         if isinstance(event, Notice):
             if event.warning:
                 print(event.text, file=self.errors, flush=True)

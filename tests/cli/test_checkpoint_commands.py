@@ -154,6 +154,18 @@ def test_damaged_ones_are_named_and_older_ones_used(
     assert "manifest.json: it is missing" in capsys.readouterr().err
 
 
+def test_a_loss_that_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said once, and metrics stay JSON."""
+    made = Folder(tmp_path)
+    made.write(MORE + "def optimizer(p): return torch.optim.SGD(p, lr=1e38)\n")
+    assert made.train("pp.piper", "--steps", "4", "--no-verify", "--out", made.run("run")) == 0
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "NaN" not in rows
+    assert json.loads(rows.splitlines()[-1])["loss"] is None
+    out = capsys.readouterr().out
+    assert out.count("the loss of step ") == 1
+
+
 def test_ls_and_show(folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "ls", folder.run("run"), "--json"]) == 0
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)

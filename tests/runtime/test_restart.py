@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from piperlang.cli.main import main
 from piperlang.runtime.driver import job as jobs
 from piperlang.runtime.driver.cluster import Cluster
+from tests.support import ROOT
 from tests.support.between_steps import BASE, PIPELINE
 from tests.support.jobs import Lent
 
@@ -143,3 +147,45 @@ def test_a_worker_that_keeps_the_gil_is_alive(lent: Lent, tmp_path: Path) -> Non
     )
     assert time.monotonic() - started > 5
     assert os.path.exists(tmp_path / "run" / "weights.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["raylet/raylet", "gcs/gcs_server"])
+def test_ray_itself_dies(pattern: str, tmp_path: Path) -> None:
+    """Its own processes are watched: the error names the one that is gone, soon, and nothing is left."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "model.py").write_text(BASE)
+    (tmp_path / "s.piper").write_text(PIPELINE)
+    words = ["model.py", "s.piper", "--steps", "100000", "--log-every", "1", "--save-every", "2", "--out", "run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
+    with subprocess.Popen(
+        [sys.executable, "-m", "piperlang", *words],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("step    3 "):
+            assert process.poll() is None
+        (victim,) = _processes(pattern, str(tmp_path / "tmp"))
+        started = time.monotonic()
+        os.kill(victim, KILL)
+        _, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < 15
+    assert process.returncode == 1
+    assert f"of Ray died (process {victim})" in err
+    assert "is saved: `--resume run`" in err
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def _processes(pattern: str, folder: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            line = path.read_bytes().decode(errors="replace")
+            if pattern in line.partition("\0")[0] and folder in line:
+                found.append(int(path.parent.name))
+    return found

@@ -18,6 +18,9 @@ from piperlang.runtime.driver.restoring import shapes_of
 from piperlang.runtime.driver.saving import WrittenPart, merged
 from piperlang.runtime.driver.training import Lost
 
+ABANDON = 5.0
+"""Seconds to wait for a checkpoint when a worker is lost: a process that cannot answer any more would never end it."""
+
 
 class Saves(Protocol):
     """A job whose state can be saved."""
@@ -100,14 +103,14 @@ class Checkpoints:
         self.store.prune(self.keep)
         return target
 
-    def wait(self) -> Saved | None:
+    def wait(self, timeout: float | None = None) -> Saved | None:
         """Waits for the checkpoint that is being written, if there is one. Raises why it could not be."""
         if self.coming is None:
             return None
         coming, self.coming = self.coming, None
         try:
-            self.last = coming.result()
-        except PiperError:
+            self.last = coming.result(timeout)
+        except (PiperError, TimeoutError):
             raise
         except Lost:  # the next step says so
             return None
@@ -118,8 +121,8 @@ class Checkpoints:
     def abandon(self) -> Saved | None:
         """The same, and what could not be written is forgotten."""
         try:
-            return self.wait()
-        except PiperError:
+            return self.wait(ABANDON)
+        except (PiperError, TimeoutError):
             return None
 
     def finished(self) -> Saved | None:

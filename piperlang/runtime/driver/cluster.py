@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -46,6 +47,9 @@ STOPPED_FOR = 3.0
 SILENT_FOR = 60.0
 """Seconds that a worker of another machine may not answer: it cannot while it is in C code that keeps the GIL."""
 
+REACH = 10.0
+"""Seconds to reach a Ray cluster."""
+
 HALT = 3.0
 """Seconds that workers may take to end their step, when another worker is lost."""
 
@@ -77,6 +81,8 @@ class Cluster:
         """This object has called ray.init and not yet ray.shutdown."""
         self.closing = threading.Lock()
         self.stopped, self.silent = STOPPED_FOR, SILENT_FOR
+        self.ray: dict[str, int] = {}
+        """Processes of Ray that the job cannot do without, if it was started for this job."""
         self.janitor: subprocess.Popen[bytes] | None = None
         self.group: PlacementGroup | None = None
         self.workers: list[Any] = []
@@ -123,6 +129,7 @@ class Cluster:
                         _temp_dir=str(temporary),
                         _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
                     )
+                self.ray = _processes_of_ray()
                 return
             except Exception as problem:  # Ray raises plain exceptions
                 ray.shutdown()
@@ -135,12 +142,13 @@ class Cluster:
 
     def _join(self, address: str | None) -> None:
         _hush()
-        self.connected = True
         try:
+            _check_reachable(address or "")
+            self.connected = True
             with _own_signals():
                 ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as problem:
-            reason = str(problem).splitlines()[0]
+        except (OSError, ValueError, RuntimeError) as problem:
+            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
             help = "`ray start --head` prints the address of the cluster it starts"
             raise error("P0605", f"cannot join a Ray cluster at {address}", notes=[reason], help=help) from None
 
@@ -181,14 +189,26 @@ class Cluster:
         here, asked = process()[0], [self.workers[i].where.remote() for i in which]
         starting = asked
         while starting:
-            _, starting = ray.wait(starting, num_returns=1)
+            self._check_ray()
+            _, starting = ray.wait(starting, num_returns=1, timeout=1.0)
             emit(Workers(len(self.workers) - len(starting), len(self.workers)))
         for i, (system, pid) in zip(which, ray.get(asked), strict=True):
             # A process outside of this system can only be checked through Ray.
             self.pids[i] = pid if system == here else None
 
+    def _check_ray(self) -> None:
+        """Ray itself would notice after a minute, or never."""
+        for name, pid in self.ray.items():
+            if _state(pid) in GONE:
+                raise error(
+                    "P0602",
+                    f"{name} of Ray died (process {pid}), which starts and watches the workers",
+                    help="check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
+                )
+
     def halt(self, count: int, calls: Sequence[Any], within: float = HALT) -> list[int]:
-        """Ends what the first `count` workers do. Those that died, are stopped or do not end it are killed: which ones."""
+        """Ends what the first `count` workers do, and kills those that are stopped or do not end it. Which ones are
+        gone."""
         gone = {i for i, pid in enumerate(self.pids[:count]) if pid is not None and _state(pid) in GONE + STOPPED}
         for i in gone:
             self._kill(i)
@@ -262,6 +282,7 @@ class Cluster:
                 if getattr(results[i], "failed", None) is not None:
                     return results, None
             now = time.monotonic()
+            self._check_ray()
             for i, pid in enumerate(self.pids[: len(futures)]):
                 state = _state(pid) if pid is not None else ""
                 if state and state in GONE:
@@ -371,6 +392,14 @@ def _unbroken_process_starts() -> Iterator[None]:
         subprocess.Popen.__init__ = original  # type: ignore[method-assign]
 
 
+def _check_reachable(address: str) -> None:
+    """Ray tries for minutes to reach somebody who is not there. OSError if nobody listens at HOST:PORT."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=REACH):
+            pass
+
+
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
     """Ray replaces the handler of SIGTERM, and its own ends the process with a trace of C++."""
@@ -421,6 +450,13 @@ def _loopback() -> None:
 
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _processes_of_ray() -> dict[str, int]:
+    node = ray._private.worker._global_node
+    found: dict[str, Any] = node.all_processes if node is not None else {}
+    names = {"gcs_server": "the control store (GCS)", "raylet": "the raylet"}
+    return {names[kind]: processes[0].process.pid for kind, processes in found.items() if kind in names and processes}
 
 
 def _hush() -> None:

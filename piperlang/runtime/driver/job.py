@@ -353,6 +353,9 @@ class Job:
             reports, hung = self.cluster.watch(futures)
         except Lost as lost:
             raise self.died(lost.worker) from None
+        except PiperError:  # Ray is gone
+            self._end()
+            raise
         if hung is not None:
             raise self._gone("P0603", "does not answer", hung)
         for i, report in enumerate(reports):
