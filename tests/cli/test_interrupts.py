@@ -99,26 +99,33 @@ ASKED = "a checkpoint is saved after this step; a second signal ends the job at 
 ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted", signal.SIGHUP: "hung up"}
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(one, marks=() if one == signal.SIGTERM else pytest.mark.slow) for one in ENDINGS]
-)
-def test_a_job_that_trains_saves_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
-    """And the run that goes on from it is the run that was not interrupted."""
-    process = training(tmp_path)
+def asked_to_end(number: signal.Signals, folder: Path) -> int:
+    """How many steps a job had trained that was asked to end while it trained."""
+    process = training(folder)
     process.send_signal(number)
-    err = ended(process, tmp_path, 128 + number)
-    steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    err = ended(process, folder, 128 + number)
+    steps = len((folder / "run" / "metrics.jsonl").read_text().splitlines())
     assert err == f"{number.name}: {ASKED}\n{ENDINGS[number]} after {steps:,} steps; run\n"
-    (found,) = (tmp_path / "run" / "checkpoints").iterdir()
+    (found,) = (folder / "run" / "checkpoints").iterdir()
     assert found.name == f"step-{steps:08}"
+    return steps
+
+
+def test_a_job_that_trains_saves_a_checkpoint(tmp_path: Path) -> None:
+    asked_to_end(signal.SIGTERM, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ENDINGS)
+def test_and_goes_on_from_it(number: signal.Signals, tmp_path: Path) -> None:
+    """As the run that was not interrupted."""
+    steps = asked_to_end(number, tmp_path)
     resumed = piperc(tmp_path, ENTRY, *words(steps + 2, "run"), "--resume", "run")
     whole = piperc(tmp_path, ENTRY, *words(steps + 2, "whole"))
     for process in (resumed, whole):
         assert process.communicate(timeout=60)[1] == ""
-    rows = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("run", "whole")
-    ]
-    assert rows[0] == rows[1]
+    run, whole_run = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("run", "whole"))
+    assert [json.loads(row)["loss"] for row in run] == [json.loads(row)["loss"] for row in whole_run]
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

@@ -64,10 +64,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh"),
-    [pytest.param(*each, marks=pytest.mark.slow if i or each[1] == TP else ()) for i, each in enumerate(DRAWN)],
-)
+@pytest.mark.parametrize(("model", "mesh"), [pytest.param(*each, marks=pytest.mark.slow) for each in DRAWN])
 def test_everything_is_drawn(model: str, mesh: Mesh | None) -> None:
     """Experts where there are experts, features and sequences elsewhere; the library's schedules; both directions; two
     steps at once."""

@@ -100,7 +100,8 @@ def test_a_worker_that_is_killed(device: int, delay: float, within: float) -> No
         assert any(f"device {1 - device} was running" in note for note in diagnostic.notes), diagnostic.notes
 
 
-@pytest.mark.parametrize("within", [10.0, pytest.param(5.0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_restart.py stops one every time
+@pytest.mark.parametrize("within", [10.0, 5.0])
 def test_a_worker_that_is_stopped(within: float) -> None:
     (diagnostic,) = struck(1, signal.SIGSTOP, 0.3, within).diagnostics
     assert diagnostic.code == "P0603"

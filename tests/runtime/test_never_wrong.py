@@ -239,6 +239,7 @@ def guarded(
     return verify(captured, plan, vectors(), Training(model, optimizer, None, 0))
 
 
+@pytest.mark.slow  # every job of other tests passes it
 def test_the_guard_lets_a_plain_model_pass() -> None:
     for schedule in ("ddp", "zero3", "pp"):
         found = guarded(Layers, schedule=schedule)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -81,7 +82,7 @@ CASES = {
 }
 
 
-OFTEN = ("twice", "loading in workers")
+OFTEN = ("stopped, pipeline", "loading in workers")
 
 
 @pytest.mark.parametrize(
@@ -153,11 +154,11 @@ def test_a_worker_that_keeps_the_gil_is_alive(lent: Lent, tmp_path: Path) -> Non
 @pytest.mark.parametrize("pattern", ["raylet/raylet", "gcs/gcs_server"])
 def test_ray_itself_dies(pattern: str, tmp_path: Path) -> None:
     """Its own processes are watched: the error names the one that is gone, soon, and nothing is left."""
-    (tmp_path / "tmp").mkdir()
+    short = Path(tempfile.mkdtemp(prefix="t"))  # a socket of Ray has a path of at most 107 bytes
     (tmp_path / "model.py").write_text(BASE)
     (tmp_path / "s.piper").write_text(PIPELINE)
     words = ["model.py", "s.piper", "--steps", "100000", "--log-every", "1", "--save-every", "2", "--out", "run"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(short)}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
     with subprocess.Popen(
         [sys.executable, "-m", "piperlang", *words],
@@ -170,7 +171,7 @@ def test_ray_itself_dies(pattern: str, tmp_path: Path) -> None:
         assert process.stdout is not None
         while not process.stdout.readline().startswith("step    3 "):
             assert process.poll() is None
-        (victim,) = _processes(pattern, str(tmp_path / "tmp"))
+        (victim,) = _processes(pattern, str(short))
         started = time.monotonic()
         os.kill(victim, KILL)
         _, err = process.communicate(timeout=60)
@@ -178,7 +179,7 @@ def test_ray_itself_dies(pattern: str, tmp_path: Path) -> None:
     assert process.returncode == 1
     assert f"of Ray died (process {victim})" in err
     assert "is saved: `--resume run`" in err
-    assert not list((tmp_path / "tmp").iterdir())
+    short.rmdir()  # it is empty
 
 
 def _processes(pattern: str, folder: str) -> list[int]:
