@@ -69,3 +69,18 @@ def test_it_has_what_the_model_has(saved: Any) -> None:
     assert tensors["weight scale"].shape == torch.Size([])
     assert "rest spare" in tensors
     assert trees["state first.bias"]["dict"][0][0] == "step"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "ddp", "zero1", "pp", "pp zero3", "columns zero1"])
+def test_a_run_resumed_at_any_step_ends_the_same(layout: str, tmp_path: Path) -> None:
+    with job(layout, adam, warm) as running:
+        saved_at = []
+        for step in range(20):
+            saved_at.append(save(running, tmp_path / "whole", step))
+            steps(running, step, step + 1)
+        end = save(running, tmp_path / "whole", 20)
+    for step, folder in enumerate(saved_at):
+        with job(layout, adam, warm, restore=Restore(folder, step)) as running:
+            steps(running, step, 20)
+            assert_same(save(running, tmp_path / str(step), 20), end)
