@@ -158,7 +158,8 @@ def test_ray_itself_dies(pattern: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(BASE)
     (tmp_path / "s.piper").write_text(PIPELINE)
     words = ["model.py", "s.piper", "--steps", "100000", "--log-every", "1", "--save-every", "2", "--out", "run"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(short)}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(short)}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
     with subprocess.Popen(
         [sys.executable, "-m", "piperlang", *words],
