@@ -12,6 +12,7 @@ import torch
 from torch import optim
 from torch.optim import lr_scheduler
 
+from piperlang.diagnostics import PiperError
 from piperlang.runtime.driver.restoring import Restore
 from tests.support.checkpoints import assert_same, contents, job, save, steps
 from tests.support.often import one_in
@@ -84,3 +85,62 @@ def test_a_run_resumed_at_any_step_ends_the_same(layout: str, tmp_path: Path) ->
         with job(layout, adam, warm, restore=Restore(folder, step)) as running:
             steps(running, step, 20)
             assert_same(save(running, tmp_path / str(step), 20), end)
+
+
+class Counting(optim.SGD):
+    """Torch's SGD with a rate that depends on what an optimizer may keep anywhere."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.kind, self.count = kind, 0
+        cells = [0]
+
+        def counted() -> int:
+            cells[0] += 1
+            return cells[0]
+
+        self.counted = counted
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += self.kind == "on the instance"
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["seen"] = state.get("seen", 0) + 1
+                if self.kind == "as aliases" and "b" not in state:
+                    state["a"] = state["b"] = torch.zeros_like(p)
+                if self.kind == "on a parameter":
+                    p.seen = getattr(p, "seen", 0) + 1
+                if self.kind == "in a set":
+                    state["set"] = {1}
+                by = {"on the instance": self.count, "in a group": group["steps"], "in the state": state["seen"]}
+                p.add_(p.grad, alpha=-0.1 / by.get(self.kind, self.counted() if self.kind == "in a closure" else 1))
+
+
+def counting(kind: str) -> Any:
+    return lambda params: Counting(params, kind)
+
+
+@pytest.mark.parametrize("kind", ["on the instance", "in a group", "in the state"])
+def test_an_optimizer_of_ones_own_goes_on(kind: str, tmp_path: Path) -> None:
+    with job("one", counting(kind)) as running:
+        expected = steps(running, 0, 4)
+    with job("one", counting(kind)) as running:
+        steps(running, 0, 2)
+        folder = save(running, tmp_path, 2)
+    with job("one", counting(kind), restore=Restore(folder, 2)) as running:
+        assert steps(running, 2, 4) == expected[2:]
+
+
+@pytest.mark.parametrize("kind", ["in a closure", "as aliases", "on a parameter", "in a set"])
+def test_what_a_checkpoint_cannot_have_is_refused(kind: str, tmp_path: Path) -> None:
+    with job("one", counting(kind)) as running:
+        steps(running, 0, 2)
+        with pytest.raises(PiperError) as found:
+            save(running, tmp_path, 2)
+    assert found.value.diagnostics[0].code == "P0610"
+    assert not list((tmp_path / "checkpoints").iterdir())

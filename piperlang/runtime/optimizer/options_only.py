@@ -205,7 +205,9 @@ def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in others and not name.startswith("_optimizer_") and not callable(value)
+        if name not in others
+        and not name.startswith("_optimizer_")
+        and not callable(getattr(type(optimizer), name, None))  # a method, replaced on the instance
     }
 
 

@@ -75,8 +75,22 @@ def _state(
 ) -> Iterator[SavedTensor]:
     found: list[SavedTensor] = []
     whole_weight = not part.partial
+    if vars(parameter) and type(copy) not in ELEMENTWISE | PER_PARAMETER:
+        raise _not_saved(
+            one,
+            f"attribute `{next(iter(vars(parameter)))}` of the parameter of weight {part.weight}",
+            "keep it in `self.state[p]`",
+        )
+    places = {parameter.untyped_storage().data_ptr(): "the weight itself"}
 
     def leaf(path: tree.Path, value: torch.Tensor) -> Any:
+        shared = places.setdefault(value.untyped_storage().data_ptr(), f"state `{'.'.join(path)}`")
+        if value.numel() and shared != f"state `{'.'.join(path)}`":
+            raise _not_saved(
+                one,
+                f"state `{'.'.join(path)}` of weight {part.weight} has the memory of {shared}",
+                "keep a tensor of its own: `.clone()`",
+            )
         name = TensorId("state", part.weight, path)
         if value.shape == parameter.shape and not _of_weight(one, part, path, value):
             found.append(SavedTensor(name, value, range_of(part)))
