@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -48,9 +49,16 @@ class _Counted:
 
     def __init__(self, job: Any, file: ModelFile) -> None:
         self.job, self.file = job, file
-        self.drawn = 1
+        self.drawn = 0
         """Batches that `data` has yielded."""
+        self.read = ""
+        """A digest of all of them."""
         self.validated: list[int] = []
+
+    def _drew(self) -> None:
+        """Another batch was loaded."""
+        self.drawn += 1
+        self.read = hashlib.blake2b(f"{self.read} {self._digest()}".encode(), digest_size=16).hexdigest()
 
     def advance(self, ahead: bool) -> None:
         raise NotImplementedError
@@ -69,7 +77,7 @@ class _Counted:
     def position(self, samples: int) -> tuple[DataPosition, dict[str, Any]]:
         from piperlang.runtime.checkpoint.manifest import DataPosition
 
-        return DataPosition(self.drawn, samples, self._digest(), self.mode, tuple(self.validated)), self._states()
+        return DataPosition(self.drawn, samples, self.read, self.mode, tuple(self.validated)), self._states()
 
     def resume(self, manifest: Manifest) -> None:
         """All of it is read again: what `data` draws, counts and remembers is then what it was."""
@@ -85,7 +93,7 @@ class _Counted:
                     reading.detail = f"{i:,} of {step:,}"
         if "slices" in (self.mode, was.mode) and self.mode != was.mode:
             emit(Notice(f"batches are not compared with those of the run, which read {was.mode}", warning=True))
-        elif self._digest() != was.digest:
+        elif self.read != was.digest:
             raise _other_data(self.file, was.batches)
         self._set_states(manifest)
         if self.drawn == step:  # the next one had not been read
@@ -103,6 +111,7 @@ class InDriver(_Counted):
     def __init__(self, job: Any, file: ModelFile, batches: Batches) -> None:
         super().__init__(job, file)
         self.batch, self.others = batches.first, batches.others
+        self._drew()
         self.problem: PiperError | None = None
 
     def step(self, ahead: bool) -> StepResult:
@@ -112,8 +121,9 @@ class InDriver(_Counted):
         with located(line_of_function(self.file.data)):
             begun = self.job.begin(self.batch)
         try:
-            self.batch = next(self.others) if ahead else self.batch
-            self.drawn += ahead
+            if ahead:
+                self.batch = next(self.others)
+                self._drew()
         except PiperError as raised:
             self.problem = raised
         result: StepResult = self.job.finish(begun)
@@ -124,7 +134,7 @@ class InDriver(_Counted):
             raise self.problem
         if not ahead:
             self.batch = next(self.others)
-            self.drawn += 1
+            self._drew()
 
     def validate(self) -> Iterator[float]:
         assert self.file.validation is not None
@@ -167,6 +177,7 @@ class InWorkers(_Counted):
         """`whole`: the batches after the first, where workers load slices of them."""
         super().__init__(job, file)
         self.mode = "workers" if whole is None else "slices"
+        self._drew()
         self.problem: PiperError | None = None
         self.whole = _first_of(whole) if whole is not None else iter(())
 
@@ -183,7 +194,8 @@ class InWorkers(_Counted):
             raised = problem
         result: StepResult = self.job.finish(begun)
         self.problem = result.problem or raised or self._other(whole)
-        self.drawn += ahead
+        if ahead and result.problem is None:
+            self._drew()
         return result
 
     def advance(self, ahead: bool) -> None:
@@ -191,7 +203,7 @@ class InWorkers(_Counted):
             raise self.problem
         if not ahead:
             self.job.load_next()
-            self.drawn += 1
+            self._drew()
             problem = self._other(next(self.whole, None))
             if problem is not None:
                 raise problem
@@ -319,7 +331,7 @@ def _other_data(file: ModelFile, number: int) -> PiperError:
 
     return error(
         "P0612",
-        f"batch {number} of `data` is not the one that the run has read",
+        f"the first {number} batches of `data` are not those that the run has read",
         line_of_function(file.data),
         notes=["a resumed run reads its batches again from the first one, so that none is lost or repeated"],
         help=(

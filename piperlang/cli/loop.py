@@ -110,6 +110,7 @@ class TrainingLoop:
         self.checks = _checks(self.file, kept)
         step = samples = 0
         if run_before is not None:
+            _warn_of_changes(options, self.file, run_before)
             self.fed.resume(run_before.manifest)
             step, samples = run_before.step, run_before.manifest.data.samples
         self.saving = Saving(options, self.job, self.plan, self.at, step, samples)
@@ -238,6 +239,17 @@ class TrainingLoop:
         record = {"step": at, "from": step, "seconds": seconds, "why": first.message, "notes": first.notes}
         with writing(self.at / RESTARTS, "why the job started again"), (self.at / RESTARTS).open("a") as log_file:
             log_file.write(json.dumps(record) + "\n")
+
+
+def _warn_of_changes(options: argparse.Namespace, file: ModelFile, run_before: Resumed) -> None:
+    """What may change, and changes what follows."""
+    about = run_before.manifest.about
+    for name, now in (("validate every", options.validate_every), ("precision", options.precision)):
+        was = about.get(name)
+        if now != was and (name != "validate every" or file.validation is not None):
+            flag = f"--{name.replace(' ', '-')}"
+            why = ": a validation may draw random numbers, as `data` does" if name == "validate every" else ""
+            emit(Notice(f"the run had {f'{flag} {was}' if was is not None else f'no {flag}'}{why}", warning=True))
 
 
 def _noted(problem: PiperError, note: str) -> PiperError:

@@ -44,6 +44,8 @@ class Saving:
     def after(self, samples: int, fed: Feeding, last: bool) -> None:
         """After a step, whose row is written."""
         self.step, self.samples = self.step + 1, self.samples + samples
+        if self.wanted and self.step == self.start + 1:
+            self.checkpoints.job.check_state()  # what cannot be saved is said now, not after hours
         self._told(self.checkpoints.finished())
         due = (self.every is not None and self.step % self.every == 0) or (
             self.minutes is not None and time.monotonic() - self.last >= 60 * self.minutes
@@ -93,6 +95,7 @@ def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "devices": len(plan.devices),
         "parameters": list(options.parameters),
         "precision": options.precision,
+        "validate every": options.validate_every,
         "steps": options.steps,
         "command": sys.argv[1:],
         "versions": {"piperlang": __version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "other data": (
         MORE.replace("torch.randn(8, 4), torch", "2 * torch.randn(8, 4), torch"),
         [],
-        "batch 5 of `data` is not",
+        "batches of `data` are not those that the run has read",
     ),
     "another model": (
         MORE + "class N(M):\n    def __init__(self):\n        super().__init__()\n"

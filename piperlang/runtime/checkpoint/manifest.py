@@ -69,7 +69,7 @@ class DataPosition(NamedTuple):
     samples: int = 0
     """That have been trained with."""
     digest: str = ""
-    """Of the last of these batches."""
+    """Of all of these batches."""
     mode: str = "driver"
     """Where batches were loaded."""
     validated: tuple[int, ...] = ()

@@ -28,6 +28,9 @@ class Saves(Protocol):
     plan: Any
     captured: Any
 
+    def check_state(self) -> None:
+        """Raises P0610 if the state cannot be saved."""
+
     def snapshot(self, folder: Path) -> None:
         """Copies the state to host memory. It is being written when this returns."""
 

@@ -492,6 +492,10 @@ class Job:
         found: dict[str, torch.Tensor] = rest.complete(whole)
         return found
 
+    def check_state(self) -> None:
+        """Raises P0610 if the state of training cannot be saved."""
+        self.cluster.each("check_state", assigned(self.plan, self.captured.constants))
+
     def snapshot(self, folder: Path) -> None:
         """Copies the state of training to the memory of the workers, which write it into the folder."""
         mine = assigned(self.plan, self.captured.constants)

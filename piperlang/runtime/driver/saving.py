@@ -126,6 +126,12 @@ def snapshot(devices: Sequence[Device], optimizers: Optimizers, mine: Assigned, 
     return found
 
 
+def check_state(devices: Sequence[Device], optimizers: Optimizers, mine: Assigned) -> None:
+    """Raises P0610 if something cannot be saved."""
+    for _ in _tensors(devices, optimizers, mine, {}):
+        pass
+
+
 def _tensors(
     devices: Sequence[Device], optimizers: Optimizers, mine: Assigned, trees: dict[str, Any]
 ) -> Iterator[SavedTensor]:

@@ -23,7 +23,7 @@ from piperlang.runtime.device import Device
 from piperlang.runtime.device.failure import failed, failure_of
 from piperlang.runtime.driver import restoring
 from piperlang.runtime.driver.assemble import Rest, assembled, known_to, rest_of
-from piperlang.runtime.driver.saving import Writer, WrittenPart, assigned, snapshot
+from piperlang.runtime.driver.saving import Writer, WrittenPart, assigned, check_state, snapshot
 from piperlang.runtime.driver.shapes import TRAIN, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import StepResult, Training, piece_of
 from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
@@ -167,6 +167,11 @@ class ThreadJob:
         if averaged:
             set_averages(whole, self.optimizers.averaged())
         return self.rest.complete(whole)
+
+    def check_state(self) -> None:
+        """Raises P0610 if the state of training cannot be saved."""
+        (mine,) = assigned(self.plan, self.captured.constants, together=True)
+        check_state(self.training.devices, self.optimizers, mine)
 
     def snapshot(self, folder: Path) -> None:
         """Copies the state of training, which is then written into the folder."""

@@ -46,7 +46,7 @@ from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, create, mapped
 from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loader, Loading, Parts, keep_sockets_in
 from piperlang.runtime.driver.restoring import Restore
-from piperlang.runtime.driver.saving import Assigned, Writer, WrittenPart, snapshot
+from piperlang.runtime.driver.saving import Assigned, Writer, WrittenPart, check_state, snapshot
 from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
 from piperlang.runtime.hardware.kind import DeviceKind, Failed
 from piperlang.runtime.optimizer.copies import WeightPart
@@ -440,6 +440,10 @@ class Worker:
         folder, mine = given
         device = self.runs[TRAIN].device
         self.writer.write(folder, mine, snapshot([device], device.optimizers, mine, self.rest_of_model))
+
+    def check_state(self, mine: Assigned) -> None:
+        device = self.runs[TRAIN].device
+        check_state([device], device.optimizers, mine)
 
     def written(self) -> WrittenPart:
         """Wait for the file, while steps run."""
