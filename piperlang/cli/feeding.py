@@ -110,7 +110,7 @@ class InDriver(_Counted):
 
     def __init__(self, job: Any, file: ModelFile, batches: Batches) -> None:
         super().__init__(job, file)
-        self.batch, self.others = batches.first, batches.others
+        self.batch, self.others, self.reads = batches.first, batches.others, batches.reads
         self._drew()
         self.problem: PiperError | None = None
 
@@ -155,15 +155,36 @@ class InDriver(_Counted):
         from piperlang.capture.user.seeding import generator_states
         from piperlang.runtime.checkpoint.generators import written
 
-        return {"generators": written(generator_states())}
+        return {
+            "generators": written(generator_states()),
+            "globals": {"dict": list(map(list, self._globals().items()))},
+        }
+
+    def _globals(self) -> dict[str, str]:
+        """What `data` reads, and `on_step` may have changed."""
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.reads.texts().items()}
 
     def _set_states(self, manifest: Manifest) -> None:
         """Code between steps draws from the same generators."""
         from piperlang.capture.user.seeding import set_generator_states
+        from piperlang.capture.user.where import line_of_function
+        from piperlang.runtime.checkpoint import tree
         from piperlang.runtime.checkpoint.generators import read
 
-        if manifest.data.mode == self.mode:
-            set_generator_states(read(manifest.trees["generators"]))
+        if manifest.data.mode != self.mode:
+            return
+        was: dict[str, str] = tree.read(manifest.trees["globals"], tree.from_inline)
+        now = self._globals()
+        other = next((name for name in was if was[name] != now.get(name, was[name])), None)
+        if other is not None:
+            raise error(
+                "P0612",
+                f"{other}, which `data` reads, is not what it was in the run",
+                line_of_function(self.file.data),
+                notes=["a resumed run reads the batches again, and does not call `on_step` for the steps before it"],
+                help="let `data` depend on the number of the batch instead, which it can count itself",
+            )
+        set_generator_states(read(manifest.trees["generators"]))
 
 
 READ_WHOLE = 8

@@ -109,6 +109,12 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
         [],
         "batches of `data` are not those that the run has read",
     ),
+    "a variable that on_step sets": (
+        MORE.replace("while True: yield torch", "while True: yield (1 + (LEVEL > 9)) * torch")
+        + "LEVEL = 0\ndef on_step(row):\n    global LEVEL\n    LEVEL = row['step']\n",
+        [],
+        "`LEVEL`, which `data` reads, is not what it was",
+    ),
     "another model": (
         MORE + "class N(M):\n    def __init__(self):\n        super().__init__()\n"
         "        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)\ndef model(): return N()\n",
@@ -126,6 +132,9 @@ def test_what_would_be_another_run_is_refused(
     here = Folder(tmp_path)
     here.write(more)
     run = copied(folder, tmp_path)
+    if "on_step" in more:
+        assert here.train("pp.piper", "--steps", "5", "--out", str(run), "--overwrite", "--save-every", "5") == 0
+        here.write(more + "# a new process would run the file again\n")
     assert here.train("pp.piper", "--steps", "8", "--resume", str(run), *options) == 1
     err = capsys.readouterr().err
     assert "error[P0612]" in err

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from piperlang.capture.user.prints import Prints
+from piperlang.capture.user.prints import Prints, text_of
 from piperlang.capture.user.state import globals_assigned, globals_of, labelled
 from piperlang.capture.user.user_code import Guarded, Wrong, kind, mistake
 from piperlang.capture.user.where import line_of_function
@@ -58,6 +58,10 @@ class DataReads:
     def _prints(self) -> dict[str, object]:
         prints = Prints(contents=True)
         return {one.label: one.print(prints) for one in self.entries if _is_plain(one.scope.get(one.name))}
+
+    def texts(self) -> dict[str, str]:
+        """The values as text that is the same in every process."""
+        return {one.label: text_of(one.scope[one.name]) for one in self.entries if one.name in one.scope}
 
     def check(self, when: str) -> None:
         """Refuses what other functions of the file change: they run in another order, or in other processes."""
