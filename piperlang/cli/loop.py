@@ -113,7 +113,7 @@ class TrainingLoop:
             _warn_of_changes(options, self.file, run_before)
             self.fed.resume(run_before.manifest)
             step, samples = run_before.step, run_before.manifest.data.samples
-        self.saving = Saving(options, self.job, self.plan, self.at, step, samples)
+        self.saving = Saving(options, self.job, self.plan, self.at, self.file.precision, step, samples)
         self.trained = 0
         self.job.restartable = self.restarts < options.restart and (self.saving.wanted or run_before is not None)
 
@@ -244,7 +244,7 @@ class TrainingLoop:
 def _warn_of_changes(options: argparse.Namespace, file: ModelFile, run_before: Resumed) -> None:
     """What may change, and changes what follows."""
     about = run_before.manifest.about
-    for name, now in (("validate every", options.validate_every), ("precision", options.precision)):
+    for name, now in (("validate every", options.validate_every), ("precision", file.precision)):
         was = about.get(name)
         if now != was and (name != "validate every" or file.validation is not None):
             flag = f"--{name.replace(' ', '-')}"

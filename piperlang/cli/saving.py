@@ -21,7 +21,14 @@ class Saving:
     """Called after every step."""
 
     def __init__(
-        self, options: argparse.Namespace, job: Any, plan: Plan, folder: Path, step: int, samples: int
+        self,
+        options: argparse.Namespace,
+        job: Any,
+        plan: Plan,
+        folder: Path,
+        precision: str | None,
+        step: int,
+        samples: int,
     ) -> None:
         """`step`, `samples`: what has been trained before."""
         from piperlang.runtime.checkpoint.store import Store
@@ -35,7 +42,7 @@ class Saving:
         self.last = time.monotonic()
         store = Store(folder)
         store.tidy()
-        self.checkpoints = Checkpoints(job, store, options.seed, _about(options, plan), options.keep)
+        self.checkpoints = Checkpoints(job, store, options.seed, _about(options, plan, precision), options.keep)
 
     @property
     def wanted(self) -> bool:
@@ -76,7 +83,7 @@ class Saving:
             emit(Notice(f"saved a checkpoint after step {done.step} in {done.seconds:.1f} s; {done.folder}"))
 
 
-def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+def _about(options: argparse.Namespace, plan: Plan, precision: str | None) -> dict[str, Any]:
     import platform
 
     import torch
@@ -94,7 +101,7 @@ def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "plan": digest(plan),
         "devices": len(plan.devices),
         "parameters": list(options.parameters),
-        "precision": options.precision,
+        "precision": precision,
         "validate every": options.validate_every,
         "steps": options.steps,
         "command": sys.argv[1:],
