@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -108,12 +109,12 @@ class TrainingLoop:
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
         kept = [WatchedModel(model.named_modules()) for model in refuse_use(traced_again=True)]
         self.checks = _checks(self.file, kept)
-        step = samples = 0
+        step, samples, settings = 0, 0, _settings(options, self.file)
         if run_before is not None:
-            _warn_of_changes(options, self.file, run_before)
+            _warn_of_changes(run_before.manifest.about.get("settings", {}), settings)
             self.fed.resume(run_before.manifest)
             step, samples = run_before.step, run_before.manifest.data.samples
-        self.saving = Saving(options, self.job, self.plan, self.at, self.file.precision, step, samples)
+        self.saving = Saving(options, self.job, self.plan, self.at, settings, step, samples)
         self.trained = 0
         self.job.restartable = self.restarts < options.restart and (self.saving.wanted or run_before is not None)
 
@@ -241,15 +242,24 @@ class TrainingLoop:
             log_file.write(json.dumps(record) + "\n")
 
 
-def _warn_of_changes(options: argparse.Namespace, file: ModelFile, run_before: Resumed) -> None:
-    """What may change, and changes what follows."""
-    about = run_before.manifest.about
-    for name, now in (("validate every", options.validate_every), ("precision", file.precision)):
-        was = about.get(name)
-        if now != was and (name != "validate every" or file.validation is not None):
-            flag = f"--{name.replace(' ', '-')}"
-            why = ": a validation may draw random numbers, as `data` does" if name == "validate every" else ""
-            emit(Notice(f"the run had {f'{flag} {was}' if was is not None else f'no {flag}'}{why}", warning=True))
+def _settings(options: argparse.Namespace, file: ModelFile) -> dict[str, Any]:
+    """What a resumed run may change, and what then changes what follows."""
+    return {
+        "the model file": hashlib.sha256(file.text.encode()).hexdigest(),
+        "`--validate-every`": options.validate_every if file.validation is not None else None,
+        "`--masters`": options.masters,
+        "the precision": file.precision,
+        "`max_norm`": file.max_norm,
+        "`ema`": file.ema,
+    }
+
+
+def _warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name, value in now.items():
+        was = before.get(name)
+        if was != value:
+            what = "has changed since the run" if name == "the model file" else f"is {value}, and was {was} in the run"
+            emit(Notice(f"{name} {what}", warning=True))
 
 
 def _noted(problem: PiperError, note: str) -> PiperError:

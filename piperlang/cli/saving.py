@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,11 @@ class Saving:
         job: Any,
         plan: Plan,
         folder: Path,
-        precision: str | None,
+        settings: Mapping[str, Any],
         step: int,
         samples: int,
     ) -> None:
-        """`step`, `samples`: what has been trained before."""
+        """`settings`: what a run that is resumed is compared with. `step`, `samples`: what has been trained before."""
         from piperlang.runtime.checkpoint.store import Store
         from piperlang.runtime.driver.checkpoints import Checkpoints
 
@@ -42,7 +42,9 @@ class Saving:
         self.last = time.monotonic()
         store = Store(folder)
         store.tidy()
-        self.checkpoints = Checkpoints(job, store, options.seed, _about(options, plan, precision), options.keep)
+        self.checkpoints = Checkpoints(
+            job, store, options.seed, {**_about(options, plan), "settings": settings}, options.keep
+        )
 
     @property
     def wanted(self) -> bool:
@@ -83,7 +85,7 @@ class Saving:
             emit(Notice(f"saved a checkpoint after step {done.step} in {done.seconds:.1f} s; {done.folder}"))
 
 
-def _about(options: argparse.Namespace, plan: Plan, precision: str | None) -> dict[str, Any]:
+def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     import platform
 
     import torch
@@ -92,17 +94,13 @@ def _about(options: argparse.Namespace, plan: Plan, precision: str | None) -> di
     from piperlang.version import __version__
 
     source, _ = open_script(options.script)
-    model = Path(options.model)
     return {
         "script": options.script,
         "script text": source.text,
         "model": options.model,
-        "model sha256": hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else "",
         "plan": digest(plan),
         "devices": len(plan.devices),
         "parameters": list(options.parameters),
-        "precision": precision,
-        "validate every": options.validate_every,
         "steps": options.steps,
         "command": sys.argv[1:],
         "versions": {"piperlang": __version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -163,6 +163,16 @@ def test_damaged_ones_are_named_and_older_ones_used(
     assert "manifest.json: it is missing" in capsys.readouterr().err
 
 
+def test_other_changes_are_told(folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = Folder(tmp_path)
+    here.write(MORE.replace("ema = 0.9", "ema = 0.8") + "max_norm = 0.5\n")
+    run = copied(folder, tmp_path)
+    assert here.train("pp.piper", "--steps", "6", "--resume", str(run)) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for said in ("the model file has changed", "`max_norm` is 0.5, and was None", "`ema` is 0.8, and was 0.9"):
+        assert said in out
+
+
 def test_a_loss_that_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is said once, and metrics stay JSON."""
     made = Folder(tmp_path)
