@@ -142,12 +142,14 @@ class TrainingLoop:
     def _train(self, asked: Callable[[], bool]) -> None:
         """Steps until the last one, or until it is `asked` to end. The next batch is loaded while a step runs, except
         before a validation, and for files with `on_step`: the data may depend on either."""
+        from piperlang.capture.user.seeding import restored
+
         options, file, fed, saving = self.options, self.file, self.fed, self.saving
         start = saving.step
         for step in range(start, options.steps):
             last = step + 1 == options.steps
-            every = options.validate_every or options.steps
-            validated = file.validation is not None and (last or (step + 1) % every == 0)
+            due = options.validate_every is not None and (step + 1) % options.validate_every == 0
+            validated = file.validation is not None and (last or due)
             ahead = not last and not validated and (file.on_step is None or isinstance(fed, InWorkers))
             for check in self.checks:
                 check()
@@ -157,8 +159,10 @@ class TrainingLoop:
             row = _row(step, done)
             self._look_at(row)
             if validated:
-                row = replace(row, validation_loss=_validated(fed, file))
-                fed.validated.append(step)
+                # A run with more steps has no validation here: it leaves no trace in what follows.
+                with nullcontext() if due else restored():
+                    row = replace(row, validation_loss=_validated(fed, file))
+                fed.validated += [step] if due else []
             self._note(row)
             saving.after(done.samples, fed, last)
             if asked() and not last:

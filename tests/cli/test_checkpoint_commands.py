@@ -163,6 +163,17 @@ def test_damaged_ones_are_named_and_older_ones_used(
     assert "manifest.json: it is missing" in capsys.readouterr().err
 
 
+def test_more_steps_than_were_planned(folder: Folder, tmp_path: Path) -> None:
+    """A validation after the last step draws random numbers, and leaves no trace in the run that goes on."""
+    here = Folder(tmp_path)
+    words = [str(tmp_path / "model.py"), str(tmp_path / "dp.piper"), "--executor", "inline"]
+    assert main([*words, "--steps", "3", "--save-every", "3", "--out", str(tmp_path / "run")]) == 0
+    assert main([*words, "--steps", "6", "--resume", str(tmp_path / "run")]) == 0
+    assert main([*words, "--steps", "6", "--out", str(tmp_path / "whole")]) == 0
+    whole = here.weights("whole/weights.pt")
+    assert all(torch.equal(value, whole[name]) for name, value in here.weights("run/weights.pt").items())
+
+
 def test_other_changes_are_told(folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = Folder(tmp_path)
     here.write(MORE.replace("ema = 0.9", "ema = 0.8") + "max_norm = 0.5\n")
