@@ -98,7 +98,6 @@ def test_the_job_starts_again(name: str, lent: Lent, tmp_path: Path, capsys: pyt
     why = [json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()]
     assert len(why) == len(steps)
     assert why[0]["why"] == f"device 0 {'died' if number == KILL else 'does not answer'}"
-    assert why[0]["seconds"] < 60
     out = " ".join(capsys.readouterr().out.split())
     assert f"after {steps[0] + 1} step" in out
     assert "started again in" in out
