@@ -222,7 +222,7 @@ def execute(
     if run_before is not None:
         from piperlang.runtime.driver.restoring import check_model, shapes_of
 
-        check_model(run_before.manifest, shapes_of(plan, cut.constants))
+        check_model(run_before.manifest, shapes_of(plan))
     folder = open_folder(options, run_before)
     write_about(folder, options, plan, found.directives, run_before)
     TrainingLoop(options, file, cut, plan, folder, batches, backend, run_before).run()

@@ -52,7 +52,7 @@ def run(tmp_path: Path, more: str, script: str) -> int:
     (tmp_path / "m.py").write_text(FILE.format(more=more))
     (tmp_path / "s.piper").write_text(script)
     files = [str(tmp_path / name) for name in ("m.py", "s.piper")]
-    return main([*files, "--executor", "inline", "--steps", "1", "--out", str(tmp_path / "run")])
+    return main([*files, "--executor", "inline", "--steps", "1", "--overwrite", "--out", str(tmp_path / "run")])
 
 
 def test_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

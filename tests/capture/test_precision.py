@@ -88,7 +88,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(arguments) == 0, capsys.readouterr().err
     rows = (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["loss"] for row in rows] == losses
-    assert main([*arguments, "--precision", "bf16-true"]) == 2
+    assert main([*arguments, "--overwrite", "--precision", "bf16-true"]) == 2
     assert "was made without it" in capsys.readouterr().err
 
 

@@ -234,7 +234,7 @@ def interrupted(job: subprocess.Popen[str], temporary: Path, again: float | None
     finally:
         job.kill()
     assert job.returncode == 130, err
-    assert re.fullmatch(r"interrupted (while [^\n]+|after [\d,]+ steps?; [^\n]+)\n", err), err
+    assert re.fullmatch(r"(SIGINT: [^\n]+\n)?interrupted (while [^\n]+|after [\d,]+ steps?; [^\n]+)\n", err), err
     assert processes(temporary) == []
     assert list(temporary.iterdir()) == []
 

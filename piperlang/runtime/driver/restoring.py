@@ -59,7 +59,7 @@ def _part(shard: ParameterShard, model: Mapping[str, torch.Tensor], reader: Read
         name = master
     if name in reader:
         found = reader.tensor(name, at)
-    else:  # a constant of the program, or a weight without elements
+    else:  # without elements
         found = model[shard.weight].detach()
         for dim, (low, high) in enumerate(shard.box):
             found = found.narrow(dim, low, high - low)
@@ -85,13 +85,12 @@ class Restored(Mapping[str, torch.Tensor]):
         return len(self.model)
 
 
-def shapes_of(plan: Plan, constants: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     """The shapes of all weights that devices keep."""
     ranges: dict[str, list[IndexRange]] = {}
     for device in plan.devices:
         for shard in device.weights.values():
-            if shard.weight not in constants:
-                ranges.setdefault(shard.weight, []).append(IndexRange(shard.box))
+            ranges.setdefault(shard.weight, []).append(IndexRange(shard.box))
     return {name: shape_of(its) for name, its in ranges.items()}
 
 
