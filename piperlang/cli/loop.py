@@ -235,10 +235,13 @@ class TrainingLoop:
         said = f"{first.message} after {counted(at, 'step')}: starting again from step {step}{again}"
         for text in (said, *first.notes):
             emit(Notice(text, warning=True))
-        with doing(f"starting again, {self.restarts} of {self.options.restart}"):
-            self.job.restart(found.restore(self.options.new_options) if found is not None else None)
-            self.rows.cut(step)
-            self._begin(Batches(self.file, self.options.seed), found)
+        try:
+            with doing(f"starting again, {self.restarts} of {self.options.restart}"):
+                self.job.restart(found.restore(self.options.new_options) if found is not None else None)
+                self.rows.cut(step)
+                self._begin(Batches(self.file, self.options.seed), found)
+        except PiperError as another:
+            raise _noted(another, self._lost()) from None
         seconds = round(time.perf_counter() - started, 3)
         emit(Notice(f"started again in {seconds:.1f} s"))
         record = {"step": at, "from": step, "seconds": seconds, "why": first.message, "notes": first.notes}

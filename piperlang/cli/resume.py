@@ -53,8 +53,21 @@ def resumed(options: argparse.Namespace) -> Resumed | None:
             f"cannot resume with `--seed {options.seed}`: the run has seed {found.manifest.seed}",
             help="leave out --seed: weights, data and dropout continue with the seed of the run",
         )
+    later = _later(found) if found.checkpoint == Path(options.resume) and not options.out else None
+    if later is not None:
+        raise error(
+            "P0612",
+            f"cannot continue {found.run} after step {found.step}: it has a later checkpoint, {later.name}",
+            help=f"train the other branch in its own folder with `--out`, or continue with `--resume {found.run}`",
+        )
     emit(Notice(f"resuming after {counted(found.step, 'step')}: {found.checkpoint}"))
     return found
+
+
+def _later(found: Resumed) -> Path | None:
+    """The newest checkpoint of the run, if it is whole and of a later step: a new start would go on from it."""
+    newest = newest_whole(found.run)
+    return newest.checkpoint if newest is not None and newest.step > found.step else None
 
 
 def _newest(options: argparse.Namespace) -> Resumed | None:

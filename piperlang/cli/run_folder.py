@@ -52,6 +52,13 @@ def check_folder(folder: Path, used: bool = False) -> None:
     raise _no_folder(folder, problem)
 
 
+def may_be_used(options: argparse.Namespace) -> bool:
+    """Whether the folder of --out may have a run: it is replaced, or it is the one that is resumed."""
+    if options.resume in (None, "auto"):
+        return options.overwrite or options.resume is not None
+    return Path(options.out).absolute() == Path(options.resume).absolute()
+
+
 def _is_used(folder: Path) -> bool:
     return any((folder / name).exists() for name in (*_RECORDS, _CHECKPOINTS))
 
@@ -68,7 +75,7 @@ def open_folder(options: argparse.Namespace, resumed: Resumed | None) -> Path:
         folder = resumed.run
     elif options.out:
         folder = Path(options.out)
-        check_folder(folder, used=options.overwrite or options.resume is not None)
+        check_folder(folder, used=may_be_used(options))
     else:
         return _new_folder(Path(options.script).stem if options.script != "-" else "stdin")
     try:

@@ -82,7 +82,8 @@ class Saving:
 
     def _told(self, done: Any) -> None:
         if done is not None:
-            emit(Notice(f"saved a checkpoint after step {done.step} in {done.seconds:.1f} s; {done.folder}"))
+            waited = f"training waited {1000 * done.stalled:.0f} ms"
+            emit(Notice(f"saved a checkpoint after step {done.step} in {done.seconds:.1f} s, {waited}; {done.folder}"))
 
 
 def _about(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from piperlang.cli.model import Batches, add_precision, captured, doing, load_bo
 from piperlang.cli.parsing import COUNT, MINUTES, POSITION, SECONDS, SEED
 from piperlang.cli.report import add_parameters, report
 from piperlang.cli.resume import Resumed, resumed
-from piperlang.cli.run_folder import WEIGHTS, check_folder, open_folder, write_about
+from piperlang.cli.run_folder import WEIGHTS, check_folder, may_be_used, open_folder, write_about
 from piperlang.diagnostics import error
 from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
@@ -176,7 +176,7 @@ def check_usage(options: argparse.Namespace) -> None:
     """Checks of the options before anything is loaded."""
     check_installed(options.log)
     if options.out is not None:
-        check_folder(Path(options.out), used=options.overwrite or options.resume is not None)
+        check_folder(Path(options.out), used=may_be_used(options))
     if options.overwrite and (options.resume is not None or options.out is None):
         raise error(
             "P0902",
@@ -222,7 +222,7 @@ def execute(
     if run_before is not None:
         from piperlang.runtime.driver.restoring import check_model, shapes_of
 
-        check_model(run_before.manifest, shapes_of(plan))
+        check_model(run_before.manifest, shapes_of(plan, cut.constants))
     folder = open_folder(options, run_before)
     write_about(folder, options, plan, found.directives, run_before)
     TrainingLoop(options, file, cut, plan, folder, batches, backend, run_before).run()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from piperlang.cli.main import main
+from piperlang.runtime.checkpoint.files import read_manifest
 from tests.support.between_steps import BASE, PIPELINE
 
 MORE = """
@@ -84,6 +85,39 @@ def test_under_another_script_in_another_folder(folder: Folder, tmp_path: Path) 
     assert folder.train("dp.piper", *words) == 0
     whole = folder.weights("whole/weights.pt")
     assert all(torch.allclose(v, whole[k], atol=1e-6) for k, v in torch.load(tmp_path / "new" / "weights.pt").items())
+
+
+def test_a_folder_has_one_run(folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two branches in one folder, a new start after a fault could take the wrong one."""
+    run = copied(folder, tmp_path)
+    older = str(run / "checkpoints" / "step-00000002")
+    assert folder.train("pp.piper", "--steps", "8", "--resume", older) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert "error[P0612]" in err
+    assert "it has a later checkpoint, step-00000005" in err
+    assert folder.train("pp.piper", "--steps", "8", "--resume", older, "--out", folder.run("whole")) == 2
+    assert "error[P0902]" in capsys.readouterr().err
+    assert folder.train("pp.piper", "--steps", "3", "--resume", older, "--out", str(tmp_path / "branch")) == 0
+    assert folder.train("pp.piper", "--steps", "6", "--resume", str(run), "--out", str(run)) == 0
+
+
+def test_constants_of_the_program_are_those_of_the_file(folder: Folder, tmp_path: Path) -> None:
+    """They are no weights: a run that is resumed with another forward has its constants, not those of before."""
+    here = Folder(tmp_path)
+    scaled = (
+        MORE + "class N(M):\n    def forward(self, x): return super().forward(x * torch.tensor([1.0, 1.0, 1.0, 2.0]))\n"
+        "def model(): return N()\n"
+    )
+    here.write(scaled)
+    assert here.train("pp.piper", "--steps", "2", "--save-every", "2", "--out", here.run("run")) == 0
+    manifest = read_manifest(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert {tensor.name for tensor in manifest.tensors} == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    losses = []
+    for name, text in (("same", scaled), ("other", scaled.replace("2.0]", "3.0]"))):
+        here.write(text)
+        assert here.train("pp.piper", "--steps", "3", "--resume", here.run("run"), "--out", here.run(name)) == 0
+        losses.append(json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[2])["loss"])
+    assert losses[0] != losses[1]
 
 
 def test_auto_starts_resumes_and_ends(

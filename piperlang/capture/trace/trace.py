@@ -45,13 +45,15 @@ from piperlang.diagnostics import PiperError, error
 
 @dataclass(frozen=True)
 class TracedWeight:
-    """A parameter or buffer. Tied weights are one TracedWeight with several names."""
+    """A parameter, a buffer or a constant. Tied weights are one TracedWeight with several names."""
 
     name: str
     aliases: tuple[str, ...]
     fake: torch.Tensor
     requires_grad: bool
     buffer: bool
+    constant: bool
+    """It belongs to the program, not to the model."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,11 @@ class Traced:
     @property
     def constants(self) -> dict[str, torch.Tensor]:
         """Tensors that the forward creates from numbers in the code. They belong to the program, not to the model."""
-        return {weight.name: weight.fake for weight in self.weights.values() if not isinstance(weight.fake, FakeTensor)}
+        return {
+            weight.name: weight.fake
+            for weight in self.weights.values()
+            if weight.constant and not isinstance(weight.fake, FakeTensor)
+        }
 
     @property
     def output(self) -> fx.Node:
@@ -353,7 +359,8 @@ def _inputs(
         if id(tensor) not in made:
             first, *others = (path.removeprefix("model.") for path in shared.get(id(tensor), [str(spec.target)]))
             buffer = spec.kind != InputKind.PARAMETER
-            made[id(tensor)] = TracedWeight(first, tuple(others), tensor, not buffer and tensor.requires_grad, buffer)
+            learns, constant = not buffer and tensor.requires_grad, spec.target not in tensors
+            made[id(tensor)] = TracedWeight(first, tuple(others), tensor, learns, buffer, constant)
         weights[place] = made[id(tensor)]
     return weights, tuple(batch)
 

@@ -21,7 +21,6 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Exported:
-    files: tuple[str, ...]
     tensors: int
     elements: int
     left_out: tuple[str, ...]
@@ -63,7 +62,7 @@ def export(reader: Reader, folder: Path, module: str = "", averaged: bool = Fals
     if config is not None:
         _write(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     left_out = tuple(name for name, found in wanted.items() if found is None)
-    return Exported(tuple(names), len(tensors), elements, left_out)
+    return Exported(len(tensors), elements, left_out)
 
 
 def _shards(reader: Reader, tensors: dict[str, TensorId], largest: int) -> Iterator[list[str]]:

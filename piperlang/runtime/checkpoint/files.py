@@ -32,7 +32,6 @@ _NATIVE = {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
 """Other types are stored as bytes."""
-_BLOCK = 2**22
 _LARGEST = 2**30
 """Bytes of a manifest."""
 READERS = 4

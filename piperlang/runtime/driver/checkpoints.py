@@ -56,9 +56,8 @@ class Saved:
 class Checkpoints:
     def __init__(self, job: Saves, store: Store, seed: int, about: Mapping[str, Any], keep: int) -> None:
         self.job, self.store, self.seed, self.about, self.keep = job, store, seed, about, keep
-        self.shapes = shapes_of(job.plan)
+        self.shapes = shapes_of(job.plan, job.captured.constants)
         self.coming: Future[Saved] | None = None
-        self.last: Saved | None = None
 
     def save(self, step: int, data: DataPosition, trees: Mapping[str, Any]) -> None:
         """Begins a checkpoint, after the one before it is written."""
@@ -112,14 +111,13 @@ class Checkpoints:
             return None
         coming, self.coming = self.coming, None
         try:
-            self.last = coming.result(timeout)
+            return coming.result(timeout)
         except (PiperError, TimeoutError):
             raise
         except Lost:  # the next step says so
             return None
         except Exception as problem:  # safetensors raises its own
             raise _not_written(self.store.folder, problem) from problem
-        return self.last
 
     def abandon(self) -> Saved | None:
         """The same, and what could not be written is forgotten."""

@@ -494,11 +494,11 @@ class Job:
 
     def check_state(self) -> None:
         """Raises P0610 if the state of training cannot be saved."""
-        self.cluster.each("check_state", assigned(self.plan))
+        self.cluster.each("check_state", assigned(self.plan, self.captured.constants))
 
     def snapshot(self, folder: Path) -> None:
         """Copies the state of training to the memory of the workers, which write it into the folder."""
-        mine = assigned(self.plan)
+        mine = assigned(self.plan, self.captured.constants)
         self.cluster.each("snapshot", [(folder, one) for one in mine])
 
     def written(self) -> list[WrittenPart]:

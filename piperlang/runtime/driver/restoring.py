@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error, listed
 from piperlang.plan.plan import DevicePlan, ParameterShard, Plan
+from piperlang.runtime.box import take
 from piperlang.runtime.checkpoint.files import Reader, read_manifest
 from piperlang.runtime.checkpoint.manifest import Manifest, TensorId
 from piperlang.runtime.checkpoint.ranges import IndexRange
@@ -33,14 +34,8 @@ class Restore:
 
     @cached_property
     def reader(self) -> Reader:
+        """Opened by the process that reads, not by the driver that sends this."""
         return Reader(self.folder, read_manifest(self.folder))
-
-    def __getstate__(self) -> tuple[Path, int, bool]:
-        return self.folder, self.step, self.new_options
-
-    def __setstate__(self, state: tuple[Path, int, bool]) -> None:
-        for name, value in zip(("folder", "step", "new_options"), state, strict=True):
-            object.__setattr__(self, name, value)
 
 
 def kept(
@@ -58,14 +53,11 @@ def _part(shard: ParameterShard, model: Mapping[str, torch.Tensor], reader: Read
     if dtype == torch.float32 and master in reader and DTYPES[reader.manifest.tensors[name].dtype] != dtype:
         name = master
     if name in reader:
-        found = reader.tensor(name, at)
-    else:  # without elements
-        found = model[shard.weight].detach()
-        for dim, (low, high) in enumerate(shard.box):
-            found = found.narrow(dim, low, high - low)
-        found = found.clone() if at.interval is None else found.reshape(-1)[slice(*at.interval)].clone()
-    found = found.to(dtype)
-    return found if shard.interval is None else found.reshape(-1)
+        found = reader.tensor(name, at).to(dtype)
+        return found if shard.interval is None else found.reshape(-1)
+    # A constant of the program, or a weight without elements.
+    found = take(model[shard.weight].detach(), shard.box)
+    return (found if shard.interval is None else found.flatten()[slice(*shard.interval)]).clone()
 
 
 class Restored(Mapping[str, torch.Tensor]):
@@ -85,12 +77,13 @@ class Restored(Mapping[str, torch.Tensor]):
         return len(self.model)
 
 
-def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights that devices keep."""
+def shapes_of(plan: Plan, constants: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of all weights that devices keep, without constants of the program."""
     ranges: dict[str, list[IndexRange]] = {}
     for device in plan.devices:
         for shard in device.weights.values():
-            ranges.setdefault(shard.weight, []).append(IndexRange(shard.box))
+            if shard.weight not in constants:
+                ranges.setdefault(shard.weight, []).append(IndexRange(shard.box))
     return {name: shape_of(its) for name, its in ranges.items()}
 
 

@@ -58,15 +58,17 @@ class WrittenPart:
 # ------------------------------------------------------------------------------------------------- who saves what
 
 
-def assigned(plan: Plan, together: bool = False) -> list[Assigned]:
-    """For every device of a plan, what it saves. Of devices that have the same, the one that saves the least so far.
+def assigned(plan: Plan, constants: Collection[str], together: bool = False) -> list[Assigned]:
+    """For every device of a plan, what it saves: not `constants`, which belong to the program and may be others when
+    the model file has changed. Of devices that have the same, the one that saves the least so far.
     `together`: all devices are in one process, which saves everything."""
     kept: dict[str, dict[IndexRange, list[int]]] = {}
     updated: dict[str, dict[IndexRange, list[int]]] = {}
     for rank, device in enumerate(plan.devices):
         for shard in device.weights.values():
-            at = IndexRange.normal(shard.box, shard.interval)
-            kept.setdefault(shard.weight, {}).setdefault(at, []).append(rank)
+            if shard.weight not in constants:
+                at = IndexRange.normal(shard.box, shard.interval)
+                kept.setdefault(shard.weight, {}).setdefault(at, []).append(rank)
         for instruction in device.instructions:
             for change in instruction.parameters if isinstance(instruction, Update) else ():
                 shard = device.weights[change.old]

@@ -170,12 +170,12 @@ class ThreadJob:
 
     def check_state(self) -> None:
         """Raises P0610 if the state of training cannot be saved."""
-        (mine,) = assigned(self.plan, together=True)
+        (mine,) = assigned(self.plan, self.captured.constants, together=True)
         check_state(self.training.devices, self.optimizers, mine)
 
     def snapshot(self, folder: Path) -> None:
         """Copies the state of training, which is then written into the folder."""
-        (mine,) = assigned(self.plan, together=True)
+        (mine,) = assigned(self.plan, self.captured.constants, together=True)
         self.writer.write(folder, mine, snapshot(self.training.devices, self.optimizers, mine, self.rest))
 
     def written(self) -> list[WrittenPart]:
