@@ -39,6 +39,7 @@ class Identity:
     layout = BatchLayout(pytree.tree_structure((0, 0)), ((1,), (1,)), (torch.float32,) * 2, ("x", "y"), None)
     aliases: Mapping[str, Sequence[str]] = {}
     constants: Mapping[str, torch.Tensor] = {}
+    unsaved: frozenset[str] = frozenset()
     weight_bytes = 0
 
     def check_state(self) -> None:

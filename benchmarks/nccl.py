@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from piperlang.capture.program import capture
 from piperlang.capture.trace.observed import called
 from piperlang.plan.lower import lower
-from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.rewrite.clip import with_norm
 from piperlang.plan.rewrite.forward import forward
 from piperlang.runtime.comm import nccl
 from piperlang.runtime.driver.cluster import Cluster
@@ -52,7 +52,7 @@ def compare(cluster: Cluster, case: Case, script: str, compiles: bool) -> dict[s
         return pytree.tree_map(lambda t: t.to(device), case.batch(SAMPLES))
 
     graph, captured = compiled(capture(case.model, case.loss, batch(0, "cuda")), script)
-    plan = clipped(lower(graph), MAX_NORM)
+    plan = with_norm(lower(graph), MAX_NORM)
     # Evaluated in training mode, to be compared with the step's loss; not where that changes buffers.
     evaluates = not any(chunk.changes for chunk in graph.model.chunks)
     if len(plan.devices) > RANKS:

@@ -113,16 +113,17 @@ def replay(program: SupportsCut, directives: Iterable[Directive]) -> Scheduled:
     return Scheduled(scheduler, tuple(scheduler.finish()))
 
 
-def planned(graph: Graph, max_norm: float | None = None) -> Plan:
-    """The verified plan of a graph. `max_norm`: gradients are clipped by their global norm."""
+def planned(graph: Graph, max_norm: float | None = None, skips: bool = False) -> Plan:
+    """The verified plan of a graph. `max_norm`: gradients are clipped by their global norm. `skips`: a step whose loss
+    or norm of the gradients is not finite changes nothing."""
     # Here, because scripts are outlined and formatted without them.
     from piperlang.plan.lower import lower
-    from piperlang.plan.rewrite.clip import clipped
+    from piperlang.plan.rewrite.clip import with_norm
     from piperlang.plan.verify import check
 
     plan = lower(graph)
-    if max_norm is not None:
-        plan = clipped(plan, max_norm)
+    if max_norm is not None or skips:
+        plan = with_norm(plan, max_norm, skips)
     check(plan)
     return plan
 

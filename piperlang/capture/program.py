@@ -252,6 +252,11 @@ class CutProgram:
         return self.program.sizes.small.constants
 
     @property
+    def unsaved(self) -> frozenset[str]:
+        """Constants of the program. No checkpoint has them: a program that has changed has others."""
+        return frozenset(weight.name for weight in self.program.sizes.small.weights.values() if weight.constant)
+
+    @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Additional names of tied weights."""
         return {weight.name: weight.aliases for weight in self.program.sizes.small.weights.values() if weight.aliases}

@@ -35,8 +35,12 @@ class Feeding(Protocol):
     def validate(self) -> Iterator[float]:
         """The loss of each batch of `validation`."""
 
-    def position(self, samples: int) -> tuple[DataPosition, dict[str, Any]]:
-        """How far `data` was read, after so many samples were trained with, and states of generators."""
+    def take_back(self) -> None:
+        """The last step does not count: its batch is the next one."""
+
+    def position(self, samples: int, skipped: int) -> tuple[DataPosition, dict[str, Any]]:
+        """How far `data` was read, after so many samples were trained with and so many steps skipped, and states of
+        generators."""
 
     def resume(self, manifest: Manifest) -> None:
         """Reads as far as a run did, so that the next batch is the one that follows."""
@@ -53,7 +57,13 @@ class _Counted:
         """Batches that `data` has yielded."""
         self.read = ""
         """A digest of all of them."""
+        self.before, self.knows_states = (0, ""), True
+        """Both, when the last step began; and whether the generators have the states of what counts as read."""
         self.validated: list[int] = []
+
+    def take_back(self) -> None:
+        self.knows_states = self.drawn == self.before[0]
+        self.drawn, self.read = self.before
 
     def _drew(self) -> None:
         """Another batch was loaded."""
@@ -74,10 +84,11 @@ class _Counted:
     def _states(self) -> dict[str, Any]:
         return {}
 
-    def position(self, samples: int) -> tuple[DataPosition, dict[str, Any]]:
+    def position(self, samples: int, skipped: int) -> tuple[DataPosition, dict[str, Any]]:
         from piperlang.runtime.checkpoint.manifest import DataPosition
 
-        return DataPosition(self.drawn, samples, self.read, self.mode, tuple(self.validated)), self._states()
+        position = DataPosition(self.drawn, samples, self.read, self.mode, tuple(self.validated), skipped)
+        return position, self._states() if self.knows_states else {}
 
     def resume(self, manifest: Manifest) -> None:
         """All of it is read again: what `data` draws, counts and remembers is then what it was."""
@@ -118,6 +129,7 @@ class InDriver(_Counted):
         from piperlang.capture.user.user_code import located
         from piperlang.capture.user.where import line_of_function
 
+        self.before = self.drawn, self.read
         with located(line_of_function(self.file.data)):
             begun = self.job.begin(self.batch)
         try:
@@ -165,13 +177,13 @@ class InDriver(_Counted):
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.reads.texts().items()}
 
     def _set_states(self, manifest: Manifest) -> None:
-        """Code between steps draws from the same generators."""
+        """Code between steps draws from the same generators. Where there are no states, `data` alone has drawn."""
         from piperlang.capture.user.seeding import set_generator_states
         from piperlang.capture.user.where import line_of_function
         from piperlang.runtime.checkpoint import tree
         from piperlang.runtime.checkpoint.generators import read
 
-        if manifest.data.mode != self.mode:
+        if manifest.data.mode != self.mode or "generators" not in manifest.trees:
             return
         was: dict[str, str] = tree.read(manifest.trees["globals"], tree.from_inline)
         now = self._globals()
@@ -206,6 +218,7 @@ class InWorkers(_Counted):
         from piperlang.capture.user.user_code import located
         from piperlang.capture.user.where import line_of_function
 
+        self.before = self.drawn, self.read
         with located(line_of_function(self.file.data)):
             begun = self.job.begin_loaded(ahead)
         whole, raised = None, None

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from piperlang.runtime.driver.training import StepResult, Training
 
 
+_BETWEEN_STEPS = ("P0609", "P0613")
+"""Errors after which workers still have the state of training."""
+
+
 class TrainingLoop:
     def __init__(
         self,
@@ -65,7 +69,13 @@ class TrainingLoop:
         with ExitStack() as stack:
             self.loggers = stack.enter_context(_loggers(options, plan, self.folder))
             plan_for = PlanForShape(
-                partial(_applied, options, file, self.backend), plan, cut, self.training, file.max_norm, options.verify
+                partial(_applied, options, file, self.backend),
+                plan,
+                cut,
+                self.training,
+                file.max_norm,
+                options.on_nan != "continue",
+                options.verify,
             )
             validation = plan_for("evaluate", _validation_batch(file, given)) if file.validation is not None else None
             _verify(options, cut, plan, given.first, self.training, self.folder)
@@ -85,7 +95,8 @@ class TrainingLoop:
         seconds = time.perf_counter() - started
         before = self.run_before.step if self.run_before is not None else 0
         steps, devices = counted(self.saving.step - before, "step"), counted(len(plan.devices), "device")
-        emit(Notice(f"trained {steps} on {devices} in {seconds:.1f} s; {self.folder}"))
+        skipped = f" ({counted(self.saving.skipped, 'step')} of the run skipped)" if self.saving.skipped else ""
+        emit(Notice(f"trained {steps}{skipped} on {devices} in {seconds:.1f} s; {self.folder}"))
 
     def _finish(self) -> None:
         from piperlang.runtime.driver.training import Lost
@@ -109,12 +120,12 @@ class TrainingLoop:
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
         kept = [WatchedModel(model.named_modules()) for model in refuse_use(traced_again=True)]
         self.checks = _checks(self.file, kept)
-        step, samples, settings = 0, 0, _settings(options, self.file)
+        settings = _settings(options, self.file)
         if run_before is not None:
             _warn_of_changes(run_before.manifest.about.get("settings", {}), settings)
             self.fed.resume(run_before.manifest)
-            step, samples = run_before.step, run_before.manifest.data.samples
-        self.saving = Saving(options, self.job, self.plan, self.at, settings, step, samples)
+        before = run_before.manifest if run_before is not None else None
+        self.saving = Saving(options, self.job, self.plan, self.at, settings, before)
         self.trained = 0
         self.job.restartable = self.restarts < options.restart and (self.saving.wanted or run_before is not None)
 
@@ -155,7 +166,9 @@ class TrainingLoop:
                 check()
             with doing("running the first step") if step == start else nullcontext():  # it may compile chunks
                 done = fed.step(ahead)
-                self.trained += 1
+            if done.skipped:
+                self._skipped(step, done)
+            self.trained += 1
             row = _row(step, done)
             self._look_at(row)
             if validated:
@@ -164,7 +177,7 @@ class TrainingLoop:
                     row = replace(row, validation_loss=_validated(fed, file))
                 fed.validated += [step] if due else []
             self._note(row)
-            saving.after(done.samples, fed, last)
+            saving.after(done, fed, last)
             if asked() and not last:
                 saving.save(fed)
                 saving.finish()
@@ -173,9 +186,21 @@ class TrainingLoop:
             if not last:
                 fed.advance(ahead)
 
+    def _skipped(self, step: int, done: StepResult) -> None:
+        """A step that has changed nothing, because its numbers are not finite."""
+        from piperlang.runtime.driver.training import not_finite
+
+        if self.options.on_nan == "stop":
+            self.fed.take_back()
+            raise not_finite(step, done, "`--on-nan skip` leaves out such steps, `--on-nan continue` trains on")
+        count = self.saving.skipped + 1
+        if count.bit_count() == 1:  # the first, and then ever fewer of them: training may never come back
+            so_far = f" ({counted(count, 'step')} so far)" if count > 1 else ""
+            emit(Notice(f"{done.strange(step)}: the step is skipped{so_far}", warning=True))
+
     def _look_at(self, row: StepMetrics) -> None:
         """Says once that training has left the numbers."""
-        if not math.isfinite(row.loss) and not self.strange:
+        if not row.skipped and not math.isfinite(row.loss) and not self.strange:
             self.strange = True
             saved = counted(self.saving.saved, "step")
             after = f"; the newest checkpoint is that after {saved}" if self.saving.wanted else ""
@@ -199,7 +224,7 @@ class TrainingLoop:
         """If user code fails between steps (data, validation, `on_step`), save a checkpoint: the workers still have the
         state of training. The error, with what became of it."""
         saving = self.saving
-        worker_failed = any(d.code.startswith("P06") and d.code != "P0609" for d in problem.diagnostics)
+        worker_failed = any(d.code.startswith("P06") and d.code not in _BETWEEN_STEPS for d in problem.diagnostics)
         if not self.trained or not self.job.alive or worker_failed:
             return _noted(problem, self._lost()) if worker_failed and self.trained else None
         saving.step = saving.start + self.trained
@@ -283,6 +308,8 @@ def _row(step: int, done: StepResult) -> StepMetrics:
         round(done.samples / done.seconds, 2),
         done.memory,
         waited_for_data=None if done.waited is None else round(done.waited, 6),
+        gradient_norm=done.norm,
+        skipped=done.skipped or None,
     )
 
 

@@ -96,12 +96,24 @@ def scheduled(program: Program, options: argparse.Namespace, after: int | None =
         return schedule(program, source, path, parameters(options), say, after)
 
 
+def add_on_nan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on-nan",
+        choices=("stop", "skip", "continue"),
+        default="stop",
+        help=(
+            "if the loss or the norm of the gradients is not finite: `stop` before anything is updated (the default),"
+            " `skip` the step, or `continue` without looking at the norm"
+        ),
+    )
+
+
 def recorded_plan(graph: Graph, options: argparse.Namespace, max_norm: float | None) -> Plan:
     """The verified plan of a graph, with a record of its sources."""
     from piperlang.plan.files import about
 
     with doing("planning", "planned") as planning:
-        plan = planned(graph, max_norm)
+        plan = planned(graph, max_norm, options.on_nan != "continue")
         source, path = open_script(options.script)
         made_from = about(Path(options.model), path, parameters(options), source.text if path is None else None)
         made_from["parameters"] |= {"--precision": options.precision} if options.precision else {}

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from piperlang.cli.model import add_precision, captured, doing, load_both, recorded_plan, scheduled
+from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.report import add_parameters, check_output, report
 from piperlang.diagnostics import error
 
@@ -19,6 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_parameters(parser)
     add_precision(parser)
+    add_on_nan(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from piperlang.plan import files
+    from piperlang.plan.rewrite.clip import skips
     from piperlang.plan.verify import check
 
     check_usage(options)
@@ -61,6 +62,12 @@ def run(options: argparse.Namespace) -> int:
             help=f"make it again with `piperc plan MODEL.py SCHEDULE.piper --precision {options.precision}`",
         )
     options.precision = precision
+    if skips(plan) != (options.on_nan != "continue"):
+        raise error(
+            "P0902",
+            f"cannot use `--on-nan {options.on_nan}`: {options.plan} was made for another",
+            help=f"make it again with `piperc plan MODEL.py SCHEDULE.piper --on-nan {options.on_nan}`",
+        )
     options.parameters = [f"{name}={value}" for name, value in given.items()]
     file = load(made["model"], options.seed).at(options.precision, weights_of(options))
     check_loaded(options, file)

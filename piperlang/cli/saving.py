@@ -15,6 +15,8 @@ from piperlang.progress import Notice, emit
 if TYPE_CHECKING:
     from piperlang.cli.feeding import Feeding
     from piperlang.plan.plan import Plan
+    from piperlang.runtime.checkpoint.manifest import Manifest
+    from piperlang.runtime.driver.training import StepResult
 
 
 class Saving:
@@ -27,18 +29,16 @@ class Saving:
         plan: Plan,
         folder: Path,
         settings: Mapping[str, Any],
-        step: int,
-        samples: int,
+        before: Manifest | None,
     ) -> None:
-        """`settings`: what a run that is resumed is compared with. `step`, `samples`: what has been trained before."""
+        """`settings`: what a run that is resumed is compared with. `before`: the checkpoint that it starts from."""
         from piperlang.runtime.checkpoint.store import Store
         from piperlang.runtime.driver.checkpoints import Checkpoints
 
         self.run, self.every, self.minutes = folder, options.save_every, options.save_minutes
-        self.start = self.step = step
-        self.samples = samples
-        self.saved = step
-        """The step of the newest checkpoint."""
+        self.start = self.step = self.saved = before.step if before is not None else 0
+        """`saved`: the step of the newest checkpoint."""
+        self.samples, self.skipped = (before.data.samples, before.data.skipped) if before is not None else (0, 0)
         self.last = time.monotonic()
         store = Store(folder)
         store.tidy()
@@ -50,9 +50,13 @@ class Saving:
     def wanted(self) -> bool:
         return self.every is not None or self.minutes is not None
 
-    def after(self, samples: int, fed: Feeding, last: bool) -> None:
+    def after(self, done: StepResult, fed: Feeding, last: bool) -> None:
         """After a step, whose row is written."""
-        self.step, self.samples = self.step + 1, self.samples + samples
+        self.step += 1
+        if done.skipped:
+            self.skipped += 1
+        else:
+            self.samples += done.samples
         if self.wanted and self.step == self.start + 1:
             self.checkpoints.job.check_state()  # what cannot be saved is said now, not after hours
         self._told(self.checkpoints.finished())
@@ -68,7 +72,7 @@ class Saving:
             return
         self._told(self.checkpoints.wait())
         self.last = time.monotonic()
-        position, trees = fed.position(self.samples)
+        position, trees = fed.position(self.samples, self.skipped)
         self.checkpoints.save(self.step, position, trees)
         self.saved = self.step
 

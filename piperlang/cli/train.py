@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from piperlang.cli.backend import add_backend, add_executor, chosen_backend
 from piperlang.cli.loop import TrainingLoop
 from piperlang.cli.metrics import LOGGERS, check_installed
-from piperlang.cli.model import Batches, add_precision, captured, doing, load_both, recorded_plan, scheduled
+from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, MINUTES, POSITION, SECONDS, SEED
 from piperlang.cli.report import add_parameters, report
 from piperlang.cli.resume import Resumed, resumed
@@ -79,6 +79,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="plan for at most N shapes of batches; each one is compiled when it comes (default: 8)",
     )
     add_precision(parser)
+    add_on_nan(parser)
     parser.add_argument("--masters", action="store_true", help="keep float32 master weights for half-precision weights")
     parser.add_argument(
         "--validate-every",
@@ -222,7 +223,7 @@ def execute(
     if run_before is not None:
         from piperlang.runtime.driver.restoring import check_model, shapes_of
 
-        check_model(run_before.manifest, shapes_of(plan, cut.constants))
+        check_model(run_before.manifest, shapes_of(plan, cut.unsaved))
     folder = open_folder(options, run_before)
     write_about(folder, options, plan, found.directives, run_before)
     TrainingLoop(options, file, cut, plan, folder, batches, backend, run_before).run()

@@ -69,6 +69,7 @@ CODES = {
     "P0610": "optimizer state cannot be saved",
     "P0611": "checkpoint cannot be used",
     "P0612": "run cannot be resumed",
+    "P0613": "loss or gradients are not finite",
     "P0801": "invalid model file",
     "P0802": "model cannot be traced",
     "P0803": "model changes a tensor while it runs",

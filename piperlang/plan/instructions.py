@@ -49,9 +49,9 @@ def write(**options: Any) -> Any:
     return field(metadata={"role": WRITES}, **options)
 
 
-def per_rank(*, values: bool = False, **options: Any) -> Any:
+def per_rank(*, role: str = "", values: bool = False, **options: Any) -> Any:
     """`values`: records that name value ids, which the instruction reads and writes."""
-    return field(metadata={"role": VALUES if values else "", PER_RANK: True}, **options)
+    return field(metadata={"role": VALUES if values else role, PER_RANK: True}, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------ records
@@ -408,11 +408,16 @@ class ReduceGradients(ShardCollective):
 
 @instruction("norm")
 class GradientNorm(Collective):
-    """The factor that brings the norm of all gradients down to `limit`."""
+    """The norm of all gradients, and the factor that brings it down to `limit`."""
 
     target: ValueId = write()
-    limit: float
+    limit: float | None
+    """None: gradients are not scaled."""
     terms: tuple[NormTerm, ...] = per_rank(values=True)
+    skips: bool = False
+    """Where the norm or a loss is not finite, the step changes nothing."""
+    losses: tuple[ValueId, ...] = per_rank(role=READS, default=())
+    """Looked at, too, if the instruction skips."""
 
     def sent_bytes(self, members: int) -> float:
         return 2 * (members - 1) / members * item_bytes("float64")

@@ -62,6 +62,10 @@ class StepMetrics:
     validation_loss: float | None = None
     waited_for_data: float | None = None
     """Seconds, after the step, for the next batch; known where workers load batches."""
+    gradient_norm: float | None = None
+    """Of all gradients, before they are clipped."""
+    skipped: bool | None = None
+    """The loss or the norm is not finite, and the step has changed nothing."""
 
     def record(self) -> dict[str, Any]:
         """Without what is not known."""

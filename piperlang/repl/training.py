@@ -151,7 +151,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         )
     graph, captured = state.graph, state.scheduler.schedule.captured
     assert isinstance(captured, CutProgram)
-    plan = planned(graph, model.file.max_norm)
+    plan = planned(graph, model.file.max_norm, skips=True)
     make = shipped(model.file, "model")
     assert make is not None
     training = Training(
@@ -175,13 +175,13 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         assert isinstance(cut, CutProgram)
         return found.graph(), cut
 
-    plan_for = PlanForShape(applied, plan, captured, training, model.file.max_norm, verifies=True)
+    plan_for = PlanForShape(applied, plan, captured, training, model.file.max_norm, skips=True, verifies=True)
 
     def start() -> Job | ThreadJob:
         cluster = None if isinstance(backend, Threads) else _workers(session, len(plan.devices))
         return start_job(backend, plan, captured, training, dtype, cluster=cluster, others=OtherShapes(plan_for))
 
-    return Trainer(graph, plan, start, lambda: verify(captured, plan, first, training))
+    return Trainer(graph, plan, start, lambda: verify(captured, plan, first, training), stops=True)
 
 
 def _workers(session: SessionCore, count: int) -> Cluster:

@@ -46,7 +46,7 @@ from piperlang.runtime.comm.registry import chosen
 from piperlang.runtime.driver.shapes import MOST, Mode, OtherShapes
 from piperlang.runtime.driver.start import start as start_job
 from piperlang.runtime.driver.thread_job import ThreadJob
-from piperlang.runtime.driver.training import StepResult, Training
+from piperlang.runtime.driver.training import StepResult, Training, not_finite
 from piperlang.runtime.guard.program import Verified
 from piperlang.runtime.guard.program import verify as compare_with_eager
 from piperlang.runtime.shapes import InEvaluationMode, PlanForShape
@@ -67,8 +67,10 @@ class Trainer:
         start: Callable[[], Job | ThreadJob],
         verify: Callable[[], Verified],
         display: Display | None = None,
+        stops: bool = False,
     ) -> None:
-        self.graph, self.plan, self.steps = graph, plan, 0
+        """`stops`: a step that was skipped raises."""
+        self.graph, self.plan, self.steps, self._stops = graph, plan, 0, stops
         self._start, self._verify, self._display = start, verify, display
         self._running: Job | ThreadJob | None = None
 
@@ -95,6 +97,8 @@ class Trainer:
         the loss of the whole batch."""
         with located_at_call(), _shown(self._display):
             done = self.job.step(_checked(batch))
+            if done.skipped and self._stops:
+                raise not_finite(self.steps, done, '`on_nan="skip"` returns instead, `on_nan="continue"` trains on')
         self._tell(StepMetrics(self.steps, done.loss, done.seconds, done.samples / done.seconds, done.memory))
         self.steps += 1
         return done
@@ -157,12 +161,15 @@ def compile(
     shapes: int = MOST,
     ema: float | None = None,
     initial_weights: str | Path | None = None,
+    on_nan: str = "stop",
 ) -> Trainer:
     """Capture `model()`, apply the script, check the plan. Every mistake is a PiperError with located diagnostics.
 
     `masters` keeps float32 master weights for weights in half precision, `max_norm` clips gradients by their global
     norm, `precision` is "bf16-mixed" or "bf16-true". `ema`: the decay of moving averages of the weights, which
-    `trainer.averages()` gives. `initial_weights`: a file or folder of safetensors that the model starts from.
+    `trainer.averages()` gives. `initial_weights`: a file or folder of safetensors that the model starts from. `on_nan`:
+    what `trainer.step` does if the loss or the norm of the gradients is not finite: "stop" raises, and "skip" returns,
+    before anything is updated; "continue" updates.
 
     `backend` is that of `--backend`; `cuda` chooses between nccl and gloo. By default CUDA is used where it is
     available, and chunks are compiled there (`compiles`). `verify`: before the first step the
@@ -171,6 +178,8 @@ def compile(
     batches of other shapes than `example` are traced and planned when they come, up to this number of shapes."""
     if executor not in ("ray", "inline"):
         raise ValueError(f"executor must be 'ray' or 'inline', not {executor!r}")
+    if on_nan not in ("stop", "skip", "continue"):
+        raise ValueError(f"on_nan must be 'stop', 'skip' or 'continue', not {on_nan!r}")
     example = paired(example)
     _check_arguments(
         {"model": model, "loss": loss, "optimizer": optimizer, "lr_schedule": lr_schedule},
@@ -190,7 +199,7 @@ def compile(
     example = detached(example)
     model, optimizer = UserFunction(model, "model"), UserFunction(optimizer, "optimizer")
     lr_schedule = UserFunction(lr_schedule, "lr_schedule") if lr_schedule is not None else None
-    display = _display(progress)
+    display, skips = _display(progress), on_nan != "continue"
     path = Path(script)
     if backend is None and cuda is not None and executor == "ray":
         backend = "nccl" if cuda else "gloo"
@@ -213,14 +222,14 @@ def compile(
     with _shown(display):
         graph, captured = applied("train", example)
         with phase("planning", "planned") as planning:
-            plan = planned(graph, max_norm)
+            plan = planned(graph, max_norm, skips)
             planning.detail = counted(len(plan.devices), "device")
     training, dtype = (
         Training(model, optimizer, lr_schedule, seed, masters, loss, ema, stored),
         graph.model.tensors[graph.model.loss].dtype,
     )
 
-    others = OtherShapes(PlanForShape(applied, plan, captured, training, max_norm, verify), shapes)
+    others = OtherShapes(PlanForShape(applied, plan, captured, training, max_norm, skips, verify), shapes)
 
     def start() -> Job | ThreadJob:
         return start_job(
@@ -230,7 +239,7 @@ def compile(
     def verified() -> Verified:
         return compare_with_eager(captured, plan, example, training) if verify else Verified(skipped="verify=False")
 
-    return Trainer(graph, plan, start, verified, display)
+    return Trainer(graph, plan, start, verified, display, stops=on_nan == "stop")
 
 
 def _display(progress: bool | None) -> Display | None:

@@ -62,6 +62,7 @@ class PlanForShape:
     """Its stage programs."""
     training: Training
     max_norm: float | None
+    skips: bool
     verifies: bool
 
     def __call__(self, mode: Mode, batch: tuple[Any, Any]) -> tuple[Plan, CutProgram]:
@@ -90,7 +91,9 @@ class PlanForShape:
         if padding is not None and self._unpadded(mode, captured.model):  # a model may differ in evaluation
             padding = None
             graph, captured = self.applied(mode, batch, ())
-        plan = evaluation_plan(graph, self.trained, captured) if evaluates else planned(graph, self.max_norm)
+        plan = (
+            evaluation_plan(graph, self.trained, captured) if evaluates else planned(graph, self.max_norm, self.skips)
+        )
         if padding is not None:
             plan = padded(plan, padding.weights)
             check(plan, forward=evaluates)

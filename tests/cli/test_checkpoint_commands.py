@@ -222,7 +222,7 @@ def test_a_loss_that_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[
     """It is said once, and metrics stay JSON."""
     made = Folder(tmp_path)
     made.write(MORE + "def optimizer(p): return torch.optim.SGD(p, lr=1e38)\n")
-    assert made.train("pp.piper", "--steps", "4", "--no-verify", "--out", made.run("run")) == 0
+    assert made.train("pp.piper", "--steps", "4", "--no-verify", "--on-nan", "continue", "--out", made.run("run")) == 0
     rows = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "NaN" not in rows
     assert json.loads(rows.splitlines()[-1])["loss"] is None

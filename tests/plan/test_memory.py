@@ -16,7 +16,7 @@ from piperlang.ir.graph import Graph
 from piperlang.plan.estimate.memory import peaks
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
-from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.rewrite.clip import with_norm
 from piperlang.runtime.device.measure import Measured
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
@@ -67,7 +67,7 @@ def run(
 ) -> tuple[Graph, CutProgram, Plan, list[Measured]]:
     """The second step of a job: optimizer states are there from the first."""
     graph, captured = compiled(program(tokens), script)
-    plan = lower(graph) if max_norm is None else clipped(lower(graph), max_norm)
+    plan = lower(graph) if max_norm is None else with_norm(lower(graph), max_norm)
     with Job(plan, captured, Training(partial(Layers, tokens), optimizer), timeout=60, cluster=cluster) as job:
         job.step(batch(tokens))
         return graph, captured, plan, job.measure(batch(tokens))

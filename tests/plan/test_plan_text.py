@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from piperlang.plan.instructions import INSTRUCTIONS
-from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.rewrite.clip import with_norm
 from piperlang.plan.text import line, text
 from tests.support.plan_runs import SUBJECTS, planned
 
@@ -31,7 +31,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_golden(name: str) -> None:
     plan = planned(*SCHEDULES[name])[2]
-    found = text(clipped(plan, 1.0) if name == "data_parallel" else plan)
+    found = text(with_norm(plan, 1.0) if name == "data_parallel" else plan)
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("PIPER_GOLDEN") == "write":
         path.write_text(found, encoding="utf-8")

@@ -18,7 +18,7 @@ from piperlang.plan import files as plan_files
 from piperlang.plan.instructions import GradientNorm, Update
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
-from piperlang.plan.rewrite.clip import clipped
+from piperlang.plan.rewrite.clip import with_norm
 from piperlang.plan.rewrite.forward import forward
 from piperlang.plan.verify import check
 from piperlang.runtime.driver.cluster import Cluster
@@ -74,7 +74,7 @@ def planned(name: str) -> tuple[str, Plan, object]:
 def test_clipping_by_global_norm(name: str) -> None:
     case_name, plan, captured = planned(name)
     case = CASES[case_name]
-    plan = clipped(plan, MAX_NORM)
+    plan = with_norm(plan, MAX_NORM)
     check(plan)
     check(plan, buffered=False)
     assert plan_files.load(plan_files.dump(plan)) == plan
@@ -96,7 +96,7 @@ def test_clipping_on_workers(cluster: Cluster) -> None:
     torch.manual_seed(0)
     model = case.model()
     losses = plain(model, case_name)
-    with Job(clipped(plan, MAX_NORM), captured, Training(case.model, optimizer), timeout=30, cluster=cluster) as job:  # type: ignore[arg-type]
+    with Job(with_norm(plan, MAX_NORM), captured, Training(case.model, optimizer), timeout=30, cluster=cluster) as job:  # type: ignore[arg-type]
         for step, expected in enumerate(losses):
             torch.manual_seed(100 + step)
             assert job.step(case.batch(SAMPLES)).loss == pytest.approx(expected, rel=LIMIT)
@@ -108,7 +108,7 @@ def test_clipping_on_workers(cluster: Cluster) -> None:
 def test_a_norm_that_counts_wrong_is_refused() -> None:
     """A part of a gradient that nobody counts, or two do; a gradient left out; an update that does not scale; members
     with different limits."""
-    plan = clipped(planned("dp")[1], MAX_NORM)
+    plan = with_norm(planned("dp")[1], MAX_NORM)
     norms = [next(i for i, x in enumerate(device.instructions) if x.op == "norm") for device in plan.devices]
 
     def norm_of(device: int) -> GradientNorm:

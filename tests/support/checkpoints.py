@@ -58,7 +58,7 @@ def save_in_parts(job: ThreadJob, run: Path, step: int) -> Path:
     store = Store(run)
     folder = store.begin()
     written = []
-    for number, mine in enumerate(assigned(job.plan, job.captured.constants)):
+    for number, mine in enumerate(assigned(job.plan, job.captured.unsaved)):
         found = snapshot(job.training.devices, job.optimizers, mine, None if number else job.rest)
         written.append(
             WrittenPart(mine.file, write_part(folder / mine.file, found.tensors), found.written, found.trees)
@@ -67,7 +67,7 @@ def save_in_parts(job: ThreadJob, run: Path, step: int) -> Path:
         step,
         0,
         DataPosition(step, 12 * step),
-        merged(written, shapes_of(job.plan, job.captured.constants)),
+        merged(written, shapes_of(job.plan, job.captured.unsaved)),
         {one.name: one.file for one in written},
         dict(job.rest.entries),
         {name: tree for one in written for name, tree in one.trees.items()},

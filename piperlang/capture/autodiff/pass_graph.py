@@ -84,6 +84,9 @@ class TracedModel(Protocol):
     def constants(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
+    def unsaved(self) -> frozenset[str]: ...
+
+    @property
     def weight_bytes(self) -> int: ...
 
     @property

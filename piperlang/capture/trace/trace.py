@@ -111,12 +111,9 @@ class Traced:
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """Tensors that the forward creates from numbers in the code. They belong to the program, not to the model."""
-        return {
-            weight.name: weight.fake
-            for weight in self.weights.values()
-            if weight.constant and not isinstance(weight.fake, FakeTensor)
-        }
+        """Tensors whose values are known: those that the forward creates from numbers in the code, and those of a model
+        that the file keeps."""
+        return {weight.name: weight.fake for weight in self.weights.values() if not isinstance(weight.fake, FakeTensor)}
 
     @property
     def output(self) -> fx.Node:

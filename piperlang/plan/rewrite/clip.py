@@ -1,4 +1,4 @@
-"""Clipping by global norm: a plan whose updates wait until the norm of all gradients is known, and scale by it.
+"""The global norm: updates wait until the norm of all gradients is known, and scale by it, or are left out.
 
 The norm is over all devices, whatever part of the mesh they belong to, so it is no node of the graph, which relates
 parts: it is put between the last gradient and the first update of a finished plan. Of each part of a gradient one
@@ -24,12 +24,13 @@ from piperlang.plan.instructions import (
 from piperlang.plan.plan import DevicePlan, Group, Plan
 
 
-def clipped(plan: Plan, limit: float) -> Plan:
-    """The same plan, with gradients scaled so that the norm of all of them is at most `limit`."""
-    late = _late(plan)
-    members = tuple(device.device for device in plan.devices if any(isinstance(x, Update) for x in device.instructions))
-    if not members:
+def with_norm(plan: Plan, limit: float | None, skips: bool = False) -> Plan:
+    """The same plan, with gradients scaled so that the norm of all of them is at most `limit`. `skips`: a step whose
+    loss or norm is not finite changes nothing, on no device."""
+    members = tuple(device.device for device in plan.devices if _takes_part(device, skips))
+    if not any(isinstance(x, Update) for device in plan.devices for x in device.instructions):
         return plan
+    late = _late(plan)
     counted: set[object] = set()
     devices = []
     for device, updates in zip(plan.devices, late, strict=True):
@@ -40,8 +41,10 @@ def clipped(plan: Plan, limit: float) -> Plan:
                 (),
                 group=len(plan.groups),
                 target=NORM_FACTOR,
-                limit=float(limit),
+                limit=limit,
                 terms=_terms(device, counted),
+                skips=skips,
+                losses=tuple(device.losses) if skips else (),
             )
             device = replace(device, instructions=_with_norm(device, updates, norm))
         devices.append(device)
@@ -52,6 +55,16 @@ def clipped(plan: Plan, limit: float) -> Plan:
         lines=[*plan.lines, ""],
         groups=[*plan.groups, Group(members, NORM)],
     )
+
+
+def skips(plan: Plan) -> bool:
+    """Whether steps that are not finite change nothing."""
+    return any(isinstance(x, GradientNorm) and x.skips for x in plan.devices[0].instructions)
+
+
+def _takes_part(device: DevicePlan, skips: bool) -> bool:
+    """Whether a device has something to say or to keep."""
+    return any(isinstance(x, Update) for x in device.instructions) or (skips and bool(device.losses or device.next))
 
 
 def _late(plan: Plan) -> list[set[int]]:

@@ -110,8 +110,8 @@ def _about(at: At) -> tuple[Any, ...]:
             return at.does.op, dtype, (experts, shape[1:])
         case AllReduce(dtype=dtype, shape=shape):
             return at.does.op, dtype, shape
-        case GradientNorm(limit=limit):
-            return at.does.op, "float64", limit
+        case GradientNorm(limit=limit, skips=skips):
+            return at.does.op, "float64", (limit, skips)
         case ShardCollective(dtype=dtype, shards=shards):
             return at.does.op, dtype, [(one.cuts, one.shape) for one in shards]
     raise TypeError(at.does.op)

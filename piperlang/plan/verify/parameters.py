@@ -233,6 +233,8 @@ def _norm(checked: Checked) -> None:
         if len(terms) != len(norm.terms) or {change.gradients for change in updated} != terms.keys():
             checked.wrong(CODE, f"the norm on device {device.device} is not of the gradients that are used there", at)
             continue
+        if set(norm.losses) != (set(device.losses) if norm.skips else set()):
+            checked.wrong(CODE, f"the norm on device {device.device} does not look at the losses that are there", at)
         for change in updated:
             term = terms[change.gradients]
             if (term.weight, term.gradient_part) != (change.weight, change.gradient_part):

@@ -74,6 +74,8 @@ class DataPosition(NamedTuple):
     """Where batches were loaded."""
     validated: tuple[int, ...] = ()
     """Steps after which `validation` was called: it may draw random numbers, as `data` does."""
+    skipped: int = 0
+    """Batches that were not trained with, because the loss or the gradients were not finite."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def _manifest(body: Any) -> Manifest:
             _text(data["digest"]),
             _text(data["mode"]),
             tuple(map(_count, data["validated"])),
+            _count(data.get("skipped", 0)),  # the first checkpoints do not say so
         ),
         tensors,
         files,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import isfinite, prod
 
 import torch
 
@@ -145,7 +145,8 @@ def reduce(device: DeviceValues, x: ReduceGradients) -> None:
 
 @executes(GradientNorm)
 def norm(device: DeviceValues, x: GradientNorm) -> None:
-    """What to scale all gradients by, so that their norm is at most the limit; torch's own rule."""
+    """What to scale all gradients by, so that their norm is at most the limit; torch's own rule. A plan that skips
+    looks at the norm on the host: the optimizer is the user's code, which cannot be left out on the device."""
     parts = [_gradient_part(device.total(term.gradients), term.gradient_part) for term in x.terms if term.counts]
     squares = [
         torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).double().square()
@@ -153,8 +154,12 @@ def norm(device: DeviceValues, x: GradientNorm) -> None:
     ]
     none = torch.zeros(1, dtype=torch.float64, device=device.where)
     total = torch.stack(squares).sum().view(1) if squares else none
+    for key in x.losses:
+        total += 0.0 * device.values[key].detach().double().view(1)  # not a number if the loss is none, or infinite
     device.comm.all_reduce(x.group, total)
-    device.values[x.target] = (x.limit / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    device.norm = total.sqrt()
+    device.skipped = x.skips and not isfinite(float(device.norm))
+    device.values[x.target] = None if x.limit is None else (x.limit / (device.norm + 1e-6)).clamp(max=1.0)
 
 
 @executes(Update)
@@ -169,7 +174,8 @@ def update(device: DeviceValues, x: Update) -> None:
         weights.append(updated_part(device.values[change.old], change))
         gradient = _gradient_part(gradient, change.gradient_part)
         gradients.append(gradient if scale is None else gradient * scale.to(gradient.dtype))
-    device.optimizers.update(device.plan.device, x.writes[0], weights, gradients)
+    if not device.skipped:
+        device.optimizers.update(device.plan.device, x.writes[0], weights, gradients)
     for change, weight in zip(x.parameters, weights, strict=True):
         device.values[change.new] = weight
 

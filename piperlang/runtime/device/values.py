@@ -71,6 +71,10 @@ class DeviceValues:
         self.before = {new: old for old, new in plan.next.items()}
         self.left: dict[ValueId, int] = {}
         self.last_gradients: dict[ValueId, Any] | None = None
+        self.norm: torch.Tensor | None = None
+        """Of all gradients, where the plan computes it."""
+        self.skipped = False
+        """The norm is not finite, and the step changes nothing."""
 
     def _part(self, weight: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
         local = take(weight, shard.box)
@@ -83,13 +87,14 @@ class DeviceValues:
         self.values = {**self.kept, **{key: value.to(self.where, non_blocking=True) for key, value in feeds.items()}}
         feeds.clear()
         self.left = dict(self.uses)
-        self.step = step
+        self.step, self.norm, self.skipped = step, None, False
 
     def end(self) -> float:
         """What this device's losses count for; keeps the new weights."""
         loss = sum(float(self.values[key]) * share for key, share in self.plan.losses.items())
-        for old, new in self.plan.next.items():
-            self.kept[old] = self.values[new]
+        if not self.skipped:
+            for old, new in self.plan.next.items():
+                self.kept[old] = self.values[new]
         self.values = {}
         return loss
 

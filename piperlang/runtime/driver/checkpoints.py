@@ -56,7 +56,7 @@ class Saved:
 class Checkpoints:
     def __init__(self, job: Saves, store: Store, seed: int, about: Mapping[str, Any], keep: int) -> None:
         self.job, self.store, self.seed, self.about, self.keep = job, store, seed, about, keep
-        self.shapes = shapes_of(job.plan, job.captured.constants)
+        self.shapes = shapes_of(job.plan, job.captured.unsaved)
         self.coming: Future[Saved] | None = None
 
     def save(self, step: int, data: DataPosition, trees: Mapping[str, Any]) -> None:

@@ -370,6 +370,8 @@ class Job:
             max(r.seconds for r in reports),
             max(r.memory for r in reports),
             self.active.plan.counted,
+            next((r.norm for r in reports if r.norm is not None), None),
+            any(r.skipped for r in reports),
         )
         coming = [report.coming for report in reports if report.coming is not None]
         if coming:
@@ -494,11 +496,11 @@ class Job:
 
     def check_state(self) -> None:
         """Raises P0610 if the state of training cannot be saved."""
-        self.cluster.each("check_state", assigned(self.plan, self.captured.constants))
+        self.cluster.each("check_state", assigned(self.plan, self.captured.unsaved))
 
     def snapshot(self, folder: Path) -> None:
         """Copies the state of training to the memory of the workers, which write it into the folder."""
-        mine = assigned(self.plan, self.captured.constants)
+        mine = assigned(self.plan, self.captured.unsaved)
         self.cluster.each("snapshot", [(folder, one) for one in mine])
 
     def written(self) -> list[WrittenPart]:

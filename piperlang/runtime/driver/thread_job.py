@@ -94,7 +94,7 @@ class ThreadJob:
         self.steps, self.last, self.writer = 0, self.training, Writer()
         if restore is not None:
             self.steps = restore.step
-            saved.restore(self.optimizers, restore.reader, self.steps, restore.new_options)
+            saved.restore(self.optimizers, restore.reader, restore.new_options)
 
     def _prepared(self, key: RunKey, plan: Plan, captured: TracedModel) -> _PlanRun:
         """Sets up another plan on the same weights."""
@@ -145,11 +145,14 @@ class ThreadJob:
         for device in run.devices:
             device.last_gradients = {} if gradients else None
         loss = run.run(self.steps, flat)
-        self.optimizers.advance()
+        skipped = any(device.skipped for device in run.devices)
+        norm = next((float(device.norm) for device in run.devices if device.norm is not None), None)
+        self.optimizers.advance(skipped)
         for reads in self.optimizers.reads:
             reads.renew()  # the optimizer itself may change what it reads
         self.steps += 1
-        return StepResult(loss, time.perf_counter() - started, self.backend.device.memory(), run.plan.counted)
+        seconds, memory = time.perf_counter() - started, self.backend.device.memory()
+        return StepResult(loss, seconds, memory, run.plan.counted, norm, skipped)
 
     def step(self, batch: tuple[Any, Any], gradients: bool = False) -> StepResult:
         return self.finish(self.begin(batch, gradients))
@@ -170,12 +173,12 @@ class ThreadJob:
 
     def check_state(self) -> None:
         """Raises P0610 if the state of training cannot be saved."""
-        (mine,) = assigned(self.plan, self.captured.constants, together=True)
+        (mine,) = assigned(self.plan, self.captured.unsaved, together=True)
         check_state(self.training.devices, self.optimizers, mine)
 
     def snapshot(self, folder: Path) -> None:
         """Copies the state of training, which is then written into the folder."""
-        (mine,) = assigned(self.plan, self.captured.constants, together=True)
+        (mine,) = assigned(self.plan, self.captured.unsaved, together=True)
         self.writer.write(folder, mine, snapshot(self.training.devices, self.optimizers, mine, self.rest))
 
     def written(self) -> list[WrittenPart]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
 from piperlang.capture.user.weight_files import StoredWeights
-from piperlang.diagnostics import PiperError
+from piperlang.diagnostics import PiperError, error
 from piperlang.plan.plan import StageProgram
 from piperlang.runtime.driver.restoring import Restore
 
@@ -50,10 +51,30 @@ class StepResult:
     """Of the worker that uses the most."""
     samples: int
     """Of the batch."""
+    norm: float | None = None
+    """Of all gradients, where the plan computes it."""
+    skipped: bool = False
+    """The loss or the norm is not finite, and the step has changed nothing."""
     waited: float | None = None
     """Seconds that workers waited for their next batch, where they load batches themselves."""
     problem: PiperError | None = None
     """Why they could not load it."""
+
+    def strange(self, step: int) -> str:
+        """Which of its numbers is not finite."""
+        if not math.isfinite(self.loss):
+            return f"the loss of step {step} is {self.loss}"
+        return f"the norm of the gradients of step {step} is {self.norm}"
+
+
+def not_finite(step: int, done: StepResult, others: str) -> PiperError:
+    """`others`: how to go on."""
+    return error(
+        "P0613",
+        done.strange(step),
+        notes=["the step has changed no weight, no buffer and no state of the optimizer"],
+        help=f"look at its batch, and at the learning rate; {others}",
+    )
 
 
 def piece_of(captured: TracedModel, program: StageProgram) -> PassGraph:

@@ -103,6 +103,8 @@ class Report:
     loss: float
     seconds: float
     memory: int
+    norm: float | None = None
+    skipped: bool = False
     failed: Failure | None = None
     settings: str = ""
     """A digest of the options that a schedule has set."""
@@ -273,7 +275,7 @@ class Worker:
         self.setting, self.steps = setup, 0
         if setup.restore is not None:
             self.steps = setup.restore.step
-            restore(device.optimizers, setup.restore.reader, self.steps, setup.restore.new_options)
+            restore(device.optimizers, setup.restore.reader, setup.restore.new_options)
         self.program_reads = _program_reads(setup, model)
         self.runs[TRAIN] = self.last = DeviceRun(device, self.comm, setup.backend.device, self._begun)
         self.operators_read = Frozen("an operator of the program", operators, (), None).plain()
@@ -393,7 +395,7 @@ class Worker:
         report = self._run(key, parts)
         if report.failed is None:
             try:
-                optimizers.advance()
+                optimizers.advance(report.skipped)
                 if self.program_reads is not None:
                     self._check_program()
                 report = replace(report, settings=optimizers.passed_on)
@@ -426,7 +428,9 @@ class Worker:
             (at,) = struct.unpack_from("<i", self.progress, self.slot)
             return _failed(problem, at)
         self._begun(-1)
-        return Report(loss, time.perf_counter() - started, self.setting.backend.device.memory())
+        device, memory = run.device, self.setting.backend.device.memory()
+        norm = None if device.norm is None else float(device.norm)
+        return Report(loss, time.perf_counter() - started, memory, norm, device.skipped)
 
     def running(self) -> dict[str, int]:
         """The current instruction of each stream, for messages about another device."""
@@ -513,7 +517,7 @@ def _program_reads(setup: Setup, model: Any) -> Frozen | None:
 
 
 def _failed(problem: BaseException, position: int = -1) -> Report:
-    return Report(0.0, 0.0, 0, failure_of(problem, position))
+    return Report(0.0, 0.0, 0, failed=failure_of(problem, position))
 
 
 def process() -> tuple[str, int]:

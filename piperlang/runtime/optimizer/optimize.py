@@ -87,11 +87,11 @@ class Optimizers:
             if not one.update(device, key, weights, gradients):
                 raise _frozen("of a weight", self.make)
 
-    def advance(self) -> None:
+    def advance(self, skipped: bool = False) -> None:
         """The end of a training step on all devices of the process: the schedules are stepped, and the options that
-        they changed are copied to the copies."""
+        they changed are copied to the copies. `skipped`: it has changed nothing."""
         self.passed_on = ""
-        if not any(one.local for one in self.each):
+        if skipped or not any(one.local for one in self.each):
             return
         self.bystanders.check("when the optimizer steps", line_of_function(self.make))
         for one in self.each:

@@ -216,10 +216,10 @@ def _same(a: Any, b: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------- restoring
 
 
-def restore(optimizers: Optimizers, reader: Reader, steps: int, new_options: bool) -> None:
-    """Optimizers as they were after so many steps. `new_options`: the options of the model file are used, even if they
-    differ from those of the checkpoint."""
-    optimizers.replay(steps)
+def restore(optimizers: Optimizers, reader: Reader, new_options: bool) -> None:
+    """Optimizers as they were. `new_options`: the options of the model file are used, even if they differ from those of
+    the checkpoint."""
+    optimizers.replay(reader.manifest.step - reader.manifest.data.skipped)
     for number, one in enumerate(optimizers.each):
         if not new_options:
             _compare_options(one, reader)
