@@ -46,7 +46,7 @@ def line(x: Instruction) -> str:
     for one in fields(x):
         value = getattr(x, one.name)
         plain = one.name in ("stream", "node", "waits", "reads", "writes")
-        if plain or value in (None, ()) or _names_only(value, values):
+        if plain or value is False or value in (None, ()) or _names_only(value, values):
             continue
         told[bool(one.metadata.get(PER_RANK))].append(f"{one.name}={_short(value)}")
     written = f"{', '.join(map(str, x.writes))} = " if x.writes else ""
