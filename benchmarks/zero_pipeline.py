@@ -333,14 +333,10 @@ class Ours:
             losses = [job.step(batch(size, 0), gradients=gradients).loss]
             parts = job.gradients() if gradients else []
             self._forget()
-            reports, stuck = self.cluster.watch(job.begin(batch(size, 1)))
-            if stuck is not None or any(report is None or report.failed for report in reports):
-                raise RuntimeError(
-                    next(
-                        (report.failed[1] for report in reports if report is not None and report.failed),
-                        f"worker {stuck} does not answer",
-                    )
-                )
+            reports = self.cluster.wait(job.begin(batch(size, 1)))
+            failed = next((report.failed for report in reports if report.failed), None)
+            if failed is not None:
+                raise RuntimeError(failed[1])
             losses.append(sum(report.loss for report in reports))
             peaks_of = self.cluster.each("reset_peak", count=RANKS)
         highest = (

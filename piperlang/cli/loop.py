@@ -20,7 +20,7 @@ from piperlang.cli.metrics import Logger, log, logging_to
 from piperlang.cli.model import Batches, captured, doing, scheduled
 from piperlang.cli.resume import Resumed, newest_whole
 from piperlang.cli.rows import MetricRows
-from piperlang.cli.run_folder import AVERAGES, RESTARTS, WEIGHTS, save, write_text, writing
+from piperlang.cli.run_folder import AVERAGES, RESTARTS, WEIGHTS, patiently, save, write_text, writing
 from piperlang.cli.saving import Saving
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.interrupts import asked_first, end, uninterrupted, write
@@ -102,13 +102,14 @@ class TrainingLoop:
         from piperlang.runtime.driver.training import Lost
 
         try:
-            self.saving.finish()
+            if self.saving.wanted:
+                self.saving.finish(self.fed)
             save(self.job, self.at, WEIGHTS)
             if self.file.ema is not None:
                 save(self.job, self.at, AVERAGES, averaged=True)
         except Lost as lost:
             self.job.restartable = False
-            raise _noted(self.job.died(lost.worker), self._lost()) from None
+            raise _noted(self.job.gone(lost), self._lost()) from None
 
     def _begin(self, given: Batches, run_before: Resumed | None) -> None:
         """The state of a job that has its weights: `given` are batches from the first one on."""
@@ -141,14 +142,17 @@ class TrainingLoop:
         except PiperError as problem:
             self._handle(problem)
         except Lost as lost:  # between two steps
-            self._handle(self.job.died(lost.worker))
+            self._handle(self.job.gone(lost))
         return False
 
     def _handle(self, problem: PiperError) -> None:
-        """Starts again if a worker is lost. Otherwise the error is raised, with what became of the state."""
-        if not self.job.lost:
-            raise self._kept(problem) or problem
-        self._restart(problem)
+        """Starts again if a worker is lost, and again if another one is lost meanwhile. Otherwise the error is raised,
+        with what became of the state."""
+        another: PiperError | None = problem
+        while another is not None:
+            if not self.job.lost:
+                raise self._kept(another) or another
+            another = self._restart(another)
 
     def _train(self, asked: Callable[[], bool]) -> None:
         """Steps until the last one, or until it is `asked` to end. The next batch is loaded while a step runs, except
@@ -179,8 +183,7 @@ class TrainingLoop:
             self._note(row)
             saving.after(done, fed, last)
             if asked() and not last:
-                saving.save(fed)
-                saving.finish()
+                saving.finish(fed)
                 emit(Notice(f"continue with `--resume {self.folder}`"))
                 end()
             if not last:
@@ -209,9 +212,13 @@ class TrainingLoop:
     def _note(self, row: StepMetrics) -> None:
         from piperlang.capture.user.seeding import generators_left_alone
 
-        with uninterrupted():  # what is said of an interrupted job is what metrics.jsonl has
-            self.rows.write(row)
-            emit(row)
+        def write() -> None:
+            with uninterrupted():  # what is said of an interrupted job is what metrics.jsonl has
+                self.rows.flush(row.step)
+                emit(row)
+
+        self.rows.add(row)
+        patiently(write)
         log(self.loggers, row.record())
         on_step = self.file.on_step
         if on_step is not None:
@@ -223,6 +230,8 @@ class TrainingLoop:
     def _kept(self, problem: PiperError) -> PiperError | None:
         """If user code fails between steps (data, validation, `on_step`), save a checkpoint: the workers still have the
         state of training. The error, with what became of it."""
+        from piperlang.runtime.driver.training import Lost
+
         saving = self.saving
         worker_failed = any(d.code.startswith("P06") and d.code not in _BETWEEN_STEPS for d in problem.diagnostics)
         if not self.trained or not self.job.alive or worker_failed:
@@ -230,11 +239,12 @@ class TrainingLoop:
         saving.step = saving.start + self.trained
         steps = counted(saving.step, "step")
         try:
-            saving.save(self.fed)
-            saving.finish()
+            saving.finish(self.fed)
             kept = f"the state after {steps} is saved; when this is mended, continue: `--resume {self.folder}`"
         except PiperError as another:
             kept = f"the state after {steps} is lost: {another.diagnostics[0].message}"
+        except Lost as lost:
+            kept = f"the state after {steps} is lost: {lost}"
         return _noted(problem, kept)
 
     def _lost(self) -> str:
@@ -247,14 +257,18 @@ class TrainingLoop:
         steps = counted(self.trained, "step")
         return f"lost: {steps}; `--save-every N` or `--save-minutes M` saves checkpoints, from which a job starts again"
 
-    def _restart(self, problem: PiperError) -> None:
-        """Starts again from the newest checkpoint, or from the beginning, after a worker was lost."""
+    def _restart(self, problem: PiperError) -> PiperError | None:
+        """Starts again from the newest checkpoint, or from the beginning, after a worker was lost. The error of another
+        worker that was lost meanwhile."""
+        from piperlang.runtime.driver.training import Lost
+
         first = problem.diagnostics[0]
         at, started = self.saving.start + self.trained, time.perf_counter()
         self.job.halt()
         self.saving.abandon()
         found = newest_whole(self.at) or self.run_before
         self.restarts += 1
+        self.job.restartable = self.restarts < self.options.restart
         step = found.step if found is not None else 0
         again = f"; {counted(at - step, 'step')} to train again" if at > step else ""
         said = f"{first.message} after {counted(at, 'step')}: starting again from step {step}{again}"
@@ -263,15 +277,22 @@ class TrainingLoop:
         try:
             with doing(f"starting again, {self.restarts} of {self.options.restart}"):
                 self.job.restart(found.restore(self.options.new_options) if found is not None else None)
-                self.rows.cut(step)
+                patiently(partial(self.rows.cut, step))
                 self._begin(Batches(self.file, self.options.seed), found)
+        except Lost as lost:
+            gone: PiperError = self.job.gone(lost)
+            return gone
         except PiperError as another:
             raise _noted(another, self._lost()) from None
         seconds = round(time.perf_counter() - started, 3)
         emit(Notice(f"started again in {seconds:.1f} s"))
         record = {"step": at, "from": step, "seconds": seconds, "why": first.message, "notes": first.notes}
+        patiently(partial(self._note_restart, json.dumps(record)))
+        return None
+
+    def _note_restart(self, record: str) -> None:
         with writing(self.at / RESTARTS, "why the job started again"), (self.at / RESTARTS).open("a") as log_file:
-            log_file.write(json.dumps(record) + "\n")
+            log_file.write(f"{record}\n")
 
 
 def _settings(options: argparse.Namespace, file: ModelFile) -> dict[str, Any]:

@@ -246,7 +246,3 @@ def _wanted_format(words: list[str]) -> str:
         if value in FORMATS and word.startswith("--format"):
             return value
     return "full"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

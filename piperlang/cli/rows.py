@@ -22,16 +22,20 @@ class MetricRows:
         drop(self.file)
         self.file.close()
 
-    def write(self, row: StepMetrics) -> None:
-        with writing(self.path, f"the rows of metrics from step {row.step} on"):
-            self.file.write(row.json() + "\n")
+    def add(self, row: StepMetrics) -> None:
+        """`flush` writes it."""
+        self.file.write(row.json() + "\n")
+
+    def flush(self, step: int) -> None:
+        with writing(self.path, f"the rows of metrics from step {step} on"):
             self.file.flush()
         with writing(self.path, "the rows of metrics so far: the file was removed"):
             self.path.stat()  # it would take rows that nobody can read
 
     def cut(self, step: int) -> None:
         """Removes the rows from this step on: they come again."""
-        self.__exit__()
+        if not self.file.closed:
+            self.__exit__()
         with writing(self.path, "the rows of metrics so far"):
             keep_rows(self.path, self.path, step)
         self.__enter__()

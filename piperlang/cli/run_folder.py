@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from piperlang.cli.model import doing
 from piperlang.cli.report import open_script
 from piperlang.diagnostics import PiperError, error
+from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
@@ -28,6 +31,10 @@ METRICS = "metrics.jsonl"
 VERSIONS = "versions.json"
 RESTARTS = "restarts.jsonl"
 """Why a job has started again."""
+NOT_WRITTEN = "P0609"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+PATIENCE = 600.0
+"""Seconds to wait for room on the disk, for what would be lost."""
 _RECORDS = (METRICS, RESTARTS, VERSIONS, WEIGHTS, AVERAGES, "verified.json")
 _CHECKPOINTS = "checkpoints"
 
@@ -168,17 +175,49 @@ def save(job: Any, folder: Path, name: str, averaged: bool = False) -> None:
     path, part = folder / name, folder / f"{name}.part"
     with doing("saving the weights", f"saved {name}") as saving:
         weights = job.weights(averaged)
-        with writing(path, f"the weights of {counted(len(weights), 'tensor')}"):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with part.open("wb") as file:
-                    torch.save(weights, file)
-                part.replace(path)
-            except BaseException:
-                with suppress(OSError):
-                    part.unlink(missing_ok=True)
-                raise
+
+        def write() -> None:
+            with writing(path, f"the weights of {counted(len(weights), 'tensor')}"):
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    with part.open("wb") as file:
+                        torch.save(weights, file)
+                    part.replace(path)
+                except BaseException:
+                    with suppress(OSError):
+                        part.unlink(missing_ok=True)
+                    raise
+
+        patiently(write)
         saving.detail = f"{sum(tensor.numel() for tensor in weights.values()):,} numbers"
+
+
+def patiently(write: Callable[[], None]) -> None:
+    """While there is no room on the disk, tries again."""
+    until = time.monotonic() + PATIENCE
+    told = False
+    while True:
+        try:
+            write()
+            return
+        except PiperError as problem:
+            if not _no_room(problem) or time.monotonic() > until:
+                raise
+            if not told:
+                waits = f"waiting for room on the disk, {PATIENCE / 60:.0f} minutes at most"
+                emit(Notice(f"{problem.diagnostics[0].message}: {waits}", warning=True))
+            told = True
+            time.sleep(1.0)
+
+
+def _no_room(problem: PiperError) -> bool:
+    cause: BaseException | None = problem
+    while cause is not None:
+        # safetensors has the number of the system's error in its text only
+        if getattr(cause, "errno", None) in FULL or any(f"os error {number}" in str(cause) for number in FULL):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 @contextmanager
@@ -190,7 +229,7 @@ def writing(path: Path, lost: str) -> Iterator[None]:
         cause = problem if isinstance(problem, OSError) else problem.__context__
         reason = (cause.strerror if isinstance(cause, OSError) else None) or str(problem).partition("\n")[0]
         raise error(
-            "P0609",
+            NOT_WRITTEN,
             f"cannot write {path}",
             notes=[reason, f"lost: {lost}"],
             help="look at the space on the disk, and leave the folder alone while the job runs; or choose another with"

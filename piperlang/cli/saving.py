@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.report import open_script
+from piperlang.cli.run_folder import NOT_WRITTEN, patiently
+from piperlang.diagnostics import PiperError
 from piperlang.progress import Notice, emit
+from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
     from piperlang.cli.feeding import Feeding
     from piperlang.plan.plan import Plan
     from piperlang.runtime.checkpoint.manifest import Manifest
+    from piperlang.runtime.driver.checkpoints import Saved
     from piperlang.runtime.driver.training import StepResult
 
 
@@ -36,8 +40,8 @@ class Saving:
         from piperlang.runtime.driver.checkpoints import Checkpoints
 
         self.run, self.every, self.minutes = folder, options.save_every, options.save_minutes
-        self.start = self.step = self.saved = before.step if before is not None else 0
-        """`saved`: the step of the newest checkpoint."""
+        self.start = self.step = self.saved = self.begun = before.step if before is not None else 0
+        """`saved`: the step of the newest checkpoint; `begun`: of the one that is being written, or was tried last."""
         self.samples, self.skipped = (before.data.samples, before.data.skipped) if before is not None else (0, 0)
         self.last = time.monotonic()
         store = Store(folder)
@@ -59,7 +63,7 @@ class Saving:
             self.samples += done.samples
         if self.wanted and self.step == self.start + 1:
             self.checkpoints.job.check_state()  # what cannot be saved is said now, not after hours
-        self._told(self.checkpoints.finished())
+        self._look(self.checkpoints.finished)
         due = (self.every is not None and self.step % self.every == 0) or (
             self.minutes is not None and time.monotonic() - self.last >= 60 * self.minutes
         )
@@ -67,25 +71,46 @@ class Saving:
             self.save(fed)
 
     def save(self, fed: Feeding) -> None:
-        """Begins a checkpoint, unless there is one of this step."""
-        if self.saved == self.step:
+        """Begins a checkpoint, unless there is one of this step. One that cannot be written is told, and training goes
+        on: the next one may be."""
+        if self.begun == self.step:
             return
-        self._told(self.checkpoints.wait())
-        self.last = time.monotonic()
-        position, trees = fed.position(self.samples, self.skipped)
-        self.checkpoints.save(self.step, position, trees)
-        self.saved = self.step
+        self._look(self.checkpoints.wait)
+        self.last, self.begun = time.monotonic(), self.step
+        self._look(lambda: self._begin(fed))
 
-    def finish(self) -> None:
-        """Waits for the checkpoint that is being written."""
-        self._told(self.checkpoints.wait())
+    def finish(self, fed: Feeding) -> None:
+        """A checkpoint of this step, whole on the disk."""
+        self.save(fed)
+        self._look(self.checkpoints.wait)
+        if self.saved != self.step:
+            patiently(lambda: self._save_now(fed))
 
     def abandon(self) -> None:
         """A worker is gone: the checkpoint that is being written is dropped, unless it is whole."""
         self._told(self.checkpoints.abandon())
 
-    def _told(self, done: Any) -> None:
+    def _begin(self, fed: Feeding) -> None:
+        position, trees = fed.position(self.samples, self.skipped)
+        self.checkpoints.save(self.step, position, trees)
+
+    def _save_now(self, fed: Feeding) -> None:
+        self._begin(fed)
+        self._told(self.checkpoints.wait())
+
+    def _look(self, at: Callable[[], Saved | None]) -> None:
+        try:
+            self._told(at())
+        except PiperError as problem:
+            if problem.diagnostics[0].code != NOT_WRITTEN:
+                raise
+            (what, *_), saved = problem.diagnostics, counted(self.saved, "step")
+            kept = f"the newest checkpoint is that after {saved}" if self.saved else "there is no checkpoint yet"
+            emit(Notice(f"{what.message} ({what.notes[0]}): training goes on; {kept}", warning=True))
+
+    def _told(self, done: Saved | None) -> None:
         if done is not None:
+            self.saved = done.step
             waited = f"training waited {1000 * done.stalled:.0f} ms"
             emit(Notice(f"saved a checkpoint after step {done.step} in {done.seconds:.1f} s, {waited}; {done.folder}"))
 

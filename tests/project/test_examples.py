@@ -194,7 +194,7 @@ def train(arguments: list[str], out: Path, temporary: Path) -> Trained:
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "piperlang.cli.main", *arguments, "--out", str(out)]
+    command = [sys.executable, "-m", "piperlang", *arguments, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "--json" in arguments or done.stderr == ""  # beside JSON, standard error is for people

@@ -16,6 +16,7 @@ import torch
 from piperlang.capture.program import capture
 from piperlang.capture.user.model_file import load_model
 from piperlang.capture.user.state import TorchState
+from piperlang.cli import run_folder
 from piperlang.cli.main import main
 from tests.support.between_steps import (
     BASE,
@@ -265,7 +266,9 @@ def unwritable(
     (folder / "model.py").write_text(BASE + more)
     (folder / "pp.piper").write_text(PIPELINE)
     words = [str(folder / "model.py"), str(folder / "pp.piper"), "--steps", "4", "--executor", "inline"]
-    assert main([*words, "--out", str(out)]) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder, "PATIENCE", 0.0)
+        assert main([*words, "--out", str(out)]) == 1
     err = capsys.readouterr().err
     assert "error[P0609]: cannot write" in err
     assert "Traceback" not in err

@@ -158,7 +158,7 @@ def piperc(arguments: list[str], out: Path, **options: object) -> subprocess.Pop
     command = [
         sys.executable,
         "-m",
-        "piperlang.cli.main",
+        "piperlang",
         str(MLP / "model.py"),
         *arguments,
         "--json",
@@ -366,7 +366,7 @@ def test_a_job_with_an_all_to_all_prints_no_warning(executor: str, tmp_path: Pat
     command = [
         sys.executable,
         "-m",
-        "piperlang.cli.main",
+        "piperlang",
         *files,
         "--steps",
         "1",

@@ -118,7 +118,7 @@ def test_what_is_lost_is_said(
     assert "error[P0602]: device 1 died" in err
     said = "lost: 1 step; the state after 4 steps is saved: `--resume" if saves else "lost: 5 steps; `--save-every N`"
     assert said in err
-    gone = cluster.halt(2, [])
+    gone = cluster.halt()
     cluster.replace(gone)
     assert 1 in gone
 

@@ -14,9 +14,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import cloudpickle
@@ -31,7 +31,7 @@ from piperlang.interrupts import SIGNALS, uninterrupted
 from piperlang.progress import Workers, emit
 from piperlang.runtime.comm import gloo
 from piperlang.runtime.comm.process_group import ProcessBackend
-from piperlang.runtime.driver.janitor import MARK, clear, start_janitor, stop_janitor
+from piperlang.runtime.driver.janitor import MARK, clear, processes, start_janitor, stop_janitor
 from piperlang.runtime.driver.training import Lost
 from piperlang.runtime.driver.worker import Worker, process
 
@@ -44,6 +44,8 @@ folder."""
 
 STOPPED_FOR = 3.0
 """Seconds that a worker may be stopped (SIGSTOP, a debugger) before it counts as hung."""
+RAY_STOPPED_FOR = 10.0
+"""The same for processes of Ray: a step does not need them."""
 SILENT_FOR = 60.0
 """Seconds that a worker of another machine may not answer: it cannot while it is in C code that keeps the GIL."""
 
@@ -70,6 +72,15 @@ START_ATTEMPTS = 4
 """Ray gives its processes 30 s to start, which a busy machine may exceed."""
 
 
+class Call(NamedTuple):
+    worker: int
+    method: str
+    future: Any
+
+
+Enough = Callable[[Any], bool]
+
+
 class Cluster:
     """The workers of a job, one per device, with detection of workers that died."""
 
@@ -83,6 +94,10 @@ class Cluster:
         self.stopped, self.silent = STOPPED_FOR, SILENT_FOR
         self.ray: dict[str, int] = {}
         """Processes of Ray that the job cannot do without, if it was started for this job."""
+        self.ray_stopped: dict[int, float] = {}
+        """Since when those that are stopped are."""
+        self.waiting: set[Call] = set()
+        """What is waited for, or was when a worker was lost."""
         self.janitor: subprocess.Popen[bytes] | None = None
         self.group: PlacementGroup | None = None
         self.workers: list[Any] = []
@@ -183,47 +198,75 @@ class Cluster:
     def _start_workers(self, which: Sequence[int]) -> None:
         assert self.group is not None
         for i in which:
+            self.pids[i] = None
             place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
             environment = self.backend.environment(i, self.shares_device)
             self.workers[i] = self.actor.options(scheduling_strategy=place).remote(environment)
-        here, asked = process()[0], [self.workers[i].where.remote() for i in which]
-        starting = asked
+        here, asked = process()[0], {self.workers[i].where.remote(): i for i in which}
+        starting, stopped = list(asked), dict[int, float]()
         while starting:
             self._check_ray()
-            _, starting = ray.wait(starting, num_returns=1, timeout=1.0)
+            ready, starting = ray.wait(starting, num_returns=1, timeout=1.0)
+            for future in ready:
+                try:
+                    system, pid = ray.get(future)
+                except RayActorError:
+                    raise Lost(asked[future]) from None
+                # A process outside of this system can only be checked through Ray.
+                self.pids[asked[future]] = pid if system == here else None
+            self._kill_stopped(stopped)
             emit(Workers(len(self.workers) - len(starting), len(self.workers)))
-        for i, (system, pid) in zip(which, ray.get(asked), strict=True):
-            # A process outside of this system can only be checked through Ray.
-            self.pids[i] = pid if system == here else None
+
+    def _kill_stopped(self, stopped: dict[int, float]) -> None:
+        """A process that is stopped before it has said who it is would never do so. `stopped`: since when they are."""
+        now = time.monotonic()
+        for pid in processes(self.folder, ()) if self.own else ():
+            if _state(pid) not in STOPPED:
+                stopped.pop(pid, None)
+            elif now - stopped.setdefault(pid, now) > self.stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _check_ray(self) -> None:
         """Ray itself would notice after a minute, or never."""
+        now = time.monotonic()
         for name, pid in self.ray.items():
-            if _state(pid) in GONE:
+            state = _state(pid)
+            if state in GONE:
                 raise error(
                     "P0602",
                     f"{name} of Ray died (process {pid}), which starts and watches the workers",
                     help="check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
                 )
+            if state not in STOPPED:
+                self.ray_stopped.pop(pid, None)
+            elif now - self.ray_stopped.setdefault(pid, now) > RAY_STOPPED_FOR:
+                raise error(
+                    "P0603",
+                    f"{name} of Ray is stopped (process {pid}), which starts and watches the workers",
+                    help=f"something has stopped the process, such as a debugger; `kill -CONT {pid}` lets it go on",
+                )
 
-    def halt(self, count: int, calls: Sequence[Any], within: float = HALT) -> list[int]:
-        """Ends what the first `count` workers do, and kills those that are stopped or do not end it. Which ones are
-        gone."""
-        gone = {i for i, pid in enumerate(self.pids[:count]) if pid is not None and _state(pid) in GONE + STOPPED}
+    def halt(self, within: float = HALT) -> list[int]:
+        """Ends what all workers do, and kills those that are stopped or do not end it. Which ones are gone."""
+        gone = {i for i, pid in enumerate(self.pids) if pid is not None and _state(pid) in GONE + STOPPED}
         for i in gone:
             self._kill(i)
-        aborted = {i: self.call(i, "abort") for i in range(count) if i not in gone}
-        waiting = [*aborted.values(), *(call for i, call in enumerate(calls) if i not in gone)]
-        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=within) if waiting else ([], [])
-        for i, future in aborted.items():
-            mine = [future, *calls[i : i + 1]]
-            if not all(one in ready for one in mine) or any(_is_lost(one) for one in mine):
-                gone.add(i)
-                self._kill(i)
+        count = len(self.workers)
+        calls = [self.call(i, "abort") for i in range(count)]
+        calls += [one for one in self.waiting if one.method not in CONTROL]
+        calls = [one for one in calls if one.worker not in gone]
+        self.waiting.clear()
+        futures = [one.future for one in calls]
+        ready, _ = ray.wait(futures, num_returns=len(futures), timeout=within) if futures else ([], [])
+        for one in calls:
+            if one.future not in ready or _is_lost(one.future):
+                gone.add(one.worker)
+                self._kill(one.worker)
         return sorted(gone)
 
     def replace(self, which: Sequence[int]) -> None:
-        """Starts new workers in the places of those that are gone."""
+        """Starts new workers in the places of those that are gone. Raises Lost if one of them dies, too."""
         if which:
             self._start_workers(which)
 
@@ -239,8 +282,8 @@ class Cluster:
         (place,) = self.wait([self.call(0, "host", ray.util.get_node_ip_address())])  # type: ignore[no-untyped-call]
         return str(place)
 
-    def call(self, worker: int, method: str, *arguments: Any) -> Any:
-        return getattr(self.workers[worker], method).remote(*arguments)
+    def call(self, worker: int, method: str, *arguments: Any) -> Call:
+        return Call(worker, method, getattr(self.workers[worker], method).remote(*arguments))
 
     def each(self, method: str, arguments: Sequence[Any] | None = None, count: int = 0) -> list[Any]:
         """Calls a method on the first `count` workers, each with its own argument if there are any, and returns all
@@ -249,66 +292,71 @@ class Cluster:
             return self.wait([self.call(i, method) for i in range(count)])
         return self.wait([self.call(i, method, argument) for i, argument in enumerate(arguments)])
 
-    def wait(self, futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        results = []
-        for i, future in enumerate(futures):
+    def wait(self, calls: Sequence[Call], timeout: float | None = None, enough: Enough | None = None) -> list[Any]:
+        """Results of all calls; None for those that are still waited for when a result is `enough`. Raises what a
+        worker has raised, and Lost if one of them dies or hangs, even if it has returned: others may wait for it."""
+        results: list[Any] = [None] * len(calls)
+        self.waiting.update(calls)
+        for i in self._ended(calls, timeout):
             try:
-                results.append(ray.get(future, timeout=timeout))
+                results[i] = ray.get(calls[i].future)
             except RayActorError:
-                raise Lost(i) from None
+                raise Lost(calls[i].worker) from None
             except RayTaskError as problem:
-                raise problem.cause from None
+                # A worker that communicates with a dead worker often fails first: its connection breaks.
+                dead = self.dead()
+                raise Lost(dead[0]) if dead else problem.cause from None
+            self.waiting.discard(calls[i])
+            if enough is not None and enough(results[i]):
+                break
         return results
 
-    def watch(self, futures: Sequence[Any], beat: float = 1.0) -> tuple[list[Any], int | None]:
-        """Results of all workers; or no results, and a worker that hangs: one of this machine that has been stopped for
-        `self.stopped` seconds, as the system says, so that one that is in C code for minutes counts as alive; one of
-        another machine that has not answered for `self.silent` seconds.
-
-        Raises Lost if a worker dies. A worker that ends early with a failure ends the wait."""
-        pending = {future: i for i, future in enumerate(futures)}
-        results: list[Any] = [None] * len(futures)
+    def _ended(self, calls: Sequence[Call], timeout: float | None, beat: float = 1.0) -> Iterator[int]:
+        """Which calls have ended, as they do, while the workers are watched. A worker of this machine hangs if it has
+        been stopped for `self.stopped` seconds, as the system says, so that one that is in C code for minutes counts as
+        alive; one of another machine if it has not answered for `self.silent` seconds."""
+        pending = {call.future: i for i, call in enumerate(calls)}
         pings: dict[int, tuple[Any, float]] = {}
+        began = last = time.monotonic()
         stopped: dict[int, float] = {}
-        last = time.monotonic()
+        workers = sorted({call.worker for call in calls})
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=0.1)
             for future in ready:
-                i = pending.pop(future)
-                try:
-                    results[i] = ray.get(future)
-                except RayActorError:
-                    raise Lost(i) from None
-                if getattr(results[i], "failed", None) is not None:
-                    return results, None
+                yield pending.pop(future)
             now = time.monotonic()
+            if pending and timeout is not None and now - began > timeout:
+                raise TimeoutError
             self._check_ray()
-            for i, pid in enumerate(self.pids[: len(futures)]):
-                state = _state(pid) if pid is not None else ""
-                if state and state in GONE:
-                    raise Lost(i)
-                if not state or state not in STOPPED:
-                    stopped.pop(i, None)
-                elif now - stopped.setdefault(i, now) > self.stopped:
-                    return results, i
+            self._check_workers(workers, stopped, now)
             if now - last >= beat:
                 last = now
-                for i in {i for i in pending.values() if self.pids[i] is None} - pings.keys():
-                    pings[i] = (self.call(i, "ping"), now)
+                for i in {calls[i].worker for i in pending.values()} - pings.keys():
+                    if self.pids[i] is None:
+                        pings[i] = (self.call(i, "ping").future, now)
             for i, (ping, sent) in list(pings.items()):
                 if ray.wait([ping], timeout=0)[0]:
-                    try:
-                        ray.get(ping)
-                    except RayActorError:
-                        raise Lost(i) from None
+                    if _is_lost(ping):
+                        raise Lost(i)
                     del pings[i]
                 elif now - sent > self.silent:
-                    return results, i
-        return results, None
+                    raise Lost(i, hangs=True)
+
+    def _check_workers(self, which: Sequence[int], stopped: dict[int, float], now: float) -> None:
+        """`stopped`: since when workers are."""
+        for i in which:
+            pid = self.pids[i]
+            state = _state(pid) if pid is not None else ""
+            if state and state in GONE:
+                raise Lost(i)
+            if not state or state not in STOPPED:
+                stopped.pop(i, None)
+            elif now - stopped.setdefault(i, now) > self.stopped:
+                raise Lost(i, hangs=True)
 
     def ask(self, method: str, whom: Sequence[int], timeout: float = 0.5) -> dict[int, Any]:
         """Answers of workers that reply within the timeout; the others are left out."""
-        futures = {i: self.call(i, method) for i in whom}
+        futures = {i: self.call(i, method).future for i in whom}
         if not futures:
             return {}
         ready, _ = ray.wait(list(futures.values()), num_returns=len(futures), timeout=timeout)
@@ -488,8 +536,12 @@ def _is_lost(future: Any) -> bool:
     return False
 
 
+CONTROL = ("ping", "running", "written", "rest", "abort")
+"""Methods that workers answer while another one runs."""
+
+
 def _controlled() -> type:
     """The worker with the methods that must answer while a step runs."""
-    for name in ("ping", "running", "written", "rest", "abort"):
+    for name in CONTROL:
         setattr(Worker, name, ray.method(concurrency_group="control")(getattr(Worker, name)))
     return Worker

@@ -124,10 +124,10 @@ class Job:
             check(plan, buffered=False)
         self.borrowed, self.averages = cluster is not None, training.ema is not None
         self.ending: threading.Thread | None = None
-        self.restartable, self.lost = False, False
+        self.restartable, self.lost, self.replaced = False, False, list[int]()
         """Whether a lost worker ends the job; and whether one is lost, and the job waits to be started again."""
-        self.calls: list[Any] = []
-        """Of the step that runs."""
+        self.complete = True
+        """All workers are set up, or none is yet."""
         self.set_up_with = training, digest, timeout, loss_dtype
         self.progress: BinaryIO | None = None
         self.cluster = cluster or Cluster(len(plan.devices), address, self.backend)
@@ -177,9 +177,11 @@ class Job:
         try:
             started = self._setups(packed, stored=training.weights is not None or training.restore is not None)
         except Lost as lost:
+            if not self.complete:
+                raise
             raise error(
                 "P0602",
-                f"device {self.plan.devices[lost.worker].device} died during setup",
+                f"device {self._device(lost.worker)} {'does not answer' if lost.hangs else 'died'} during setup",
                 help="check that every worker has enough memory for the model",
             ) from None
         other = next((i for i, one in enumerate(started) if one.weights != started[0].weights), None)
@@ -207,10 +209,7 @@ class Job:
             return wait([call(i, "setup", one) for i, one in enumerate(packed)])
         nodes = [node for node, _ in self.cluster.each("where", count=len(packed))]
         builders = {node: nodes.index(node) for node in dict.fromkeys(nodes)}
-        try:
-            made = wait([call(i, "create", packed[i]) for i in builders.values()])
-        except Lost as lost:
-            raise Lost(list(builders.values())[lost.worker]) from None
+        made = wait([call(i, "create", packed[i]) for i in builders.values()])
         created = dict(zip(builders, made, strict=True))
         started = wait([call(i, "setup", one, created[nodes[i]]) for i, one in enumerate(packed)])
         wait([call(i, "created") for i in builders.values()])
@@ -347,22 +346,19 @@ class Job:
             )
         ]
 
-    def finish(self, futures: list[Any]) -> StepResult:
-        self.calls = futures
+    def finish(self, calls: list[Any]) -> StepResult:
         try:
-            reports, hung = self.cluster.watch(futures)
+            reports = self.cluster.wait(calls, enough=lambda report: report.failed is not None)
         except Lost as lost:
-            raise self.died(lost.worker) from None
+            raise self.gone(lost) from None
         except PiperError:  # Ray is gone
             self._end()
             raise
-        if hung is not None:
-            raise self._gone("P0603", "does not answer", hung)
         for i, report in enumerate(reports):
             if report is not None and report.failed is not None:
                 # A worker that communicates with a dead worker often fails first: its connection breaks.
                 dead = self.cluster.dead()
-                raise self.died(dead[0]) if dead else self._failed(i, report.failed)
+                raise self.gone(Lost(dead[0])) if dead else self._failed(i, report.failed)
         if len({report.settings for report in reports if report.settings}) > 1:
             self._compare(self.cluster.each("settings", count=len(self.plan.devices)), self.sets_options)
         result = StepResult(
@@ -398,20 +394,26 @@ class Job:
                     ),
                 )
 
-    def died(self, worker: int) -> PiperError:
-        return self._gone("P0602", "died", worker)
-
-    def _gone(self, code: str, what: str, worker: int) -> PiperError:
+    def gone(self, lost: Lost) -> PiperError:
         """One error with the device, its instruction, the script line behind it, and what the other devices were
         waiting for."""
-        notes = self._situation(worker, self._last(worker))
+        worker = lost.worker
+        notes = self._situation(worker, self._last(worker)) if self.complete else ["the job was starting again"]
         self._lose()
-        died, stuck = (
-            "check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
-            "its process is stopped or stuck: inspect it with a debugger",
+        code, what, help = (
+            ("P0603", "does not answer", "its process is stopped or stuck: inspect it with a debugger")
+            if lost.hangs
+            else (
+                "P0602",
+                "died",
+                "check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
+            )
         )
-        help = died if code == "P0602" else stuck
-        return error(code, f"device {self.plan.devices[worker].device} {what}", notes=notes[:9], help=help)
+        return error(code, f"device {self._device(worker)} {what}", notes=notes[:9], help=help)
+
+    def _device(self, worker: int) -> int:
+        """A cluster that is borrowed may have more workers than the plan has devices."""
+        return self.plan.devices[worker].device if worker < len(self.plan.devices) else worker
 
     def _lose(self) -> None:
         """A worker is gone."""
@@ -441,21 +443,26 @@ class Job:
         return notes
 
     def halt(self) -> None:
-        """After a worker was lost: the others end what they do."""
-        self.gone = self.cluster.halt(len(self.plan.devices), self.calls)
+        """After a worker was lost: the others end what they do. If some were not even set up, all are lost: they may
+        wait for each other where nothing can end it."""
+        if not self.complete:
+            self.cluster.kill()
+        self.replaced = self.cluster.halt()
 
     def restart(self, restore: Restore | None) -> None:
-        """Starts again, after `halt`, from a checkpoint or from the beginning. Workers that are left stay."""
+        """Starts again, after `halt`, from a checkpoint or from the beginning. Workers that are left stay. Raises Lost
+        if one is lost meanwhile."""
         training, digest, timeout, loss_dtype = self.set_up_with
-        self.cluster.replace(self.gone)
+        self.complete = False
+        self.cluster.replace(self.replaced)
         if self.progress is not None:
             self.progress.close()
-        self.batches, self.calls = None, []
+        self.batches = None
         self._set_up(dataclasses.replace(training, restore=restore), digest, timeout, loss_dtype)
         for key, inputs in list(self.shapes.plans.items()):
             if key != TRAIN:
                 self.shapes.plans[key] = self._prepared(key, inputs.plan, inputs.captured)
-        self.lost = False
+        self.complete, self.lost = True, False
 
     def _end(self) -> None:
         """Kill the workers now. Shutting down Ray takes longer, and the error does not wait for it."""

@@ -36,11 +36,11 @@ class Training:
 
 
 class Lost(Exception):
-    """A worker that died."""
+    """A worker that died, or does not answer any more."""
 
-    def __init__(self, worker: int) -> None:
-        super().__init__(f"worker {worker} died")
-        self.worker = worker
+    def __init__(self, worker: int, hangs: bool = False) -> None:
+        super().__init__(f"worker {worker} {'does not answer' if hangs else 'died'}")
+        self.worker, self.hangs = worker, hangs
 
 
 @dataclass(frozen=True)
