@@ -155,16 +155,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def piperc(arguments: list[str], out: Path, **options: object) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "piperlang",
-        str(MLP / "model.py"),
-        *arguments,
-        "--json",
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, "-m", "piperlang", str(MLP / "model.py"), *arguments, "--json", "--out", str(out)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 

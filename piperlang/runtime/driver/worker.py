@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import pickle
@@ -489,6 +490,8 @@ class Worker:
         if self.runs:
             self.runs, self.active = {}, None
             self.comm.close()
+            del self.last, self.comm
+            gc.collect()  # connections of process groups end with the last reference, and runs refer to themselves
 
 
 def _loaded(packed: bytes) -> Setup:
