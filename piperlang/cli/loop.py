@@ -40,6 +40,10 @@ _BETWEEN_STEPS = ("P0609", "P0613")
 """Errors after which workers still have the state of training."""
 
 
+LOST = ("P0602", "P0603")
+"""A worker died, or does not answer."""
+
+
 class TrainingLoop:
     def __init__(
         self,
@@ -62,6 +66,7 @@ class TrainingLoop:
     def run(self) -> None:
         with doing("importing the runtime"):
             from piperlang.runtime.driver.shapes import OtherShapes
+            from piperlang.runtime.driver.training import Lost
             from piperlang.runtime.shapes import PlanForShape
 
         options, file, cut, plan, given = self.options, self.file, self.cut, self.plan, self.given
@@ -83,65 +88,76 @@ class TrainingLoop:
             self.rows = stack.enter_context(MetricRows(self.at))
             others = OtherShapes(plan_for, options.shapes)
             dtype = cut.model.tensors[cut.model.loss].dtype
-            self.job = stack.enter_context(
-                _started(options, self.backend, plan, cut, self.training, dtype, validation, others)
+            self.job = self._start_workers(
+                lambda: stack.enter_context(
+                    _started(options, self.backend, plan, cut, self.training, dtype, validation, others)
+                )
             )
-            self._begin(given, self.run_before)
+            try:
+                self._begin(given, self.run_before)
+            except Lost as lost:
+                self._handle(self.job.gone(lost))
             started = time.perf_counter()
             with stepping(options.steps, options.log_every, str(self.folder)), asked_first(_last_step) as asked:
                 while not self._trained_all(asked):
                     pass
-            self._finish()
         seconds = time.perf_counter() - started
         before = self.run_before.step if self.run_before is not None else 0
         steps, devices = counted(self.saving.step - before, "step"), counted(len(plan.devices), "device")
         skipped = f" ({counted(self.saving.skipped, 'step')} of the run skipped)" if self.saving.skipped else ""
         emit(Notice(f"trained {steps}{skipped} on {devices} in {seconds:.1f} s; {self.folder}"))
 
-    def _finish(self) -> None:
-        from piperlang.runtime.driver.training import Lost
+    def _start_workers(self, start: Callable[[], Any]) -> Any:
+        """A worker that is lost meanwhile is a fault like any other."""
+        options = self.options
+        while True:
+            try:
+                return start()
+            except PiperError as problem:
+                (first, *_), saves = problem.diagnostics, _saves(options) or self.run_before is not None
+                if first.code not in LOST or not saves or self.restarts >= options.restart:
+                    raise
+                self.restarts += 1
+                emit(Notice(f"{first.message}: starting again, {self.restarts} of {options.restart}", warning=True))
 
-        try:
-            if self.saving.wanted:
-                self.saving.finish(self.fed)
-            save(self.job, self.at, WEIGHTS)
-            if self.file.ema is not None:
-                save(self.job, self.at, AVERAGES, averaged=True)
-        except Lost as lost:
-            self.job.restartable = False
-            raise _noted(self.job.gone(lost), self._lost()) from None
+    def _finish(self) -> None:
+        if self.saving.wanted:
+            self.saving.finish(self.fed)
+        save(self.job, self.at, WEIGHTS)
+        if self.file.ema is not None:
+            save(self.job, self.at, AVERAGES, averaged=True)
 
     def _begin(self, given: Batches, run_before: Resumed | None) -> None:
         """The state of a job that has its weights: `given` are batches from the first one on."""
         from piperlang.capture.user.held import refuse_use
         from piperlang.capture.user.watched import WatchedModel
 
-        options = self.options
+        options, settings = self.options, _settings(self.options, self.file)
+        self.job.restartable = self.restarts < options.restart and (_saves(options) or run_before is not None)
+        before = run_before.manifest if run_before is not None else None
+        self.saving = Saving(options, self.job, self.plan, self.at, settings, before)
+        self.trained = 0
         self.fed: Feeding = feeding(options.data, self.job, self.file, given, self.cut, options.seed)
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
         kept = [WatchedModel(model.named_modules()) for model in refuse_use(traced_again=True)]
         self.checks = _checks(self.file, kept)
-        settings = _settings(options, self.file)
-        if run_before is not None:
-            _warn_of_changes(run_before.manifest.about.get("settings", {}), settings)
-            self.fed.resume(run_before.manifest)
-        before = run_before.manifest if run_before is not None else None
-        self.saving = Saving(options, self.job, self.plan, self.at, settings, before)
-        self.trained = 0
-        self.job.restartable = self.restarts < options.restart and (self.saving.wanted or run_before is not None)
+        if before is not None:
+            _warn_of_changes(before.about.get("settings", {}), settings)
+            self.fed.resume(before)
 
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _trained_all(self, asked: Callable[[], bool]) -> bool:
-        """Trains until the last step. False if a worker was lost, and the job has started again."""
+        """Trains all steps, and saves the weights. False if a worker was lost, and the job has started again."""
         from piperlang.runtime.driver.training import Lost
 
         try:
             self._train(asked)
+            self._finish()
             return True
         except PiperError as problem:
             self._handle(problem)
-        except Lost as lost:  # between two steps
+        except Lost as lost:  # between two steps, or after the last one
             self._handle(self.job.gone(lost))
         return False
 
@@ -293,6 +309,10 @@ class TrainingLoop:
     def _note_restart(self, record: str) -> None:
         with writing(self.at / RESTARTS, "why the job started again"), (self.at / RESTARTS).open("a") as log_file:
             log_file.write(f"{record}\n")
+
+
+def _saves(options: argparse.Namespace) -> bool:
+    return options.save_every is not None or options.save_minutes is not None
 
 
 def _settings(options: argparse.Namespace, file: ModelFile) -> dict[str, Any]:

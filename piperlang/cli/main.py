@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -25,6 +25,7 @@ from piperlang.cli.progress import progress_of
 from piperlang.cli.report import exit_code, model_first, parameters, report
 from piperlang.diagnostics import PiperError, did_you_mean, error
 from piperlang.diagnostics.render import FORMATS
+from piperlang.elaborate.modules import IMPORT_PATH
 from piperlang.syntax.parse import is_file
 from piperlang.version import __version__
 
@@ -220,8 +221,25 @@ def _run(words: list[str]) -> int:
     needs.check(options)
     if hasattr(options, "parameters"):
         parameters(options)  # those that are not understood are refused before anything is loaded
-    with progress_of(options):
+    with progress_of(options), _import_path(getattr(options, "import_path", ())):
         return int(options.run(options))
+
+
+@contextlib.contextmanager
+def _import_path(folders: Sequence[str]) -> Iterator[None]:
+    """For all that evaluates scripts in this process."""
+    before = os.environ.get(IMPORT_PATH)
+    joined = os.pathsep.join([*folders, *([before] if before else [])])
+    if not folders:
+        yield
+        return
+    os.environ[IMPORT_PATH] = joined
+    try:
+        yield
+    finally:
+        os.environ.pop(IMPORT_PATH)
+        if before is not None:
+            os.environ[IMPORT_PATH] = before
 
 
 def _refuse_models(parser: Parser, words: list[str]) -> None:

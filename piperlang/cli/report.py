@@ -143,6 +143,17 @@ def add_parameters(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="override a `param` of the script",
     )
+    add_import_path(parser)
+
+
+def add_import_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import-path",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="a folder that the script may import from, besides its own; may be repeated",
+    )
 
 
 def check_output(path: Path, flag: str) -> None:

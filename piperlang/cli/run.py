@@ -8,7 +8,7 @@ from pathlib import Path
 
 from piperlang.cli.backend import chosen_backend
 from piperlang.cli.model import Batches, captured, doing, load, scheduled
-from piperlang.cli.report import report
+from piperlang.cli.report import add_import_path, report
 from piperlang.cli.train import add_training, check_loaded, check_usage, execute, is_done, start_of, weights_of
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
@@ -16,6 +16,12 @@ from piperlang.diagnostics.files import unreadable
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="FILE.plan")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the model file that the plan names, even if it is neither in the plan's folder nor in this one",
+    )
+    add_import_path(parser)
     add_training(parser)
 
 
@@ -48,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
                 notes=["it does not record its model and script"],
                 help="make it again with `piperc plan MODEL.py SCHEDULE.piper -o FILE`",
             )
+        _check_trusted(options, Path(made["model"]))
         old = files.stale(files.about(Path(made["model"]), Path(made["script"]), made.get("parameters")), made)
         if old is not None:
             raise PiperError(old)
@@ -78,3 +85,15 @@ def run(options: argparse.Namespace) -> int:
         report(found.problems, options.format)
         return 1
     return execute(options, file, found, plan, batches, backend, run_before)
+
+
+def _check_trusted(options: argparse.Namespace, model: Path) -> None:
+    """To train with a plan runs the model file that it names, whoever has written it."""
+    real = model.resolve()
+    here = (Path(options.plan).resolve().parent, Path.cwd())
+    if not options.trust and not any(real.is_relative_to(folder) for folder in here):
+        raise error(
+            "P0902",
+            f"{options.plan} would run {real}, which is neither in its folder nor in this one",
+            help="if you know that file, add `--trust`",
+        )

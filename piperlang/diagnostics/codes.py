@@ -70,6 +70,7 @@ CODES = {
     "P0611": "checkpoint cannot be used",
     "P0612": "run cannot be resumed",
     "P0613": "loss or gradients are not finite",
+    "P0614": "a stranger takes part",
     "P0801": "invalid model file",
     "P0802": "model cannot be traced",
     "P0803": "model changes a tensor while it runs",

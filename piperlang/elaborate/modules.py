@@ -69,6 +69,14 @@ def _checked(source: Source) -> tree.Script:
     return script
 
 
+IMPORT_PATH = "PIPER_IMPORT_PATH"
+"""The environment variable with further folders that scripts may import from, separated as in PATH."""
+
+
+def import_path() -> list[Path]:
+    return [Path(one).resolve() for one in os.environ.get(IMPORT_PATH, "").split(os.pathsep) if one]
+
+
 @dataclass
 class Importer:
     """Finds and caches modules, and tracks which are being evaluated: a cycle is an error that shows the path."""
@@ -78,6 +86,8 @@ class Importer:
     loaded: dict[Path, Module] = field(default_factory=dict)
     open: list[tuple[Path, Span]] = field(default_factory=list)
     failed: set[Path] = field(default_factory=set)
+    home: Path | None = None
+    """The folder of the script, from which it may import; that of the first module that imports one."""
 
     def find(self, module: tree.Library | tree.File, importing: Module) -> tuple[Path, str, bool]:
         """The file, the name it is shown by, and whether it is the library's."""
@@ -118,8 +128,19 @@ class Importer:
             raise error(
                 "P0209", f"file {module.path} not found", module.span, "the path is relative to this script", help=near
             )
+        self.home = self.home or importing.path.parent
+        real = path.resolve()
+        if not any(real.is_relative_to(folder) for folder in (self.home.resolve(), *import_path())):
+            link = os.path.normpath(path.absolute()) != str(real)
+            raise error(
+                "P0209",
+                f"{module.path} is {f'a link to {real}, ' if link else ''}outside of the folder of the script",
+                module.span,
+                f"a script imports from {self.home} and the folders below it",
+                help=f"to allow it: `--import-path {real.parent}`",
+            )
         shown = os.path.normpath(os.path.join(os.path.dirname(importing.script.source.name), module.path))
-        return path.resolve(), shown, False
+        return real, shown, False
 
     def check_cycle(self, path: Path, span: Span) -> None:
         opened = [p for p, _ in self.open]

@@ -14,7 +14,7 @@ from piperlang.capture.program import capture
 from piperlang.diagnostics import PiperError
 from piperlang.fuzz.traits import Traits
 from piperlang.fuzz.write import write
-from piperlang.runtime.comm.process_group import agree
+from piperlang.runtime.comm.process_group import agree, proof
 from piperlang.runtime.driver.cluster import Cluster
 from tests.matrix import SAMPLES, cases
 from tests.support.equivalence import program
@@ -69,8 +69,11 @@ def test_two_hundred_more(seed: int, cluster: Cluster) -> None:
 
 def test_workers_of_two_plans_do_not_join() -> None:
     store = HashStore()
-    store.set("digest-1", "of another plan")
-    with pytest.raises(PiperError, match="workers 0 and 1 have different plans"):
-        agree(store, 0, 2, "of this plan")
-    store.set("digest-1", "of this plan")
-    agree(store, 0, 2, "of this plan")
+    secret = "ab" * 32
+    for plan, other in (("this", "another"), ("this", "this")):
+        store.set("digest-1", f"{other} {proof(secret, other, 1).hex()}")
+        if other != plan:
+            with pytest.raises(PiperError, match="workers 0 and 1 have different plans"):
+                agree(store, 0, 2, plan, secret)
+        else:
+            agree(store, 0, 2, plan, secret)

@@ -3,6 +3,7 @@ for at the end of a step."""
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from piperlang.plan.plan import Group
-from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm
+from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm, proof, stranger
 from piperlang.runtime.hardware.cpu import Cpu
 
 
@@ -26,8 +27,22 @@ class GlooComm(ProcessComm):
     def connected(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Self:
         before = _sockets()
         comm = super().connected(groups, pairs)
+        for number, ((members, _), group) in enumerate(zip(groups, comm.groups, strict=True)):
+            if group is not None and self.rank in [self.ranks[d] for d in members]:
+                comm.check(group, f"group {number}")
         comm.sockets = self.sockets | (_sockets().keys() - before.keys())
         return comm
+
+    def check(self, group: dist.ProcessGroup, name: str) -> None:
+        """Over every connection of a group both ends prove who they are: gloo itself takes anybody who connects to its
+        port in time."""
+        me, count = dist.get_rank(group), dist.get_world_size(group)
+        mine = b"".join(proof(self.secret, name, me, other) for other in range(count))
+        give, take = torch.frombuffer(bytearray(mine), dtype=torch.uint8), torch.empty(len(mine), dtype=torch.uint8)
+        dist.all_to_all_single(take, give, group=group)
+        for other, part in enumerate(take.view(count, -1)):
+            if not hmac.compare_digest(bytes(part.tolist()), proof(self.secret, name, other, me)):
+                raise stranger(f"at the connection to rank {other}")
 
     def abort(self) -> None:
         super().abort()
@@ -54,11 +69,21 @@ class Gloo(ProcessBackend):
     loopback: ClassVar = {"GLOO_SOCKET_IFNAME": "lo"}
 
     def join(
-        self, rank: int, ranks: dict[int, int], meeting: Store, timeout: float, digest: str, one_machine: bool
+        self,
+        rank: int,
+        ranks: dict[int, int],
+        meeting: Store,
+        timeout: float,
+        digest: str,
+        one_machine: bool,
+        secret: str,
     ) -> ProcessComm:
         before = _sockets()
-        comm = super().join(rank, ranks, meeting, timeout, digest, one_machine)
+        comm = super().join(rank, ranks, meeting, timeout, digest, one_machine, secret)
         assert isinstance(comm, GlooComm)
+        world = dist.group.WORLD
+        if world is not None and len(ranks) > 1:
+            comm.check(world, "all")
         comm.sockets = frozenset(_sockets().keys() - before.keys())
         return comm
 

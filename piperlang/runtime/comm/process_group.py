@@ -6,6 +6,7 @@ is what keeps them together."""
 from __future__ import annotations
 
 import copy
+import hmac
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -13,9 +14,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from piperlang.diagnostics import error
+from piperlang.diagnostics import PiperError, error
 from piperlang.plan.plan import Group
 from piperlang.runtime.comm.backend import Backend, Comm
 
@@ -29,9 +30,9 @@ class ProcessComm(Comm):
     """Sends of this step, with their tensors."""
     aborted: bool
 
-    def __init__(self, rank: int, ranks: dict[int, int], limit: timedelta) -> None:
-        """`ranks`: device of the plan -> rank."""
-        self.rank, self.ranks, self.limit = rank, ranks, limit
+    def __init__(self, rank: int, ranks: dict[int, int], limit: timedelta, secret: str) -> None:
+        """`ranks`: device of the plan -> rank. `secret`: what only workers of this start of the job know."""
+        self.rank, self.ranks, self.limit, self.secret = rank, ranks, limit, secret
 
     def connected(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Self:
         """The communication of a plan: several plans share the processes. `pairs`: who sends to whom."""
@@ -140,30 +141,55 @@ class ProcessBackend(Backend):
         return {}
 
     def join(
-        self, rank: int, ranks: dict[int, int], meeting: Store, timeout: float, digest: str, one_machine: bool
+        self,
+        rank: int,
+        ranks: dict[int, int],
+        meeting: Store,
+        timeout: float,
+        digest: str,
+        one_machine: bool,
+        secret: str,
     ) -> ProcessComm:
-        """Join the other ranks of a job. `ranks`: device of the plan -> rank."""
+        """Join the other ranks of a job. `ranks`: device of the plan -> rank. `secret`: of this start of the job."""
         if one_machine:
             for name, value in self.loopback.items():
                 os.environ.setdefault(name, value)
         limit = timedelta(seconds=timeout)
-        agree(meeting, rank, len(ranks), digest)
+        agree(meeting, rank, len(ranks), digest, secret)
         dist.init_process_group(self.process_group, store=meeting, rank=rank, world_size=len(ranks), timeout=limit)
-        return self.comm(rank, ranks, limit)
+        return self.comm(rank, ranks, limit, secret)
 
 
-def agree(store: Store, rank: int, world: int, digest: str) -> None:
-    """Everybody who joins has the same plan: nothing later would notice that somebody has another."""
-    store.set(f"digest-{rank}", digest or "none")
+def proof(secret: str, *what: object) -> bytes:
+    """What only those can say who know the secret."""
+    return hmac.digest(bytes.fromhex(secret), " ".join(map(str, what)).encode(), "sha256")
+
+
+def agree(store: Store, rank: int, world: int, digest: str, secret: str) -> None:
+    """Everybody who joins belongs to this start of the job, and has the same plan: nothing later would notice that
+    somebody has another."""
+    digest = digest or "none"
+    store.set(f"digest-{rank}", f"{digest} {proof(secret, digest, rank).hex()}")
     for other in range(world):
-        theirs = store.get(f"digest-{other}").decode()
-        if theirs != (digest or "none"):
+        theirs, _, proved = store.get(f"digest-{other}").decode(errors="replace").rpartition(" ")
+        if not hmac.compare_digest(proved, proof(secret, theirs, other).hex()):
+            raise stranger(f"who says to be rank {other} in the rendezvous of the job")
+        if theirs != digest:
             raise error(
                 "P0503",
                 f"workers {rank} and {other} have different plans",
                 notes=[f"{digest[:12]} and {theirs[:12]}"],
                 help="start the job again: these workers are of two jobs",
             )
+
+
+def stranger(who: str) -> PiperError:
+    return error(
+        "P0614",
+        f"a stranger takes part in the job, {who}",
+        notes=["it does not know the secret that the driver gave to the workers for this start"],
+        help="start the job again; if this happens again, look who connects to the ports of its workers",
+    )
 
 
 def _turned(ranks: Sequence[int]) -> list[int] | None:
@@ -180,3 +206,8 @@ def opened(place: str, world: int) -> Store:
         host, _, port = place.removeprefix("tcp://").rpartition(":")
         return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     return FileStore(place, world)
+
+
+def hidden(store: Store, secret: str) -> Store:
+    """Keys that a stranger cannot guess: a TCPStore answers everybody who reaches its port."""
+    return PrefixStore(proof(secret, "keys").hex(), store)

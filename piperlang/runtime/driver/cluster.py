@@ -8,13 +8,14 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,8 @@ class Cluster:
         """Since when those that are stopped are."""
         self.waiting: set[Call] = set()
         """What is waited for, or was when a worker was lost."""
+        self.before: dict[str, str | None] = {}
+        """What the environment has said about Ray's authentication."""
         self.janitor: subprocess.Popen[bytes] | None = None
         self.group: PlacementGroup | None = None
         self.workers: list[Any] = []
@@ -122,7 +125,7 @@ class Cluster:
         self.janitor = start_janitor(self.folder)
 
     def _start(self, count: int) -> None:
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback only, for one job of this user
+        self.before = _use_token(_new_token(self.folder / "token"))
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # if several workers fail, one diagnostic is enough
         # Memory that torch's allocator on ARM has freed goes back at once: a step would seem to need twice as much.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
@@ -193,7 +196,14 @@ class Cluster:
         self.actor: Any = ray.remote(**options)(_controlled())
         self.shares_device = gpus < 1
         self.workers, self.pids = [None] * count, [None] * count
-        self._start_workers(range(count))
+        try:
+            self._start_workers(range(count))
+        except Lost as lost:
+            raise error(
+                "P0602",
+                f"worker {lost.worker} died while it was starting",
+                help="check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
+            ) from None
 
     def _start_workers(self, which: Sequence[int]) -> None:
         assert self.group is not None
@@ -411,6 +421,8 @@ class Cluster:
             if self.connected:
                 self.connected = False
                 ray.shutdown()
+            if self.before:
+                _set_authentication(self.before)
 
     def _clean(self) -> None:
         """Ray's processes run for a while after ray.shutdown and write into the folder, so they are ended before it is
@@ -489,6 +501,30 @@ def _marked(folder: Path) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _new_token(path: Path) -> Path:
+    """Whoever cannot read this file can neither read nor write Ray's control store, nor start anything."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def _use_token(path: Path) -> dict[str, str | None]:
+    """For this process and those that it starts. What was in the environment before."""
+    return _set_authentication({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": None})
+
+
+def _set_authentication(names: Mapping[str, str | None]) -> dict[str, str | None]:
+    before = {name: os.environ.get(name) for name in names}
+    for name, value in names.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    # Ray has read both already, when it was imported or used before.
+    ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
+    return before
 
 
 def _loopback() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
+import secrets
 import struct
 import tempfile
 import threading
@@ -139,8 +140,22 @@ class Job:
             raise
 
     def _set_up(self, training: Training, digest: str, timeout: float, loss_dtype: str) -> None:
+        """Raises Lost if a worker is lost when the job starts again; at its first start that is an error."""
+        try:
+            self._set_up_workers(training, digest, timeout, loss_dtype)
+        except Lost as lost:
+            if not self.complete:
+                raise
+            code, what, help = (
+                ("P0603", "does not answer", "its process is stopped or stuck: inspect it with a debugger")
+                if lost.hangs
+                else ("P0602", "died", "check that every worker has enough memory for the model")
+            )
+            raise error(code, f"device {self._device(lost.worker)} {what} during setup", help=help) from None
+
+    def _set_up_workers(self, training: Training, digest: str, timeout: float, loss_dtype: str) -> None:
         progress = self._open_progress() if self.cluster.local else ""
-        meeting = self.cluster.meeting()
+        meeting, secret = self.cluster.meeting(), secrets.token_hex(32)
         ranks = {device.device: rank for rank, device in enumerate(self.plan.devices)}
         updated = updated_weights(self.plan)
         packed: list[bytes] = []
@@ -152,6 +167,7 @@ class Job:
                 self.plan.groups,
                 ranks,
                 meeting,
+                secret,
                 progress,
                 digest,
                 training.seed,
@@ -174,16 +190,7 @@ class Job:
                 self._large,
             )
             packed.append(_packed(setup))
-        try:
-            started = self._setups(packed, stored=training.weights is not None or training.restore is not None)
-        except Lost as lost:
-            if not self.complete:
-                raise
-            raise error(
-                "P0602",
-                f"device {self._device(lost.worker)} {'does not answer' if lost.hangs else 'died'} during setup",
-                help="check that every worker has enough memory for the model",
-            ) from None
+        started = self._setups(packed, stored=training.weights is not None or training.restore is not None)
         other = next((i for i, one in enumerate(started) if one.weights != started[0].weights), None)
         if other is not None:
             raise error(

@@ -38,7 +38,7 @@ from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, StageProgram
-from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm, opened
+from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm, hidden, opened
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.compiled import compiled
 from piperlang.runtime.device.failure import Failure, failure_of
@@ -69,6 +69,8 @@ class Setup:
     groups: list[Group]
     ranks: dict[int, int]
     store: str
+    secret: str
+    """What only workers of this start of the job know."""
     progress: str
     digest: str
     seed: int
@@ -209,7 +211,9 @@ class Worker:
         where = setup.backend.device.claim(rank)
         one_machine = not setup.store.startswith("tcp:")
         meeting = opened(setup.store, len(setup.ranks)) if self.meeting is None or one_machine else self.meeting
-        joined = setup.backend.join(rank, setup.ranks, meeting, setup.timeout, setup.digest, one_machine)
+        if not one_machine:
+            meeting = hidden(meeting, setup.secret)
+        joined = setup.backend.join(rank, setup.ranks, meeting, setup.timeout, setup.digest, one_machine, setup.secret)
         self.comm = joined.connected(setup.groups, setup.pairs)
         try:
             return self._keep(setup, rank, where, created)
