@@ -173,7 +173,8 @@ def run(minutes: float, steps: int, pause: float, seed: int) -> dict[str, Any]:
         )
         found, expected = (torch.load(path / "weights.pt") for path in (disk / "run", folder / "whole"))
         rows = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
-        restarts = [json.loads(line) for line in (disk / "run" / "restarts.jsonl").read_text().splitlines()]
+        log = disk / "run" / "restarts.jsonl"
+        restarts = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         same = [torch.equal(found[name], value) for name, value in expected.items()]
         return {
             "minutes": round(seconds / 60, 1),

@@ -108,6 +108,16 @@ def test_skipped_steps_change_nothing(script: str, max_norm: float | None, tmp_p
     assert all(row["gradient_norm"] > 0 for row in rows if row["step"] not in bad)
 
 
+@pytest.mark.parametrize("script", ["pipeline", "ZeRO-3"])
+def test_a_fused_optimizer_skips_on_the_device(script: str, tmp_path: Path) -> None:
+    """The host does not wait for the norm. The first step is among them: it makes the state."""
+    bad = {0: "nan", 3: "inf"}
+    fused = "def optimizer(p): return torch.optim.Adam(p, lr=0.05, fused=True)\n"
+    words = written(tmp_path, SCHEDULES[script], bad, more=fused)
+    assert main([*words, "--on-nan", "skip", "--no-verify", "--out", str(tmp_path / "run")]) == 0
+    same(tmp_path / "run", plain(tmp_path, bad))
+
+
 def test_gradients_alone(tmp_path: Path) -> None:
     """The loss is finite: the root of 0 has an infinite slope."""
     words = written(tmp_path, PIPELINE, {2: "nan"})

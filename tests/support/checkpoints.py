@@ -12,7 +12,7 @@ from piperlang.runtime.checkpoint.manifest import DataPosition, Manifest
 from piperlang.runtime.checkpoint.store import Store
 from piperlang.runtime.driver.checkpoints import Checkpoints
 from piperlang.runtime.driver.restoring import shapes_of
-from piperlang.runtime.driver.saving import WrittenPart, assigned, merged, snapshot
+from piperlang.runtime.driver.saving import HostMemory, WrittenPart, assigned, merged, snapshot
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from tests.support.optimizer_jobs import Make, Net, Rates, batch, scheduled
@@ -59,7 +59,7 @@ def save_in_parts(job: ThreadJob, run: Path, step: int) -> Path:
     folder = store.begin()
     written = []
     for number, mine in enumerate(assigned(job.plan, job.captured.unsaved)):
-        found = snapshot(job.training.devices, job.optimizers, mine, None if number else job.rest)
+        found = snapshot(job.training.devices, job.optimizers, mine, None if number else job.rest, HostMemory())
         written.append(
             WrittenPart(mine.file, write_part(folder / mine.file, found.tensors), found.written, found.trees)
         )

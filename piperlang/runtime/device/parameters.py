@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, prod
+from math import prod
 
 import torch
 
@@ -145,20 +145,19 @@ def reduce(device: DeviceValues, x: ReduceGradients) -> None:
 
 @executes(GradientNorm)
 def norm(device: DeviceValues, x: GradientNorm) -> None:
-    """What to scale all gradients by, so that their norm is at most the limit; torch's own rule. A plan that skips
-    looks at the norm on the host: the optimizer is the user's code, which cannot be left out on the device."""
+    """What to scale all gradients by, so that their norm is at most the limit; torch's own rule."""
     parts = [_gradient_part(device.total(term.gradients), term.gradient_part) for term in x.terms if term.counts]
-    squares = [
-        torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).double().square()
-        for part in parts
-    ]
-    none = torch.zeros(1, dtype=torch.float64, device=device.where)
-    total = torch.stack(squares).sum().view(1) if squares else none
+    total = torch.zeros(1, dtype=torch.float64, device=device.where)
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        alike = [part for part in parts if part.dtype == dtype]
+        norms = torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
+        total += torch.stack(norms).double().square().sum()
     for key in x.losses:
         total += 0.0 * device.values[key].detach().double().view(1)  # not a number if the loss is none, or infinite
     device.comm.all_reduce(x.group, total)
     device.norm = total.sqrt()
-    device.skipped = x.skips and not isfinite(float(device.norm))
+    if x.skips:
+        device.skip = device.norm.isfinite().logical_not().float().view(())
     device.values[x.target] = None if x.limit is None else (x.limit / (device.norm + 1e-6)).clamp(max=1.0)
 
 
@@ -174,8 +173,10 @@ def update(device: DeviceValues, x: Update) -> None:
         weights.append(updated_part(device.values[change.old], change))
         gradient = _gradient_part(gradient, change.gradient_part)
         gradients.append(gradient if scale is None else gradient * scale.to(gradient.dtype))
-    if not device.skipped:
-        device.optimizers.update(device.plan.device, x.writes[0], weights, gradients)
+    # Only if the optimizers cannot leave out a step themselves, the host waits for the norm.
+    skip = device.skip if device.skip is None or device.optimizers.skip_on_device else None
+    if skip is not None or not device.skipped:
+        device.optimizers.update(device.plan.device, x.writes[0], weights, gradients, skip)
     for change, weight in zip(x.parameters, weights, strict=True):
         device.values[change.new] = weight
 

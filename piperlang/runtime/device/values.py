@@ -73,8 +73,9 @@ class DeviceValues:
         self.last_gradients: dict[ValueId, Any] | None = None
         self.norm: torch.Tensor | None = None
         """Of all gradients, where the plan computes it."""
-        self.skipped = False
-        """The norm is not finite, and the step changes nothing."""
+        self.skip: torch.Tensor | None = None
+        """1 if the norm is not finite and the step is to change nothing, otherwise 0; where the plan skips."""
+        self.known: bool | None = None
 
     def _part(self, weight: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
         local = take(weight, shard.box)
@@ -87,7 +88,14 @@ class DeviceValues:
         self.values = {**self.kept, **{key: value.to(self.where, non_blocking=True) for key, value in feeds.items()}}
         feeds.clear()
         self.left = dict(self.uses)
-        self.step, self.norm, self.skipped = step, None, False
+        self.step, self.norm, self.skip, self.known = step, None, None, None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step changes nothing. The host waits for the device to know."""
+        if self.known is None:
+            self.known = self.skip is not None and bool(self.skip)
+        return self.known
 
     def end(self) -> float:
         """What this device's losses count for; keeps the new weights."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,22 +109,58 @@ class Snapshot:
     written: list[WrittenTensor] = field(default_factory=list)
     trees: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, one: SavedTensor) -> None:
-        key = f"{one.name} {one.range}"
-        # Always a copy: the next step writes into the tensor.
-        self.tensors[key] = one.tensor.detach().to("cpu", copy=True).contiguous()
-        dtype = str(one.tensor.dtype).removeprefix("torch.")
-        self.written.append(WrittenTensor(one.name, dtype, one.range, one.like, key))
+    def copy(self, tensors: Sequence[SavedTensor], room: HostMemory) -> None:
+        """Always copies: the next step writes into the tensors."""
+        found = [one.tensor.detach() for one in tensors]
+        for one, tensor, copy in zip(tensors, found, room.like(found), strict=True):
+            key = f"{one.name} {one.range}"
+            self.tensors[key] = copy.copy_(tensor, non_blocking=True)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.written.append(WrittenTensor(one.name, dtype, one.range, one.like, key))
+        if any(tensor.is_cuda for tensor in found):
+            torch.cuda.synchronize()
 
 
-def snapshot(devices: Sequence[Device], optimizers: Optimizers, mine: Assigned, rest: Rest | None) -> Snapshot:
+class HostMemory:
+    """For the snapshots of one process. It is kept from one to the next: to pin memory, which makes copies from a GPU
+    many times faster, takes longer than to use it."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Room for all of them, contiguous, next to each other."""
+        sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED for tensor in tensors]
+        if self.memory.numel() < sum(sizes):
+            self.memory = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is made
+            self.memory = _pinned(sum(sizes), any(tensor.is_cuda for tensor in tensors))
+        starts = [0, *accumulate(sizes)]
+        return [
+            self.memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=False)
+        ]
+
+
+ALIGNED = 64
+
+
+def _pinned(size: int, pin: bool) -> torch.Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    except RuntimeError:  # the system limits memory that is pinned
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def snapshot(
+    devices: Sequence[Device], optimizers: Optimizers, mine: Assigned, rest: Rest | None, room: HostMemory
+) -> Snapshot:
     """`rest`: of the model, in the process that has it."""
     found = Snapshot()
-    for one in _tensors(devices, optimizers, mine, found.trees):
-        found.add(one)
+    tensors = list(_tensors(devices, optimizers, mine, found.trees))
     for name, value in (rest.others if rest is not None else {}).items():
         if isinstance(value, torch.Tensor):
-            found.add(SavedTensor(TensorId("rest", name), value, IndexRange.whole(value.shape), like=False))
+            tensors.append(SavedTensor(TensorId("rest", name), value, IndexRange.whole(value.shape), like=False))
+    found.copy(tensors, room)
     return found
 
 
@@ -152,6 +189,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.result: Future[WrittenPart] | None = None
+        self.room = HostMemory()
 
     def write(self, folder: Path, mine: Assigned, found: Snapshot) -> None:
         assert self.result is None or self.result.done(), "a checkpoint is being written"

@@ -179,7 +179,8 @@ class ThreadJob:
     def snapshot(self, folder: Path) -> None:
         """Copies the state of training, which is then written into the folder."""
         (mine,) = assigned(self.plan, self.captured.unsaved, together=True)
-        self.writer.write(folder, mine, snapshot(self.training.devices, self.optimizers, mine, self.rest))
+        found = snapshot(self.training.devices, self.optimizers, mine, self.rest, self.writer.room)
+        self.writer.write(folder, mine, found)
 
     def written(self) -> list[WrittenPart]:
         """Waits for the file. Steps may run meanwhile."""

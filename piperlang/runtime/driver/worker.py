@@ -448,7 +448,8 @@ class Worker:
         """Copy what this worker saves of a checkpoint to host memory, and begin to write it."""
         folder, mine = given
         device = self.runs[TRAIN].device
-        self.writer.write(folder, mine, snapshot([device], device.optimizers, mine, self.rest_of_model))
+        found = snapshot([device], device.optimizers, mine, self.rest_of_model, self.writer.room)
+        self.writer.write(folder, mine, found)
 
     def check_state(self, mine: Assigned) -> None:
         device = self.runs[TRAIN].device

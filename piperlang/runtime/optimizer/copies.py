@@ -66,6 +66,11 @@ def without_overlap(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clone() if torch._debug_has_internal_overlap(gradient) else gradient
 
 
+SKIP_ON_DEVICE = {optim.Adam, optim.AdamW}
+"""Those whose fused kernels take `found_inf` (torch 2.11 to 2.13). That of SGD does, too, but then leaves a momentum
+that was never written."""
+
+
 class LocalOptimizer:
     """A copy, and the weights that it will step: it steps when all its updates of a training step have arrived."""
 
@@ -73,6 +78,10 @@ class LocalOptimizer:
         self.optimizer, self.updates = optimizer, updates
         self.writes = type(optimizer) not in ELEMENTWISE | PER_PARAMETER or bool(step_hooks(optimizer))
         """Whether its steps may write into gradients: those of torch do not."""
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.skips = type(optimizer) in SKIP_ON_DEVICE and fused and not step_hooks(optimizer)
+        """Whether the device itself can leave out a step, so that the host does not wait for the decision."""
+        self.skip: torch.Tensor | None = None
         self.arrived = 0
         self.pending: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.lock = threading.Lock()
@@ -82,8 +91,11 @@ class LocalOptimizer:
         parameters: Sequence[nn.Parameter | None],
         weights: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
+        skip: torch.Tensor | None = None,
     ) -> None:
-        """Streams may be threads, so two updates may arrive at the same time."""
+        """Streams may be threads, so two updates may arrive at the same time. `skip`: 1 on the device if nothing is to
+        be updated, otherwise 0."""
+        self.skip = skip
         for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
             if parameter is None:
                 continue
@@ -107,7 +119,12 @@ class LocalOptimizer:
     @torch.no_grad()
     def _step(self) -> None:
         _settle(self.updates > 1 and self.pending[0][1].is_cuda)
-        self.optimizer.step()
+        if self.skip is not None:
+            self.optimizer.found_inf = self.skip  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
+        try:
+            self.optimizer.step()
+        finally:
+            vars(self.optimizer).pop("found_inf", None)
         for parameter, weight in self.pending:
             if parameter.data_ptr() != weight.data_ptr():  # a float32 master, or an optimizer that replaces `p.data`
                 weight.copy_(parameter)

@@ -84,14 +84,19 @@ class DistributedOptimizer:
         """What a step reads, besides the optimizer itself."""
 
     def update(
-        self, device: int, key: ValueId, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+        self,
+        device: int,
+        key: ValueId,
+        weights: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        skip: torch.Tensor | None,
     ) -> bool:
         """Update weights in place: now, or with the last update of the device if the optimizer reads all weights. Gives
         whether all of them still require gradients."""
         if (device, key) not in self.local:
             return True
         optimizer, parameters = self.local[device, key]
-        optimizer.update(parameters, weights, gradients)
+        optimizer.update(parameters, weights, gradients, skip)
         return all(parameter is None or parameter.requires_grad for parameter in parameters)
 
     def check(self) -> None:

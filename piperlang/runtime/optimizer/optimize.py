@@ -79,12 +79,23 @@ class Optimizers:
         """What steps read, besides the optimizers themselves."""
         return [one.reads for one in self.each]
 
+    @property
+    def skip_on_device(self) -> bool:
+        """Whether all of them can leave out a step without the host."""
+        return all(local.skips for one in self.each for local, _ in one.local.values())
+
     def update(
-        self, device: int, key: ValueId, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+        self,
+        device: int,
+        key: ValueId,
+        weights: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        skip: torch.Tensor | None = None,
     ) -> None:
-        """Update weights in place: now, or with the last update of the device if the optimizer reads all weights."""
+        """Update weights in place: now, or with the last update of the device if the optimizer reads all weights.
+        `skip`: 1 on the device if nothing is to be updated, otherwise 0; only if they all can `skip_on_device`."""
         for one in self.each:
-            if not one.update(device, key, weights, gradients):
+            if not one.update(device, key, weights, gradients, skip):
                 raise _frozen("of a weight", self.make)
 
     def advance(self, skipped: bool = False) -> None:
