@@ -108,7 +108,8 @@ def test_a_worker_that_is_stopped(within: float) -> None:
     assert "device 1 does not answer" in diagnostic.message
 
 
-@pytest.mark.parametrize("within", [20.0, pytest.param(10.0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_cluster.py has the janitor every time
+@pytest.mark.parametrize("within", [20.0, 10.0])
 def test_a_driver_that_is_killed(within: float) -> None:
     driver = subprocess.Popen(
         [sys.executable, "-c", "from tests.support.sleepy import main; main()"], stdout=subprocess.PIPE, text=True

@@ -93,7 +93,7 @@ def same(run: Path, expected: tuple[dict[str, Any], dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("script", SCHEDULES)
-@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("max_norm", [None, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_skipped_steps_change_nothing(script: str, max_norm: float | None, tmp_path: Path) -> None:
     """The norm is that of all devices: a number in one sample that only one of them has is seen by all."""
     bad = {1: "nan", 3: "inf", 4: "nan"}

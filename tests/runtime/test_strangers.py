@@ -77,8 +77,7 @@ def of_job(cluster: Cluster) -> list[tuple[int, str, int]]:
     return list(listening([*processes(cluster.folder, ()), os.getpid()]))
 
 
-@pytest.mark.parametrize("token", [None, "0" * 64])
-@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize(("what", "token"), [("read", "0" * 64), ("written", None)])
 def test_the_control_store_is_for_the_job(what: str, token: str | None, cluster: Cluster) -> None:
     address = ray.get_runtime_context().gcs_address
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
@@ -154,7 +153,7 @@ def connect(rank: int, path: str, secret: str, said: Any) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("same", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_connections_are_proved(same: bool, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
