@@ -35,6 +35,8 @@ NO_SCRIPT = {
     "P0610",
     "P0611",
     "P0612",
+    "P0613",
+    "P0614",
     "P0905",
 }
 """What no script can cause: broken plans (test_plan.py), workers that die (test_faults.py), packages that are missing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -116,8 +117,12 @@ def test_what_is_lost_is_said(
         assert train(tmp_path, ZERO, "--out", str(tmp_path / "run"), *options) == 1
     err = capsys.readouterr().err
     assert "error[P0602]: device 1 died" in err
-    said = "lost: 1 step; the state after 4 steps is saved: `--resume" if saves else "lost: 5 steps; `--save-every N`"
-    assert said in err
+    if saves:  # the newest checkpoint may not have been whole yet
+        found = re.search(r"lost: (\d) steps?; the state after (\d) steps is saved: `--resume", err)
+        assert found is not None, err
+        assert int(found[1]) + int(found[2]) == 5
+    else:
+        assert "lost: 5 steps; `--save-every N`" in err
     gone = cluster.halt()
     cluster.replace(gone)
     assert 1 in gone
