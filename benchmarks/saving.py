@@ -22,7 +22,7 @@ from benchmarks import one_gpu
 from piperlang.capture.program import capture
 from piperlang.pipeline import planned, schedule
 from piperlang.runtime.checkpoint.manifest import DataPosition
-from piperlang.runtime.checkpoint.store import Store
+from piperlang.runtime.checkpoint.store import store_of
 from piperlang.runtime.driver.checkpoints import Checkpoints
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.training import Training
@@ -65,7 +65,7 @@ def save_costs(layers: int, steps: int, folder: Path) -> dict[str, Any]:
     with job(layers, True) as running:
         timed(running, 3)
         plain = statistics.median(timed(running, steps))
-        checkpoints = Checkpoints(running, Store(folder), 0, {}, 2)
+        checkpoints = Checkpoints(running, store_of(folder), 0, {}, 2)
         during, stalled, seconds = [], [], []
         for step in range(3 * EVERY):
             if step % EVERY == 0:
@@ -79,7 +79,7 @@ def save_costs(layers: int, steps: int, folder: Path) -> dict[str, Any]:
         if done is not None:
             stalled.append(done.stalled)
             seconds.append(done.seconds)
-        size = sum(path.stat().st_size for path in Store(folder).names()[0].iterdir())
+        size = sum(path.stat().st_size for path in store_of(folder).names()[0].iterdir())
     stall = statistics.median(stalled)
     return {
         "step": f"{1000 * plain:.1f} ms; while a checkpoint is written {1000 * statistics.median(during):.1f} ms",

@@ -2,11 +2,13 @@
 
 import sys
 
-from piperlang.interrupts import checkpoint, watched
+from piperlang.interrupts import checkpoint, leave, watched
 
 
 def main() -> int:
-    return watched(_run)
+    code = watched(_run)
+    leave(code)
+    return code
 
 
 def _run() -> int:

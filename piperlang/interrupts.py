@@ -37,6 +37,7 @@ INSISTING = 3
 """So many interrupts by the user stop cleaning up, too."""
 
 _watch: Watch | None = None
+_abandoned = False
 _doing: Callable[[], str] | None = None
 _done: Callable[[], str] | None = None
 
@@ -232,6 +233,21 @@ def end() -> NoReturn:
         _watch._notice(_watch.by)
         _watch._raise()
     raise KeyboardInterrupt
+
+
+def abandon() -> None:
+    """A library waits for something that does not come, and cannot be ended: the process leaves without it."""
+    global _abandoned
+    _abandoned = True
+
+
+def leave(code: int) -> None:
+    """Ends the process here, if something is abandoned: Python would free what its threads still use."""
+    if _abandoned:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 def told_by(doing: Callable[[], str], done: Callable[[], str]) -> None:

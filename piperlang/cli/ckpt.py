@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.model import doing
-from piperlang.cli.resume import damaged, newest_of, no_checkpoint
+from piperlang.cli.resume import damaged, location, newest_of, no_checkpoint
 from piperlang.diagnostics import PiperError
 from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
+    from piperlang.runtime.checkpoint.files import Folder
     from piperlang.runtime.checkpoint.manifest import Manifest
 
 ACTIONS = ("ls", "verify", "show")
@@ -27,20 +27,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     action = {"ls": _list, "verify": _verify, "show": _show}[options.action]
-    return action(Path(options.run_folder), options.json)
+    return action(location(options.run_folder), options.json)
 
 
-def _folders(path: Path) -> list[Path]:
+def _folders(path: Folder) -> list[Folder]:
     from piperlang.runtime.checkpoint.manifest import MANIFEST
-    from piperlang.runtime.checkpoint.store import Store
+    from piperlang.runtime.checkpoint.store import store_of
 
-    found = Store(path).names() or ([path] if (path / MANIFEST).exists() else [])
+    found = store_of(path).names() or ([path] if (path / MANIFEST).exists() else [])
     if not found:
         raise no_checkpoint(path)
     return found
 
 
-def _list(path: Path, as_json: bool) -> int:
+def _list(path: Folder, as_json: bool) -> int:
     """Manifests only: the files are not read."""
     from piperlang.runtime.checkpoint.files import read_manifest
     from piperlang.runtime.checkpoint.manifest import Damaged
@@ -77,7 +77,7 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _verify(path: Path, as_json: bool) -> int:
+def _verify(path: Folder, as_json: bool) -> int:
     from piperlang.runtime.checkpoint.files import verify
     from piperlang.runtime.checkpoint.manifest import Damaged
 
@@ -96,7 +96,7 @@ def _verify(path: Path, as_json: bool) -> int:
     return 0
 
 
-def _show(path: Path, as_json: bool) -> int:
+def _show(path: Folder, as_json: bool) -> int:
     found = newest_of(path)
     manifest = found.manifest
     tensors = [

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from piperlang.cli.model import doing
-from piperlang.cli.resume import newest_of
+from piperlang.cli.resume import location, newest_of
 from piperlang.diagnostics import did_you_mean, error
 
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     from piperlang.runtime.checkpoint.files import Reader
 
     folder = Path(options.output)
-    found = newest_of(Path(options.run_folder))
+    found = newest_of(location(options.run_folder))
     reader = Reader(found.checkpoint, found.manifest)
     if options.averaged and not any(name.kind == "average" for name in found.manifest.tensors):
         raise error("P0902", "the run has no moving averages", help="leave out --averaged, or train with `ema`")

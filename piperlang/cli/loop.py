@@ -20,7 +20,7 @@ from piperlang.cli.metrics import Logger, log, logging_to
 from piperlang.cli.model import Batches, captured, doing, scheduled
 from piperlang.cli.resume import Resumed, newest_whole
 from piperlang.cli.rows import MetricRows
-from piperlang.cli.run_folder import AVERAGES, RESTARTS, WEIGHTS, patiently, save, write_text, writing
+from piperlang.cli.run_folder import AVERAGES, OUTPUT, WEIGHTS, note_restart, patiently, save, write_text
 from piperlang.cli.saving import Saving
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.interrupts import asked_first, end, uninterrupted, write
@@ -90,7 +90,7 @@ class TrainingLoop:
             dtype = cut.model.tensors[cut.model.loss].dtype
             self.job = self._start_workers(
                 lambda: stack.enter_context(
-                    _started(options, self.backend, plan, cut, self.training, dtype, validation, others)
+                    _started(options, self.backend, plan, cut, self.training, dtype, validation, others, self.at)
                 )
             )
             try:
@@ -136,6 +136,8 @@ class TrainingLoop:
         self.job.restartable = self.restarts < options.restart and (_saves(options) or run_before is not None)
         before = run_before.manifest if run_before is not None else None
         self.saving = Saving(options, self.job, self.plan, self.at, settings, before)
+        if self.saving.wanted and isinstance(self.saving.checkpoints.store.folder, Path):
+            self.job.check_folder(self.at)
         self.trained = 0
         self.fed: Feeding = feeding(options.data, self.job, self.file, given, self.cut, options.seed)
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
@@ -297,18 +299,18 @@ class TrainingLoop:
                 self._begin(Batches(self.file, self.options.seed), found)
         except Lost as lost:
             gone: PiperError = self.job.gone(lost)
+            self._note_restart(first, at, step, started, failed=gone.diagnostics[0].message)
             return gone
         except PiperError as another:
             raise _noted(another, self._lost()) from None
-        seconds = round(time.perf_counter() - started, 3)
-        emit(Notice(f"started again in {seconds:.1f} s"))
-        record = {"step": at, "from": step, "seconds": seconds, "why": first.message, "notes": first.notes}
-        patiently(partial(self._note_restart, json.dumps(record)))
+        emit(Notice(f"started again in {time.perf_counter() - started:.1f} s"))
+        self._note_restart(first, at, step, started)
         return None
 
-    def _note_restart(self, record: str) -> None:
-        with writing(self.at / RESTARTS, "why the job started again"), (self.at / RESTARTS).open("a") as log_file:
-            log_file.write(f"{record}\n")
+    def _note_restart(self, why: Diagnostic, at: int, step: int, started: float, **more: str) -> None:
+        seconds = round(time.perf_counter() - started, 3)
+        record = {"step": at, "from": step, "seconds": seconds, "why": why.message, "notes": why.notes, **more}
+        note_restart(self.at, record)
 
 
 def _saves(options: argparse.Namespace) -> bool:
@@ -393,6 +395,14 @@ def _checks(file: ModelFile, kept: Sequence[WatchedModel]) -> list[Callable[[], 
     return checks
 
 
+def _patience(options: argparse.Namespace) -> Any:
+    if options.executor != "ray":
+        return None
+    from piperlang.runtime.driver.cluster import Patience
+
+    return Patience(options.node_timeout, options.wait_devices or (60.0 if options.elastic else 600.0))
+
+
 @contextmanager
 def _started(
     options: argparse.Namespace,
@@ -403,6 +413,7 @@ def _started(
     loss_dtype: str,
     validation: tuple[Any, Any] | None,
     others: Any,
+    folder: Path,
 ) -> Iterator[Any]:
     """Workers, or threads, that end with the block."""
     from piperlang.runtime.driver.start import start
@@ -420,6 +431,8 @@ def _started(
             address=options.address,
             compiles=options.compile,
             others=others,
+            patience=_patience(options),
+            output=folder / OUTPUT,
         )
         if validation is not None:
             job.shapes.add("evaluate", *validation)

@@ -15,6 +15,7 @@ from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
+    from piperlang.runtime.checkpoint.files import Folder
     from piperlang.runtime.checkpoint.manifest import Manifest
     from piperlang.runtime.driver.restoring import Restore
 
@@ -23,9 +24,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Resumed:
-    run: Path
-    """The run folder."""
-    checkpoint: Path
+    run: Folder
+    """The run folder; or the place of its checkpoints, where that is all there is."""
+    checkpoint: Folder
     manifest: Manifest
 
     @property
@@ -53,7 +54,7 @@ def resumed(options: argparse.Namespace) -> Resumed | None:
             f"cannot resume with `--seed {options.seed}`: the run has seed {found.manifest.seed}",
             help="leave out --seed: weights, data and dropout continue with the seed of the run",
         )
-    later = _later(found) if found.checkpoint == Path(options.resume) and not options.out else None
+    later = _later(found) if str(found.checkpoint) == str(location(options.resume)) and not options.out else None
     if later is not None:
         raise error(
             "P0612",
@@ -64,19 +65,26 @@ def resumed(options: argparse.Namespace) -> Resumed | None:
     return found
 
 
-def _later(found: Resumed) -> Path | None:
+def _later(found: Resumed) -> Folder | None:
     """The newest checkpoint of the run, if it is whole and of a later step: a new start would go on from it."""
     newest = newest_whole(found.run)
     return newest.checkpoint if newest is not None and newest.step > found.step else None
 
 
+def location(text: str) -> Folder:
+    """A folder of this machine, or a URL."""
+    from piperlang.runtime.checkpoint.remote import Remote
+
+    return Remote(text) if "://" in text else Path(text)
+
+
 def _newest(options: argparse.Namespace) -> Resumed | None:
-    from piperlang.runtime.checkpoint.store import Store
+    from piperlang.runtime.checkpoint.store import store_of
 
     if options.resume != AUTO:
-        return newest_of(Path(options.resume))
+        return newest_of(location(options.resume))
     runs = [Path(options.out)] if options.out else list(_runs(options.script))
-    run = next((run for run in runs if Store(run).names()), None)
+    run = next((run for run in runs if store_of(run).names()), None)
     return None if run is None else _of_run(run)
 
 
@@ -89,23 +97,23 @@ def _runs(script: str) -> Iterator[Path]:
     return (folder for _, folder in sorted(found, reverse=True))
 
 
-def newest_of(path: Path) -> Resumed:
+def newest_of(path: Folder) -> Resumed:
     """Of a run folder, or the checkpoint that is named."""
     from piperlang.runtime.checkpoint.files import verify
     from piperlang.runtime.checkpoint.manifest import MANIFEST, Damaged
-    from piperlang.runtime.checkpoint.store import Store
+    from piperlang.runtime.checkpoint.store import store_of
 
-    if (path / MANIFEST).exists() and not Store(path).names():
+    if (path / MANIFEST).exists() and not store_of(path).names():
         try:
             return Resumed(path.absolute().parent.parent, path, verify(path))
         except Damaged as problem:
             raise damaged(path, problem) from None
-    if not Store(path).names():
+    if not store_of(path).names():
         raise no_checkpoint(path)
     return _of_run(path)
 
 
-def no_checkpoint(path: Path) -> PiperError:
+def no_checkpoint(path: Folder) -> PiperError:
     return error(
         "P0611",
         f"{path} has no checkpoint" if path.exists() else f"{path} does not exist",
@@ -115,12 +123,12 @@ def no_checkpoint(path: Path) -> PiperError:
     )
 
 
-def _of_run(run: Path) -> Resumed:
+def _of_run(run: Folder) -> Resumed:
     from piperlang.runtime.checkpoint.manifest import Damaged
-    from piperlang.runtime.checkpoint.store import Store
+    from piperlang.runtime.checkpoint.store import store_of
 
     problems: list[PiperError] = []
-    for folder, manifest in Store(run).all():
+    for folder, manifest in store_of(run).all():
         if not isinstance(manifest, Damaged):
             for problem in problems:
                 emit(Notice(problem.diagnostics[0].message, warning=True))
@@ -129,18 +137,18 @@ def _of_run(run: Path) -> Resumed:
     raise PiperError(*(one for problem in problems for one in problem.diagnostics))
 
 
-def newest_whole(run: Path) -> Resumed | None:
+def newest_whole(run: Folder) -> Resumed | None:
     """The newest checkpoint of a run that is whole, if there is one."""
     from piperlang.runtime.checkpoint.manifest import Damaged
-    from piperlang.runtime.checkpoint.store import Store
+    from piperlang.runtime.checkpoint.store import store_of
 
-    for folder, manifest in Store(run).all():
+    for folder, manifest in store_of(run).all():
         if not isinstance(manifest, Damaged):
             return Resumed(run, folder, manifest)
     return None
 
 
-def damaged(checkpoint: Path, problem: Exception) -> PiperError:
+def damaged(checkpoint: Folder, problem: Exception) -> PiperError:
     return error(
         "P0611",
         f"the checkpoint {checkpoint} cannot be used: {problem}",

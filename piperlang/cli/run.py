@@ -7,9 +7,10 @@ import argparse
 from pathlib import Path
 
 from piperlang.cli.backend import chosen_backend
+from piperlang.cli.elastic import CompiledScript, alternatives, train
 from piperlang.cli.model import Batches, captured, doing, load, scheduled
-from piperlang.cli.report import add_import_path, report
-from piperlang.cli.train import add_training, check_loaded, check_usage, execute, is_done, start_of, weights_of
+from piperlang.cli.report import add_import_path
+from piperlang.cli.train import add_training, check_loaded, check_usage, is_done, start_of, weights_of
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
 
@@ -80,11 +81,13 @@ def run(options: argparse.Namespace) -> int:
     check_loaded(options, file)
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)
-    found = scheduled(captured(file, options.seed, batches.first, backend), options)
+    traced = captured(file, options.seed, batches.first, backend)
+    found = scheduled(traced, options)
     if found.problems:
-        report(found.problems, options.format)
-        return 1
-    return execute(options, file, found, plan, batches, backend, run_before)
+        raise PiperError(*found.problems)
+    schedules = [CompiledScript(options, found, plan), *alternatives(options, traced, file.max_norm)]
+    train(schedules, file, batches, backend, run_before)
+    return 0
 
 
 def _check_trusted(options: argparse.Namespace, model: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from piperlang.cli.model import doing
 from piperlang.cli.report import open_script
 from piperlang.diagnostics import PiperError, error
+from piperlang.interrupts import uninterrupted
 from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
 
@@ -37,6 +38,8 @@ PATIENCE = 600.0
 """Seconds to wait for room on the disk, for what would be lost."""
 _RECORDS = (METRICS, RESTARTS, VERSIONS, WEIGHTS, AVERAGES, "verified.json")
 _CHECKPOINTS = "checkpoints"
+OUTPUT = "output"
+"""What workers print."""
 
 
 def check_folder(folder: Path, used: bool = False) -> None:
@@ -76,20 +79,45 @@ def _no_folder(folder: Path, problem: object) -> PiperError:
     )
 
 
-def open_folder(options: argparse.Namespace, resumed: Resumed | None) -> Path:
-    """The run folder: that of the run that is resumed, `--out`, or a new one, which no other job has."""
-    if resumed is not None and not options.out:
+def open_folder(options: argparse.Namespace, resumed: Resumed | None) -> tuple[Path, bool]:
+    """The run folder: that of the run that is resumed, `--out`, or a new one, which no other job has. Whether it is
+    new."""
+    if resumed is not None and not options.out and isinstance(resumed.run, Path):
         folder = resumed.run
     elif options.out:
         folder = Path(options.out)
         check_folder(folder, used=may_be_used(options))
     else:
-        return _new_folder(Path(options.script).stem if options.script != "-" else "stdin")
+        return _new_folder(Path(options.script).stem if options.script != "-" else "stdin"), True
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise _no_folder(folder, problem) from None
-    return folder
+    return folder, new
+
+
+@contextmanager
+def removed_if_interrupted(folder: Path) -> Iterator[None]:
+    """A job that is interrupted before its first step leaves no folder. One that fails leaves what tells why; the next
+    one may use the folder."""
+    at = folder.absolute()  # the user's code may change the working directory
+    metrics = at / METRICS
+    try:
+        yield
+    except (KeyboardInterrupt, PiperError) as problem:
+        if metrics.exists() and metrics.stat().st_size:
+            raise
+        if isinstance(problem, PiperError):
+            for name in _RECORDS:
+                with suppress(OSError):
+                    (at / name).unlink(missing_ok=True)
+        else:
+            with uninterrupted():
+                shutil.rmtree(at, ignore_errors=True)
+                with suppress(OSError):  # `runs`, if there are no others
+                    at.parent.rmdir()
+        raise
 
 
 def _new_folder(stem: str) -> Path:
@@ -126,9 +154,13 @@ def write_about(
             if resumed is None or name not in (METRICS, RESTARTS):
                 (folder / name).unlink(missing_ok=True)
         if resumed is None:
-            shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
-        else:
+            for name in (_CHECKPOINTS, OUTPUT):
+                shutil.rmtree(folder / name, ignore_errors=True)
+        elif isinstance(resumed.run, Path):
             keep_rows(resumed.run / METRICS, folder / METRICS, resumed.step)
+        _open_store(folder, options, resumed)
+        if options.executor == "ray":
+            (folder / OUTPUT).mkdir(exist_ok=True)
     write_text(folder / "schedule.piper", source.text)
     write_text(folder / "resolved.piper", resolved(directives))
     write_text(folder / "plan.json", dump(plan))
@@ -141,6 +173,20 @@ def write_about(
         "parameters": options.parameters,
     }
     write_text(folder / VERSIONS, json.dumps(versions, indent=2) + "\n")
+
+
+def _open_store(folder: Path, options: argparse.Namespace, resumed: Resumed | None) -> None:
+    """Where checkpoints are: those of a run that is resumed stay where they are, unless `--checkpoints` says
+    otherwise."""
+    from piperlang.runtime.checkpoint.store import keep_elsewhere, store_of
+
+    if options.checkpoints is not None or resumed is None:
+        keep_elsewhere(folder, options.checkpoints)
+    elif not isinstance(resumed.run, Path):
+        keep_elsewhere(folder, str(resumed.run))
+    if resumed is None and options.overwrite:
+        store = store_of(folder)
+        store.prune(0)
 
 
 def keep_rows(old: Path, new: Path, step: int) -> None:
@@ -158,6 +204,16 @@ def keep_rows(old: Path, new: Path, step: int) -> None:
 def write_text(path: Path, text: str) -> None:
     with writing(path, "nothing, training has not begun"):
         path.write_text(text, encoding="utf-8")
+
+
+def note_restart(folder: Path, record: Mapping[str, Any]) -> None:
+    """Why a job has started again, or could not."""
+
+    def write() -> None:
+        with writing(folder / RESTARTS, "why the job started again"), (folder / RESTARTS).open("a") as file:
+            file.write(f"{json.dumps(record)}\n")
+
+    patiently(write)
 
 
 def drop(metrics: TextIO) -> None:

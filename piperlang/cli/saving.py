@@ -36,7 +36,7 @@ class Saving:
         before: Manifest | None,
     ) -> None:
         """`settings`: what a run that is resumed is compared with. `before`: the checkpoint that it starts from."""
-        from piperlang.runtime.checkpoint.store import Store
+        from piperlang.runtime.checkpoint.store import store_of
         from piperlang.runtime.driver.checkpoints import Checkpoints
 
         self.run, self.every, self.minutes = folder, options.save_every, options.save_minutes
@@ -44,7 +44,7 @@ class Saving:
         """`saved`: the step of the newest checkpoint; `begun`: of the one that is being written, or was tried last."""
         self.samples, self.skipped = (before.data.samples, before.data.skipped) if before is not None else (0, 0)
         self.last = time.monotonic()
-        store = Store(folder)
+        store = store_of(folder)
         store.tidy()
         self.checkpoints = Checkpoints(
             job, store, options.seed, {**_about(options, plan), "settings": settings}, options.keep

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from piperlang.cli.backend import add_backend, add_executor, chosen_backend
-from piperlang.cli.loop import TrainingLoop
+from piperlang.cli.elastic import add_elastic, alternatives, compiled, train
 from piperlang.cli.metrics import LOGGERS, check_installed
-from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
+from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, load_both
 from piperlang.cli.parsing import COUNT, MINUTES, POSITION, SECONDS, SEED
-from piperlang.cli.report import add_parameters, report
-from piperlang.cli.resume import Resumed, resumed
-from piperlang.cli.run_folder import WEIGHTS, check_folder, may_be_used, open_folder, write_about
+from piperlang.cli.report import add_parameters
+from piperlang.cli.resume import Resumed, location, resumed
+from piperlang.cli.run_folder import WEIGHTS, check_folder, may_be_used
 from piperlang.diagnostics import error
 from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
 
 if TYPE_CHECKING:
     from piperlang.capture.user.model_file import ModelFile
-    from piperlang.pipeline import Scheduled
-    from piperlang.plan.plan import Plan
-    from piperlang.runtime.comm.backend import Backend
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +39,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder of --out")
     add_checkpoints(parser)
     add_executor(parser)
-    parser.add_argument("--address", help="address of a Ray cluster; by default, a local Ray is started for the job")
+    add_cluster(parser)
+    add_elastic(parser)
     parser.add_argument("--devices", type=COUNT, metavar="N", help="reject a script that needs more devices")
     parser.add_argument(
         "--timeout",
@@ -103,11 +101,33 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a line of JSON per step on standard output")
 
 
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", help="address of a Ray cluster; by default, a local Ray is started for the job")
+    parser.add_argument(
+        "--node-timeout",
+        type=SECONDS,
+        default=30.0,
+        metavar="SECONDS",
+        help="a machine of the cluster is lost if it has not answered for so long (default: 30)",
+    )
+    parser.add_argument(
+        "--wait-devices",
+        type=SECONDS,
+        metavar="SECONDS",
+        help="how long to wait for devices in place of lost ones (default: 600, with --elastic 60)",
+    )
+
+
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--initial-weights",
         metavar="PATH",
         help="start from these safetensors, a file or a folder (default: `initial_weights` of the model file)",
+    )
+    parser.add_argument(
+        "--checkpoints",
+        metavar="URL",
+        help="keep checkpoints in an object store, or wherever fsspec reaches: s3://bucket/run (default: run folder)",
     )
     parser.add_argument("--save-every", type=COUNT, metavar="N", help="save a checkpoint every N steps")
     parser.add_argument("--save-minutes", type=MINUTES, metavar="M", help="save a checkpoint every M minutes")
@@ -145,15 +165,11 @@ def run(options: argparse.Namespace) -> int:
     check_loaded(options, file)
     backend = chosen_backend(options)
     batches = Batches(file, options.seed)
-    found = scheduled(captured(file, options.seed, batches.first, backend), options)
+    traced = captured(file, options.seed, batches.first, backend)
+    first = compiled(options, traced, file.max_norm)
     batches.reads.check("when `model` is called")
-    if found.problems:
-        report(found.problems, options.format)
-        return 1
-    with doing("building the graph"):
-        graph = found.graph()
-    plan = recorded_plan(graph, options, file.max_norm)
-    return execute(options, file, found, plan, batches, backend, run_before)
+    train([first, *alternatives(options, traced, file.max_norm)], file, batches, backend, run_before)
+    return 0
 
 
 def start_of(options: argparse.Namespace) -> Resumed | None:
@@ -186,6 +202,33 @@ def check_usage(options: argparse.Namespace) -> None:
         )
     if options.backend is not None:
         chosen_backend(options)
+    if options.checkpoints is not None:
+        check_store(options)
+
+
+def check_store(options: argparse.Namespace) -> None:
+    """`--checkpoints` must be a place that can be reached, and that has no other run."""
+    from piperlang.runtime.checkpoint.store import ObjectStore
+
+    url = options.checkpoints
+    place = location(url)
+    if isinstance(place, Path):
+        raise error("P0902", f"`--checkpoints {url}` is no URL", help="name one: s3://bucket/run; for a folder, --out")
+    try:
+        used = ObjectStore(place).names()
+    except OSError as problem:
+        raise error(
+            "P0902",
+            f"cannot reach {url}",
+            notes=[str(problem).partition("\n")[0]],
+            help="check its name and your credentials",
+        ) from None
+    if used and options.resume is None and not options.overwrite:
+        raise error(
+            "P0902",
+            f"{url} has the checkpoints of another run",
+            help=f"continue that run with `--resume {url}`, or choose another place",
+        )
 
 
 def weights_of(options: argparse.Namespace) -> Path | None:
@@ -201,30 +244,3 @@ def check_loaded(options: argparse.Namespace, file: ModelFile) -> None:
             f"cannot use `--validate-every {options.validate_every}`: {Path(options.model).name} has no `validation`",
             help="define `def validation()` that yields (input, target) batches",
         )
-
-
-def execute(
-    options: argparse.Namespace,
-    file: ModelFile,
-    found: Scheduled,
-    plan: Plan,
-    batches: Batches,
-    backend: Backend,
-    run_before: Resumed | None,
-) -> int:
-    """Train with a checked plan."""
-    if options.devices is not None and len(plan.devices) > options.devices:
-        raise error(
-            "P0902",
-            f"the script needs {len(plan.devices)} devices, more than --devices {options.devices}",
-            help="use a smaller mesh, or raise --devices",
-        )
-    cut: Any = found.captured
-    if run_before is not None:
-        from piperlang.runtime.driver.restoring import check_model, shapes_of
-
-        check_model(run_before.manifest, shapes_of(plan, cut.unsaved))
-    folder = open_folder(options, run_before)
-    write_about(folder, options, plan, found.directives, run_before)
-    TrainingLoop(options, file, cut, plan, folder, batches, backend, run_before).run()
-    return 0

@@ -71,6 +71,8 @@ CODES = {
     "P0612": "run cannot be resumed",
     "P0613": "loss or gradients are not finite",
     "P0614": "a stranger takes part",
+    "P0615": "a node of the cluster is not fit for the job",
+    "P0616": "not enough devices",
     "P0801": "invalid model file",
     "P0802": "model cannot be traced",
     "P0803": "model changes a tensor while it runs",

@@ -23,8 +23,9 @@ def phase_line(ended: Ended) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """`1 device`, `1,024 devices`"""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+    """`1 device`, `1,024 devices`, `2 batches`"""
+    plural = "es" if what.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}{plural}"
 
 
 def beat_line(what: str, seconds: float) -> str:

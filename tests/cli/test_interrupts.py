@@ -81,6 +81,7 @@ def interrupted(folder: Path, delay: float) -> str:
     err = ended(process, folder)
     assert LINE.fullmatch(err), err
     assert not (folder / "run" / "weights.pt").exists()
+    assert (folder / "run").exists() == ("after" in err)  # before the first step there is nothing to keep
     return err
 
 

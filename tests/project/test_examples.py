@@ -207,6 +207,7 @@ def trained(arguments: list[str], out: Path, said: str) -> Trained:
     """What a job has left in its run folder, which must be all that belongs there."""
     assert sorted(path.name for path in out.iterdir()) == [
         "metrics.jsonl",
+        *([] if "inline" in arguments else ["output"]),
         "plan.json",
         "resolved.piper",
         "schedule.piper",

@@ -23,6 +23,7 @@ from piperlang.diagnostics import PiperError
 from piperlang.interrupts import uninterrupted
 from piperlang.plan.lower import lower
 from piperlang.runtime.driver.cluster import Cluster
+from piperlang.runtime.driver.cluster.ray_itself import OwnRay
 from piperlang.runtime.driver.janitor import MARK, clear, start_janitor, stop_janitor
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.training import Training
@@ -159,19 +160,46 @@ def piperc(arguments: list[str], out: Path, **options: object) -> subprocess.Pop
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 
+DRIVER = """
+import os, sys, time
+from pathlib import Path
+from piperlang.runtime.driver.janitor import start_janitor
+folder = Path(sys.argv[1])
+start_janitor(folder)
+if not os.fork():
+    time.sleep(60)  # it keeps the janitor's standard input open
+os._exit(0)
+"""
+
+
+def test_a_driver_that_nobody_buries(tmp_path: Path) -> None:
+    """It has ended, its parent does not ask how, and a process that it has forked lives on: the janitor cleans up."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(folder)], cwd=ROOT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 20
+        while folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+
+
 def test_a_cluster_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piperlang.runtime.driver.cluster.ROOM", 1.0)
-    monkeypatch.setattr("piperlang.runtime.driver.cluster.Cluster._start", _one_cpu)
+    monkeypatch.setattr("piperlang.runtime.driver.cluster.cluster.ROOM", 1.0)
+    monkeypatch.setattr(OwnRay, "start", _one_cpu)
     with pytest.raises(PiperError) as found:
         Cluster(2)
     (diagnostic,) = found.value.diagnostics
-    assert diagnostic.code == "P0605"
+    assert diagnostic.code == "P0616"
     assert "not have enough free resources for 2 workers" in diagnostic.message
     assert any("of 1 are free" in note for note in diagnostic.notes), diagnostic.notes
 
 
-def _one_cpu(self: Cluster, count: int, start: object = Cluster._start) -> None:
-    start(self, 1)  # type: ignore[operator]
+def _one_cpu(self: OwnRay, count: int, start: Callable[[OwnRay, int], None] = OwnRay.start) -> None:
+    start(self, 1)
 
 
 def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

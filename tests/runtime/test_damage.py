@@ -24,7 +24,7 @@ from torch import optim
 from piperlang.runtime.checkpoint import manifest as codec
 from piperlang.runtime.checkpoint.files import verify
 from piperlang.runtime.checkpoint.manifest import MANIFEST, Damaged
-from piperlang.runtime.checkpoint.store import Store
+from piperlang.runtime.checkpoint.store import store_of
 from tests.support.checkpoints import contents, job, save, save_in_parts, steps
 
 
@@ -109,7 +109,7 @@ def test_damage_is_found_and_the_file_named(whole: Path, tmp_path: Path) -> None
 
 
 def test_the_newest_whole_one_is_used(whole: Path, tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = store_of(tmp_path)
     for step in (2, 3, 4):
         shutil.copytree(whole, store.folder / f"step-{step:08}")
     os.truncate(store.folder / "step-00000004" / "part-00000.safetensors", 5)
@@ -138,15 +138,15 @@ def test_a_driver_that_is_killed_while_it_saves(tmp_path: Path) -> None:
             run = tmp_path / f"run{point}"
             shutil.copytree(tmp_path / "run", run)
             assert _killed_at(running, run, point) or point > lines - 60
-            newest = next(folder for folder, manifest in Store(run).all() if not isinstance(manifest, Damaged))
+            newest = next(folder for folder, manifest in store_of(run).all() if not isinstance(manifest, Damaged))
             step = int(newest.name.removeprefix("step-"))
             seen.add(step)
             tensors, trees = contents(newest)
             expected, expected_trees = old if step == 2 else new
             assert all(torch.equal(value, expected[name]) for name, value in tensors.items())
             assert (tensors.keys(), trees) == (expected.keys(), expected_trees)
-            Store(run).tidy()
-            assert {path.name[:5] for path in Store(run).folder.iterdir()} == {"step-"}
+            store_of(run).tidy()
+            assert {path.name[:5] for path in store_of(run).folder.iterdir()} == {"step-"}
             shutil.rmtree(run)
         assert seen == {2, 3}
 

@@ -195,3 +195,48 @@ def _processes(pattern: str, folder: str) -> list[int]:
             if pattern in line.partition("\0")[0] and folder in line:
                 found.append(int(path.parent.name))
     return found
+
+
+AGAIN = """
+def strike_again(name):
+    try:
+        os.remove(os.path.join(VICTIMS, name))
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), 9)
+def model():
+    strike_again("model")
+    return M()
+def data():
+    strike_again("data")
+    while True: yield torch.randn(8, 4), torch.randint(3, (8,))
+struck = on_step
+def on_step(row):
+    if row["step"] == 4:
+        for name in ("model", "data"):
+            if os.path.exists(os.path.join(VICTIMS, f"{name} next")):
+                os.rename(os.path.join(VICTIMS, f"{name} next"), os.path.join(VICTIMS, name))
+    struck(row)
+"""
+
+
+@pytest.mark.parametrize("name", ["model", pytest.param("data", marks=pytest.mark.slow)])
+def test_another_one_dies_while_the_job_starts_again(
+    name: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a function of the user, in the first worker that calls it."""
+    monkeypatch.setattr(jobs, "Cluster", Lent(cluster).asked)
+    (tmp_path / "victims").mkdir()
+    (tmp_path / "model.py").write_text(BASE + MORE.format(victims=str(tmp_path / "victims")) + AGAIN)
+    (tmp_path / "s.piper").write_text(ZERO)
+    words = [str(tmp_path / "model.py"), str(tmp_path / "s.piper"), "--steps", "7", "--data", "workers"]
+    assert main([*words, "--executor", "inline", "--data", "driver", "--out", str(tmp_path / "whole")]) == 0
+    strike(tmp_path, 4, cluster.pids[0], KILL)
+    (tmp_path / "victims" / f"{name} next").touch()
+    assert main([*words, "--out", str(tmp_path / "run"), "--save-every", "2"]) == 0
+    assert_same(tmp_path)
+    why = [json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()]
+    assert len(why) == 2
+    assert "died" in why[0]["failed"]
+    assert "failed" not in why[1]
+    assert not list((tmp_path / "victims").iterdir())

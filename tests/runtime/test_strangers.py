@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from piperlang.diagnostics import PiperError
 from piperlang.plan.lower import lower
 from piperlang.runtime.comm.gloo import GlooComm
-from piperlang.runtime.comm.process_group import agree, proof
+from piperlang.runtime.comm.process_group import Meeting, agree, proof
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.janitor import processes
 from piperlang.runtime.driver.job import Job
@@ -146,7 +146,7 @@ def connect(rank: int, path: str, secret: str, said: Any) -> None:
     store = FileStore(path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
     try:
-        GlooComm(rank, {0: 0, 1: 1}, timedelta(seconds=30), secret).check(dist.group.WORLD, "all")  # type: ignore[arg-type]
+        GlooComm(Meeting(rank, {0: 0, 1: 1}, store, 30, "", secret)).check(dist.group.WORLD, "all")  # type: ignore[arg-type]
         said.put((rank, "fine"))
     except PiperError as problem:
         said.put((rank, problem.diagnostics[0].code))

@@ -9,7 +9,7 @@ import torch
 
 from piperlang.runtime.checkpoint.files import Reader, verify, write_part
 from piperlang.runtime.checkpoint.manifest import DataPosition, Manifest
-from piperlang.runtime.checkpoint.store import Store
+from piperlang.runtime.checkpoint.store import store_of
 from piperlang.runtime.driver.checkpoints import Checkpoints
 from piperlang.runtime.driver.restoring import shapes_of
 from piperlang.runtime.driver.saving import HostMemory, WrittenPart, assigned, merged, snapshot
@@ -20,7 +20,7 @@ from tests.support.optimizer_jobs import Make, Net, Rates, batch, scheduled
 
 def save(job: Any, run: Path, step: int, keep: int = 100) -> Path:
     """The folder of a checkpoint of a job."""
-    checkpoints = Checkpoints(job, Store(run), 0, {}, keep)
+    checkpoints = Checkpoints(job, store_of(run), 0, {}, keep)
     checkpoints.save(step, DataPosition(step, 12 * step), {})
     done = checkpoints.wait()
     assert done is not None
@@ -55,8 +55,8 @@ def assert_same(one: Path, other: Path) -> None:
 
 def save_in_parts(job: ThreadJob, run: Path, step: int) -> Path:
     """A checkpoint as workers write it: a file for each device."""
-    store = Store(run)
-    folder = store.begin()
+    store = store_of(run)
+    folder = store.begin(step)
     written = []
     for number, mine in enumerate(assigned(job.plan, job.captured.unsaved)):
         found = snapshot(job.training.devices, job.optimizers, mine, None if number else job.rest, HostMemory())

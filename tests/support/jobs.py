@@ -26,7 +26,7 @@ class Lent:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.jobs = cluster, 0
 
-    def asked(self, count: int, address: str | None = None, backend: Any = None) -> Lent:
+    def asked(self, count: int, address: str | None = None, backend: Any = None, patience: Any = None) -> Lent:
         """In place of a new cluster."""
         assert count <= len(self.cluster.workers)
         assert address is None

@@ -12,10 +12,9 @@ from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from piperlang.plan.plan import Group
-from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm, proof, stranger
+from piperlang.runtime.comm.process_group import Meeting, ProcessBackend, ProcessComm, proof, stranger
 from piperlang.runtime.hardware.cpu import Cpu
 
 
@@ -67,22 +66,14 @@ class Gloo(ProcessBackend):
     device = Cpu()
     comm = GlooComm
     loopback: ClassVar = {"GLOO_SOCKET_IFNAME": "lo"}
+    interface = "GLOO_SOCKET_IFNAME"
 
-    def join(
-        self,
-        rank: int,
-        ranks: dict[int, int],
-        meeting: Store,
-        timeout: float,
-        digest: str,
-        one_machine: bool,
-        secret: str,
-    ) -> ProcessComm:
+    def join(self, meeting: Meeting) -> ProcessComm:
         before = _sockets()
-        comm = super().join(rank, ranks, meeting, timeout, digest, one_machine, secret)
+        comm = super().join(meeting)
         assert isinstance(comm, GlooComm)
         world = dist.group.WORLD
-        if world is not None and len(ranks) > 1:
+        if world is not None and len(meeting.ranks) > 1:
             comm.check(world, "all")
         comm.sockets = frozenset(_sockets().keys() - before.keys())
         return comm

@@ -10,15 +10,35 @@ import hmac
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.plan import Group
 from piperlang.runtime.comm.backend import Backend, Comm
+
+# torch 2.13 has new names, and warns of the old ones, which are all that 2.11 has.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of a job meet, and what they must agree on."""
+
+    rank: int
+    ranks: dict[int, int]
+    """Device of the plan -> rank."""
+    store: Store
+    timeout: float
+    digest: str
+    """Of the plan."""
+    secret: str
+    """What only workers of this start of the job know."""
+    interface: str | None = None
+    """The network interface that leads to the others; None: all are on this machine."""
 
 
 class ProcessComm(Comm):
@@ -30,9 +50,9 @@ class ProcessComm(Comm):
     """Sends of this step, with their tensors."""
     aborted: bool
 
-    def __init__(self, rank: int, ranks: dict[int, int], limit: timedelta, secret: str) -> None:
-        """`ranks`: device of the plan -> rank. `secret`: what only workers of this start of the job know."""
-        self.rank, self.ranks, self.limit, self.secret = rank, ranks, limit, secret
+    def __init__(self, meeting: Meeting) -> None:
+        self.rank, self.ranks, self.secret = meeting.rank, meeting.ranks, meeting.secret
+        self.limit = timedelta(seconds=meeting.timeout)
 
     def connected(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Self:
         """The communication of a plan: several plans share the processes. `pairs`: who sends to whom."""
@@ -97,10 +117,10 @@ class ProcessComm(Comm):
         if self._of(group) is None:
             whole.copy_(mine)
         elif turned is None:
-            dist.all_gather_into_tensor(whole, mine, group=self.groups[group])
+            all_gather(whole, mine, group=self.groups[group])
         else:
             came = torch.empty_like(whole)
-            dist.all_gather_into_tensor(came, mine, group=self.groups[group])
+            all_gather(came, mine, group=self.groups[group])
             whole.view(len(turned), -1).copy_(came.view(len(turned), -1)[turned])
 
     def scatter_into(self, group: int, mine: torch.Tensor, whole: torch.Tensor) -> None:
@@ -108,11 +128,11 @@ class ProcessComm(Comm):
         if self._of(group) is None:
             mine.copy_(whole)
         elif turned is None:
-            dist.reduce_scatter_tensor(mine, whole, group=self.groups[group])
+            reduce_scatter(mine, whole, group=self.groups[group])
         else:
             parts = torch.empty_like(whole)
             parts.view(len(turned), -1)[turned] = whole.view(len(turned), -1)
-            dist.reduce_scatter_tensor(mine, parts, group=self.groups[group])
+            reduce_scatter(mine, parts, group=self.groups[group])
 
     def _of(self, group: int) -> dist.ProcessGroup | None:
         """torch's group. A collective that begins after `abort` would wait for its timeout."""
@@ -133,31 +153,40 @@ class ProcessBackend(Backend):
     """The backend of torch.distributed."""
     comm: ClassVar[type[ProcessComm]]
     loopback: ClassVar[Mapping[str, str]]
-    """Environment variables that keep communication on the loopback interface, if all ranks are on one machine. The
-    user's own values win."""
+    """Environment variables that keep communication on the loopback interface, if all ranks are on one machine."""
+    interface: ClassVar[str | None] = None
+    """The variable that names the interface otherwise, for a backend that does not find it."""
 
     def environment(self, worker: int, shares_device: bool) -> dict[str, str]:
         """Environment variables of a worker, set when it starts. `shares_device`: with other workers."""
         return {}
 
-    def join(
-        self,
-        rank: int,
-        ranks: dict[int, int],
-        meeting: Store,
-        timeout: float,
-        digest: str,
-        one_machine: bool,
-        secret: str,
-    ) -> ProcessComm:
-        """Join the other ranks of a job. `ranks`: device of the plan -> rank. `secret`: of this start of the job."""
-        if one_machine:
-            for name, value in self.loopback.items():
-                os.environ.setdefault(name, value)
-        limit = timedelta(seconds=timeout)
-        agree(meeting, rank, len(ranks), digest, secret)
-        dist.init_process_group(self.process_group, store=meeting, rank=rank, world_size=len(ranks), timeout=limit)
-        return self.comm(rank, ranks, limit, secret)
+    def join(self, meeting: Meeting) -> ProcessComm:
+        """Join the other ranks of a job."""
+        if meeting.interface is None:
+            _choose(self.loopback)
+        else:
+            _choose({self.interface: meeting.interface} if self.interface and meeting.interface else {})
+        world, comm = len(meeting.ranks), self.comm(meeting)
+        agree(meeting.store, meeting.rank, world, meeting.digest, meeting.secret)
+        dist.init_process_group(
+            self.process_group, store=meeting.store, rank=meeting.rank, world_size=world, timeout=comm.limit
+        )
+        return comm
+
+
+_chosen: set[str] = set()
+
+
+def _choose(variables: Mapping[str, str]) -> None:
+    """Sets variables of the environment, in place of those of the start before. The user's own values win."""
+    for name in _chosen:
+        os.environ.pop(name, None)
+    _chosen.clear()
+    for name, value in variables.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            _chosen.add(name)
 
 
 def proof(secret: str, *what: object) -> bytes:
@@ -198,14 +227,6 @@ def _turned(ranks: Sequence[int]) -> list[int] | None:
     places = sorted(ranks)
     found = [places.index(rank) for rank in ranks]
     return found if found != list(range(len(ranks))) else None
-
-
-def opened(place: str, world: int) -> Store:
-    """A meeting place: a file, or a port of the worker that opened it."""
-    if place.startswith("tcp:"):
-        host, _, port = place.removeprefix("tcp://").rpartition(":")
-        return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    return FileStore(place, world)
 
 
 def hidden(store: Store, secret: str) -> Store:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from piperlang.diagnostics import PiperError, error
+from piperlang.runtime.checkpoint.files import Folder
 from piperlang.runtime.checkpoint.manifest import DataPosition, Manifest
 from piperlang.runtime.checkpoint.store import Store
 from piperlang.runtime.driver.assemble import Rest
@@ -31,7 +31,7 @@ class Saves(Protocol):
     def check_state(self) -> None:
         """Raises P0610 if the state cannot be saved."""
 
-    def snapshot(self, folder: Path) -> None:
+    def snapshot(self, folder: Folder) -> None:
         """Copies the state to host memory. It is being written when this returns."""
 
     def written(self) -> list[WrittenPart]:
@@ -45,7 +45,7 @@ class Saves(Protocol):
 class Saved:
     """A checkpoint that was written."""
 
-    folder: Path
+    folder: Folder
     step: int
     stalled: float
     """Seconds that training has waited for it."""
@@ -54,7 +54,7 @@ class Saved:
 
 
 class Checkpoints:
-    def __init__(self, job: Saves, store: Store, seed: int, about: Mapping[str, Any], keep: int) -> None:
+    def __init__(self, job: Saves, store: Store[Any], seed: int, about: Mapping[str, Any], keep: int) -> None:
         self.job, self.store, self.seed, self.about, self.keep = job, store, seed, about, keep
         self.shapes = shapes_of(job.plan, job.captured.unsaved)
         self.coming: Future[Saved] | None = None
@@ -64,7 +64,7 @@ class Checkpoints:
         self.wait()
         started = time.perf_counter()
         try:
-            folder = self.store.begin()
+            folder = self.store.begin(step)
         except OSError as problem:
             raise _not_written(self.store.folder, problem) from problem
         try:
@@ -86,7 +86,7 @@ class Checkpoints:
 
         threading.Thread(target=complete, name="piperlang-checkpoint", daemon=True).start()
 
-    def _commit(self, folder: Path, step: int, data: DataPosition, trees: Mapping[str, Any]) -> Path:
+    def _commit(self, folder: Folder, step: int, data: DataPosition, trees: Mapping[str, Any]) -> Folder:
         written = self.job.written()
         rest = self.job.model_entries()
         weight_of = {alias: name for name, others in self.job.captured.aliases.items() for alias in others}
@@ -101,7 +101,7 @@ class Checkpoints:
             _joined(written) | dict(trees),
             {**self.about, "configs": rest.configs, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
         )
-        target = self.store.commit(folder, manifest)
+        target: Folder = self.store.commit(folder, manifest)
         self.store.prune(self.keep)
         return target
 
@@ -145,7 +145,7 @@ def _joined(written: Sequence[WrittenPart]) -> dict[str, Any]:
     return found
 
 
-def _not_written(folder: Path, problem: BaseException) -> PiperError:
+def _not_written(folder: Folder, problem: BaseException) -> PiperError:
     reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
     return error(
         "P0609",

@@ -107,11 +107,17 @@ def stop_janitor(janitor: subprocess.Popen[bytes], done: bool) -> None:
     janitor.stdin.close()
 
 
+def _is_zombie(pid: int) -> bool:
+    """Whether a process has ended, and nobody has asked for its status."""
+    return _read(pid, "stat").rpartition(b")")[2].split()[:1] == [b"Z"]
+
+
 def main() -> None:
     driver, folder = int(sys.argv[1]), Path(sys.argv[2])
     told = False
-    # The parent process changes when the driver ends. Processes forked by the driver may keep this standard input open.
-    while not told and os.getppid() == driver:
+    # The parent process changes when the driver ends and somebody has asked for its status. Processes forked by the
+    # driver may keep this standard input open.
+    while not told and os.getppid() == driver and not _is_zombie(driver):
         if not folder.exists():
             return
         told = bool(select.select([sys.stdin], [], [], 0.5)[0])

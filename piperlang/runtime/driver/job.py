@@ -27,13 +27,17 @@ from piperlang.plan.instructions import Compute, Send
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.plan.verify import check
 from piperlang.runtime.box import take
+from piperlang.runtime.checkpoint.files import Folder
+from piperlang.runtime.checkpoint.manifest import MANIFEST
 from piperlang.runtime.comm.process_group import ProcessBackend
 from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver import initial
 from piperlang.runtime.driver.assemble import Rest, assembled, known_to
-from piperlang.runtime.driver.cluster import Cluster, pack
+from piperlang.runtime.driver.cluster import Cluster, Patience, pack
+from piperlang.runtime.driver.cluster.processes import KILLED
 from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loading
+from piperlang.runtime.driver.output import last_lines, output_file
 from piperlang.runtime.driver.restoring import Restore
 from piperlang.runtime.driver.saving import WrittenPart, assigned
 from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansByShape, RunKey
@@ -108,8 +112,11 @@ class Job:
         backend: ProcessBackend | None = None,
         compiles: bool | None = None,
         others: OtherShapes | None = None,
+        patience: Patience | None = None,
+        output: Path | None = None,
     ) -> None:
-        """`cluster`: existing workers, which stay when the job ends, with their backend. `compiles`: whether stage
+        """`output`: the folder for what workers print; by default it ends with the job.
+        `cluster`: existing workers, which stay when the job ends, with their backend. `compiles`: whether stage
         programs are compiled; by default, where the device suggests it. `others`: how batches of other shapes are
         planned."""
         self.plan, self.captured = plan, captured
@@ -131,8 +138,10 @@ class Job:
         """All workers are set up, or none is yet."""
         self.set_up_with = training, digest, timeout, loss_dtype
         self.progress: BinaryIO | None = None
-        self.cluster = cluster or Cluster(len(plan.devices), address, self.backend)
+        self.cluster = cluster or Cluster(len(plan.devices), address, self.backend, patience)
+        self.output = output or Path(tempfile.mkdtemp(dir=self.cluster.folder))
         try:
+            self.cluster.check_files(_read_by_workers(training))
             self._set_up(training, digest, timeout, loss_dtype)
         except BaseException:
             if not self.borrowed:
@@ -146,12 +155,7 @@ class Job:
         except Lost as lost:
             if not self.complete:
                 raise
-            code, what, help = (
-                ("P0603", "does not answer", "its process is stopped or stuck: inspect it with a debugger")
-                if lost.hangs
-                else ("P0602", "died", "check that every worker has enough memory for the model")
-            )
-            raise error(code, f"device {self._device(lost.worker)} {what} during setup", help=help) from None
+            raise self._told(lost, " during setup", []) from None
 
     def _set_up_workers(self, training: Training, digest: str, timeout: float, loss_dtype: str) -> None:
         progress = self._open_progress() if self.cluster.local else ""
@@ -169,6 +173,7 @@ class Job:
                 meeting,
                 secret,
                 progress,
+                str(output_file(self.output, ranks[device.device])),
                 digest,
                 training.seed,
                 timeout,
@@ -214,7 +219,7 @@ class Job:
         call, wait = self.cluster.call, self.cluster.wait
         if not self._large or stored:
             return wait([call(i, "setup", one) for i, one in enumerate(packed)])
-        nodes = [node for node, _ in self.cluster.each("where", count=len(packed))]
+        nodes = [node for node, *_ in self.cluster.each("where", count=len(packed))]
         builders = {node: nodes.index(node) for node in dict.fromkeys(nodes)}
         made = wait([call(i, "create", packed[i]) for i in builders.values()])
         created = dict(zip(builders, made, strict=True))
@@ -407,16 +412,21 @@ class Job:
         worker = lost.worker
         notes = self._situation(worker, self._last(worker)) if self.complete else ["the job was starting again"]
         self._lose()
+        return self._told(lost, "", notes[:8])
+
+    def _told(self, lost: Lost, when: str, notes: Sequence[str]) -> PiperError:
         code, what, help = (
             ("P0603", "does not answer", "its process is stopped or stuck: inspect it with a debugger")
             if lost.hangs
-            else (
-                "P0602",
-                "died",
-                "check dmesg for an out-of-memory kill, and whether the process was killed otherwise",
-            )
+            else ("P0602", "died", KILLED)
         )
-        return error(code, f"device {self._device(worker)} {what}", notes=notes[:9], help=help)
+        if lost.machine:
+            help = "look at the network, and at that machine; `ray status` lists the nodes of the cluster"
+        notes = [lost.why, *notes] if lost.why else list(notes)
+        said = last_lines(output_file(self.output, lost.worker))
+        if said:
+            notes += ["the last lines that it printed:", *said]
+        return error(code, f"device {self._device(lost.worker)} {what}{when}", notes=notes, help=help)
 
     def _device(self, worker: int) -> int:
         """A cluster that is borrowed may have more workers than the plan has devices."""
@@ -512,7 +522,13 @@ class Job:
         """Raises P0610 if the state of training cannot be saved."""
         self.cluster.each("check_state", assigned(self.plan, self.captured.unsaved))
 
-    def snapshot(self, folder: Path) -> None:
+    def check_folder(self, folder: Path) -> None:
+        """Raises P0615 if workers cannot write checkpoints of the run into its folder, because they are elsewhere."""
+        if not self.cluster.local:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-by-all-nodes-") as file:
+                self.cluster.check_files([Path(file.name)], meant=folder)
+
+    def snapshot(self, folder: Folder) -> None:
         """Copies the state of training to the memory of the workers, which write it into the folder."""
         mine = assigned(self.plan, self.captured.unsaved)
         self.cluster.each("snapshot", [(folder, one) for one in mine])
@@ -551,6 +567,14 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _read_by_workers(training: Training) -> list[Path]:
+    """Files that every node must have."""
+    found = list(training.weights.files) if training.weights is not None else []
+    if training.restore is not None and isinstance(training.restore.folder, Path):
+        found.append(training.restore.folder / MANIFEST)
+    return found
 
 
 def _packed(setup: Setup) -> bytes:

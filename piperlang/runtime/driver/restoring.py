@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,7 @@ from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error, listed
 from piperlang.plan.plan import DevicePlan, ParameterShard, Plan
 from piperlang.runtime.box import take
-from piperlang.runtime.checkpoint.files import Reader, read_manifest
+from piperlang.runtime.checkpoint.files import Folder, Reader, read_manifest
 from piperlang.runtime.checkpoint.manifest import Manifest, TensorId
 from piperlang.runtime.checkpoint.ranges import IndexRange
 from piperlang.runtime.checkpoint.tree import DTYPES
@@ -27,7 +26,7 @@ _NAMED = 3
 class Restore:
     """A checkpoint that was verified by the driver."""
 
-    folder: Path
+    folder: Folder
     step: int
     new_options: bool = False
     """Options of the model file are used, even if they differ from those of the checkpoint."""

@@ -8,14 +8,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from piperlang.plan.instructions import Update
 from piperlang.plan.plan import Plan
-from piperlang.runtime.checkpoint.files import write_part
+from piperlang.runtime.checkpoint.files import Folder, write_part
 from piperlang.runtime.checkpoint.manifest import Piece, StoredFile, StoredTensor, TensorId
 from piperlang.runtime.checkpoint.ranges import IndexRange, chosen
 from piperlang.runtime.device import Device
@@ -191,7 +190,7 @@ class Writer:
         self.result: Future[WrittenPart] | None = None
         self.room = HostMemory()
 
-    def write(self, folder: Path, mine: Assigned, found: Snapshot) -> None:
+    def write(self, folder: Folder, mine: Assigned, found: Snapshot) -> None:
         assert self.result is None or self.result.done(), "a checkpoint is being written"
         result: Future[WrittenPart] = Future()
         self.result = result

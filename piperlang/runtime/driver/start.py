@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piperlang.capture.autodiff.pass_graph import TracedModel
@@ -15,7 +16,7 @@ from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 
 if TYPE_CHECKING:
-    from piperlang.runtime.driver.cluster import Cluster
+    from piperlang.runtime.driver.cluster import Cluster, Patience
     from piperlang.runtime.driver.job import Job
 
 
@@ -31,6 +32,8 @@ def start(
     compiles: bool | None = None,
     cluster: Cluster | None = None,
     others: OtherShapes | None = None,
+    patience: Patience | None = None,
+    output: Path | None = None,
 ) -> Job | ThreadJob:
     """`address`, `compiles` and `cluster` are for workers. `others`: how batches of other shapes are planned."""
     if isinstance(backend, Threads):
@@ -38,4 +41,5 @@ def start(
     from piperlang.runtime.driver.job import Job  # imports Ray, which threads do not need
 
     assert isinstance(backend, ProcessBackend)
-    return Job(plan, captured, training, digest(plan), address, timeout, loss_dtype, cluster, backend, compiles, others)
+    about = plan, captured, training, digest(plan)
+    return Job(*about, address, timeout, loss_dtype, cluster, backend, compiles, others, patience, output)

@@ -18,6 +18,7 @@ from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Compute
 from piperlang.plan.plan import Plan
 from piperlang.runtime.box import take
+from piperlang.runtime.checkpoint.files import Folder
 from piperlang.runtime.comm.threads import BACKEND, Switchboard, Threads
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.failure import failed, failure_of
@@ -176,7 +177,7 @@ class ThreadJob:
         (mine,) = assigned(self.plan, self.captured.unsaved, together=True)
         check_state(self.training.devices, self.optimizers, mine)
 
-    def snapshot(self, folder: Path) -> None:
+    def snapshot(self, folder: Folder) -> None:
         """Copies the state of training, which is then written into the folder."""
         (mine,) = assigned(self.plan, self.captured.unsaved, together=True)
         found = snapshot(self.training.devices, self.optimizers, mine, self.rest, self.writer.room)
@@ -185,6 +186,9 @@ class ThreadJob:
     def written(self) -> list[WrittenPart]:
         """Waits for the file. Steps may run meanwhile."""
         return [self.writer.written()]
+
+    def check_folder(self, folder: Path) -> None:
+        """This process writes everything."""
 
     def model_entries(self) -> Rest:
         return self.rest

@@ -38,9 +38,10 @@ class Training:
 class Lost(Exception):
     """A worker that died, or does not answer any more."""
 
-    def __init__(self, worker: int, hangs: bool = False) -> None:
+    def __init__(self, worker: int, hangs: bool = False, why: str = "", machine: str = "") -> None:
+        """`machine`: the one that is lost with it."""
         super().__init__(f"worker {worker} {'does not answer' if hangs else 'died'}")
-        self.worker, self.hangs = worker, hangs
+        self.worker, self.hangs, self.why, self.machine = worker, hangs, why, machine
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from piperlang.capture.trace.build import build
 from piperlang.capture.user.held import hold, refuse_use
@@ -38,7 +38,9 @@ from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, StageProgram
-from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm, hidden, opened
+from piperlang.runtime.checkpoint.files import Folder
+from piperlang.runtime.comm.interfaces import own_address, towards
+from piperlang.runtime.comm.process_group import Meeting, ProcessBackend, ProcessComm, hidden
 from piperlang.runtime.device import Device
 from piperlang.runtime.device.compiled import compiled
 from piperlang.runtime.device.failure import Failure, failure_of
@@ -46,6 +48,7 @@ from piperlang.runtime.driver import restoring
 from piperlang.runtime.driver.assemble import Rest, fingerprint, rest_of
 from piperlang.runtime.driver.initial import Created, Dropped, WeightFile, create, mapped
 from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loader, Loading, Parts, keep_sockets_in
+from piperlang.runtime.driver.output import print_to
 from piperlang.runtime.driver.restoring import Restore
 from piperlang.runtime.driver.saving import Assigned, Writer, WrittenPart, check_state, snapshot
 from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
@@ -57,6 +60,9 @@ from piperlang.runtime.optimizer.settings import Settings
 
 if TYPE_CHECKING:
     from piperlang.runtime.device.measure import Measured
+
+
+PORT = "tcp://"
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Setup:
     secret: str
     """What only workers of this start of the job know."""
     progress: str
+    output: str
+    """The file of what this process prints."""
     digest: str
     seed: int
     timeout: float
@@ -166,26 +174,21 @@ class Worker:
         self.between_steps: list[Callable[[], None]] = []
         """Checks that `data` leaves as it is what the program reads."""
 
-    def where(self) -> tuple[str, int]:
-        return process()
+    def where(self) -> tuple[str, int, str]:
+        return (*process(), socket.gethostname())
 
     def host(self, peer: str) -> str:
         """Open a rendezvous for workers that share no file system, at the address under which `peer` reaches this
         worker."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((peer, 9))
-            address: str = probe.getsockname()[0]
+        address = own_address(peer)
         self.meeting = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        return f"tcp://{address}:{self.meeting.port}"
-
-    def ping(self) -> float:
-        """Answered by a separate thread: a stopped process does not answer."""
-        return time.time()
+        return f"{PORT}{address}:{self.meeting.port}"
 
     def create(self, packed: bytes) -> Created:
         """Create the model for all workers of this node, in a file."""
         self.close()
         setup = _loaded(packed)
+        print_to(setup.output)
         self.file = WeightFile.new()
         model, created = create(self.file, setup.make_model, setup.seed, fingerprint)
         self.model = setup, model
@@ -208,18 +211,26 @@ class Worker:
             self.close()
         setup = self.model[0] if self.model is not None else _loaded(packed)
         rank = setup.ranks[setup.plan.device]
+        print_to(setup.output)
         where = setup.backend.device.claim(rank)
-        one_machine = not setup.store.startswith("tcp:")
-        meeting = opened(setup.store, len(setup.ranks)) if self.meeting is None or one_machine else self.meeting
-        if not one_machine:
-            meeting = hidden(meeting, setup.secret)
-        joined = setup.backend.join(rank, setup.ranks, meeting, setup.timeout, setup.digest, one_machine, setup.secret)
-        self.comm = joined.connected(setup.groups, setup.pairs)
+        self.comm = setup.backend.join(self._met(setup, rank)).connected(setup.groups, setup.pairs)
         try:
             return self._keep(setup, rank, where, created)
         except BaseException:
             self.comm.close()  # the worker may be reused for another job
             raise
+
+    def _met(self, setup: Setup, rank: int) -> Meeting:
+        """The rendezvous: a file of this machine, or a port of one of the workers."""
+        if not setup.store.startswith(PORT):
+            store: Store = FileStore(setup.store, len(setup.ranks))
+            return Meeting(rank, setup.ranks, store, setup.timeout, setup.digest, setup.secret)
+        host, _, port = setup.store.removeprefix(PORT).rpartition(":")
+        store = self.meeting or TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        interface = towards(host) or ""
+        return Meeting(
+            rank, setup.ranks, hidden(store, setup.secret), setup.timeout, setup.digest, setup.secret, interface
+        )
 
     def _keep(self, setup: Setup, rank: int, where: torch.device, created: Created | None) -> Started:
         """Keeps the tensors of the model that this device needs."""
@@ -444,7 +455,7 @@ class Worker:
     def weights(self) -> dict[ValueId, torch.Tensor]:
         return {key: value.cpu() for key, value in self.runs[TRAIN].device.kept.items()}
 
-    def snapshot(self, given: tuple[Path, Assigned]) -> None:
+    def snapshot(self, given: tuple[Folder, Assigned]) -> None:
         """Copy what this worker saves of a checkpoint to host memory, and begin to write it."""
         folder, mine = given
         device = self.runs[TRAIN].device
@@ -529,8 +540,8 @@ def _failed(problem: BaseException, position: int = -1) -> Report:
 
 
 def process() -> tuple[str, int]:
-    """The identity of this process: its system and PID namespace, and its PID there."""
+    """The identity of this process: its system with the namespaces of processes and of the network, and its PID."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     system = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    namespace = Path("/proc/self/ns/pid")
-    return f"{system}/{namespace.stat().st_ino if namespace.exists() else 0}", os.getpid()
+    spaces = [path.stat().st_ino for path in map(Path, ("/proc/self/ns/pid", "/proc/self/ns/net")) if path.exists()]
+    return "/".join(map(str, (system, *spaces))), os.getpid()

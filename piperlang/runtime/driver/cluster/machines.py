@@ -1,0 +1,120 @@
+"""The machines of a job: this one, and others of a Ray cluster, where a process of ours watches the workers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from piperlang.runtime.driver.cluster.processes import Processes
+from piperlang.runtime.driver.training import Lost
+
+BEAT = 1.0
+"""Seconds between two questions to a machine."""
+
+
+class WorkerPlace(NamedTuple):
+    """Where a worker runs."""
+
+    machine: str
+    """Its system, and the namespaces of processes and of the network there."""
+    pid: int
+    host: str
+
+
+class ThisMachine:
+    """This machine."""
+
+    name = "this machine"
+
+    def __init__(self) -> None:
+        self.processes = Processes()
+
+    def watch(self, pid: int) -> None:
+        self.processes.watch(pid)
+
+    def look(self, worker: int, limit: float) -> None:
+        """Raises Lost if the machine, where this worker is, has not answered for so many seconds."""
+
+    def state(self, pid: int) -> str:
+        return self.processes.state(pid)
+
+    def ended(self, pid: int) -> str:
+        return self.processes.ended(pid)
+
+    def kill(self, pid: int) -> None:
+        self.processes.kill(pid)
+
+    def close(self) -> None:
+        self.processes.close()
+
+
+class Watcher:
+    """A small process on another machine: it answers when a worker, in C code that keeps the GIL, cannot."""
+
+    def __init__(self) -> None:
+        self.processes = Processes()
+        self.pids: set[int] = set()
+
+    def watch(self, pid: int) -> None:
+        self.pids.add(pid)
+        self.processes.watch(pid)
+
+    def look(self) -> dict[int, tuple[str, str]]:
+        """The state of every worker, and how it has ended."""
+        return {pid: (self.processes.state(pid), self.processes.said.get(pid, "")) for pid in self.pids}
+
+    def kill(self, pid: int) -> None:
+        self.processes.kill(pid)
+
+
+class OtherMachine:
+    """Another machine."""
+
+    def __init__(self, group: PlacementGroup, bundle: int, name: str) -> None:
+        """The machine that has this bundle of resources."""
+        self.name = name
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        self.watcher: Any = ray.remote(num_cpus=0)(Watcher).options(scheduling_strategy=place).remote()
+        self.seen: dict[int, tuple[str, str]] = {}
+        self.asked: Any = None
+        self.since = 0.0
+        """When it was asked, or has answered last."""
+
+    def watch(self, pid: int) -> None:
+        self.watcher.watch.remote(pid)
+
+    def look(self, worker: int, limit: float) -> None:
+        now = time.monotonic()
+        if self.asked is None:
+            if now - self.since >= BEAT:
+                self.asked, self.since = self.watcher.look.remote(), now
+        elif ray.wait([self.asked], timeout=0)[0]:
+            try:
+                self.seen = ray.get(self.asked)
+            except RayActorError:
+                raise Lost(worker, why=f"its machine, {self.name}, has left the cluster", machine=self.name) from None
+            finally:
+                self.asked, self.since = None, now
+        elif now - self.since > limit:
+            why = f"its machine, {self.name}, has not answered for {limit:g} s"
+            raise Lost(worker, hangs=True, why=why, machine=self.name)
+
+    def state(self, pid: int) -> str:
+        return self.seen.get(pid, ("R", ""))[0]
+
+    def ended(self, pid: int) -> str:
+        return self.seen.get(pid, ("R", ""))[1]
+
+    def kill(self, pid: int) -> None:
+        self.watcher.kill.remote(pid)
+
+    def close(self) -> None:
+        ray.kill(self.watcher)
+
+
+Machine = ThisMachine | OtherMachine
