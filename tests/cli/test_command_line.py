@@ -15,6 +15,7 @@ from piperlang.cli import needs
 from piperlang.cli.main import COMMANDS, command_parser, main
 from piperlang.diagnostics.render import FORMATS
 from tests.support import ROOT
+from tests.support.often import one_in
 
 MLP = ROOT / "examples" / "01_mlp"
 BOTH = str(MLP / "both.piper")
@@ -202,7 +203,7 @@ def test_a_folder_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"`piperc check {MLP}` checks all scripts in it" in ran(capsys, str(MLP))[2]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", one_in(3, COMMANDS))
 def test_no_flag_is_suggested_that_the_command_does_not_have(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag of every command, misspelt: what is suggested is one of this command, and never what was written."""
     own = command_parser(command).flags

@@ -37,7 +37,7 @@ def ids(draw: st.DrawFn) -> ValueId:
     return found
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(ids())
 def test_the_same_object_again(one: ValueId) -> None:
     assert parse(str(one)) is one
@@ -47,7 +47,7 @@ def test_the_same_object_again(one: ValueId) -> None:
     assert one.origin.every_microbatch is one.every_microbatch
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(ids(), ids())
 def test_different_ids_print_differently(one: ValueId, other: ValueId) -> None:
     assert (one is other) == (str(one) == str(other))

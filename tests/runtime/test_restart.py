@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-OFTEN = ("stopped, pipeline", "loading in workers")
+OFTEN = ("stopped, pipeline",)  # the last test of this file loads in workers
 
 
 @pytest.mark.parametrize(
@@ -199,6 +199,7 @@ def _processes(pattern: str, folder: str) -> list[int]:
 
 AGAIN = """
 def strike_again(name):
+    if "PIPER_JOB" not in os.environ: return  # the driver
     try:
         os.remove(os.path.join(VICTIMS, name))
     except FileNotFoundError:

@@ -231,6 +231,7 @@ def test_microbatches_are_refused(line: str) -> None:
     assert any("replicate" in help for help in diagnostic.helps)
 
 
+@pytest.mark.slow
 def test_evaluation_mixes_no_samples(tmp_path: Path) -> None:
     """A batch that cannot be divided is padded, as it is for other models."""
     (tmp_path / "s.piper").write_text(SCRIPTS["ddp"])
