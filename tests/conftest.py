@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,6 +55,52 @@ TOGETHER = {
 """Files whose tests share what takes long to make, traced models most of all, with the group of xdist that they form:
 in every process of its own it would be made again."""
 
+ONE_IN = {
+    "test_bad_command_line.py": {"test_narrow_terminal_encodings": 3, "test_odd_file_names": 3},
+    "test_between_steps.py": {
+        "test_validation_that_moves_the_data": 2,
+        "test_what_workers_change_without_a_comparison": 2,
+    },
+    "test_capture.py": {"test_chunks_are_a_true_dag": 2, "test_equals_eager_autograd": 2},
+    "test_checkpoint_commands.py": {"test_what_would_be_another_run_is_refused": 3},
+    "test_dropless.py": {"test_equals_the_single_device_on_workers": 2},
+    "test_loading.py": {"test_in_workers": 2, "test_rejected": 2, "test_slices": 2, "test_what_cannot_be_sliced": 2},
+    "test_localize.py": {"test_attention_by_heads": 2, "test_experts": 2},
+    "test_memory.py": {"test_gradients_of_zero": 2, "test_weights_and_states_of_zero": 3},
+    "test_mistakes.py": {"test_one_diagnostic_that_says_what_and_how_to_repair_it": 2},
+    "test_never_wrong.py": {
+        "test_a_program_that_depends_on_the_batch_size": 2,
+        "test_kinds_in_threads": 2,
+        "test_kinds_on_workers": 3,
+        "test_the_guard_alone_finds": 3,
+        "test_the_guard_alone_finds_optimizers": 2,
+        "test_workers_that_set_different_options": 3,
+    },
+    "test_not_finite.py": {"test_stops_with_the_last_good_state": 2},
+    "test_optimizers.py": {
+        "test_groups_in_a_model_file": 2,
+        "test_groups_on_workers": 3,
+        "test_optimizers_of_torch": 2,
+    },
+    "test_output.py": {"test_how_it_ended_is_told": 3},
+    "test_repeated.py": {"test_how_layers_are_called": 2, "test_layers_by_hand": 3, "test_what_layers_are_given": 3},
+    "test_samples.py": {
+        "test_models_may_be_divided": 3,
+        "test_models_that_mix_samples": 2,
+        "test_what_is_alike_for_all_samples": 3,
+        "test_what_may_be_divided": 2,
+        "test_where_a_sample_stands": 3,
+    },
+    "test_shapes.py": {"test_a_smaller_last_batch_on_workers": 2, "test_what_sees_that_a_batch_is_padded": 2},
+    "test_user_errors.py": {"test_on_workers": 2, "test_training_ends_with_a_diagnostic": 2},
+    "test_whole.py": {
+        "test_divided_and_whole_batches_give_the_same": 2,
+        "test_stages_that_have_different_parts_of_the_batch": 3,
+    },
+}
+"""Tests with so many long cases that only every n-th runs every time. The others are slow: `-m slow` runs them."""
+
+_seen: Counter[tuple[str, str]] = Counter()
 _shared: list[Cluster] = []
 
 
@@ -126,6 +173,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     before it looks at the collected items. Those that break workers or start Ray themselves run on another: they wait
     most of the time, and more than two instances of Ray on two cores take longer than one after the other. Slow tests
     may take their time."""
+    if isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+        key = item.path.name, item.originalname
+        if _seen[key] % ONE_IN.get(key[0], {}).get(key[1], 1):
+            item.add_marker(pytest.mark.slow)
+        _seen[key] += 1
     if item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.timeout(0))
     if not item.get_closest_marker("xdist_group"):

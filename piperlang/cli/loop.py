@@ -136,8 +136,7 @@ class TrainingLoop:
         self.job.restartable = self.restarts < options.restart and (_saves(options) or run_before is not None)
         before = run_before.manifest if run_before is not None else None
         self.saving = Saving(options, self.job, self.plan, self.at, settings, before)
-        if self.saving.wanted and isinstance(self.saving.checkpoints.store.folder, Path):
-            self.job.check_folder(self.at)
+        self._check_folder()
         self.trained = 0
         self.fed: Feeding = feeding(options.data, self.job, self.file, given, self.cut, options.seed)
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
@@ -146,6 +145,17 @@ class TrainingLoop:
         if before is not None:
             _warn_of_changes(before.about.get("settings", {}), settings)
             self.fed.resume(before)
+
+    def _check_folder(self) -> None:
+        """Workers write checkpoints, wherever they are: also the one of a job that is interrupted."""
+        if isinstance(self.saving.checkpoints.store.folder, Path):
+            try:
+                self.job.check_folder(self.at)
+            except PiperError as problem:
+                if self.saving.wanted:
+                    raise
+                what = problem.diagnostics[0].message
+                emit(Notice(f"{what}: no checkpoint can be saved when the job is interrupted", warning=True))
 
     # ------------------------------------------------------------------------------------------------------- steps
 

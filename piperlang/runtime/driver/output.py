@@ -4,6 +4,7 @@ before it ends the process."""
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import sys
 import time
@@ -25,12 +26,31 @@ def print_to(path: str) -> None:
     with suppress(OSError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.write(file, f"{_STARTED}{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n".encode())
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+        for descriptor in (1, 2):
+            os.dup2(file, descriptor)
         os.close(file)
+        sys.stdout, sys.stderr = _Printed(1), _Printed(2)
         faulthandler.enable(file=2)
+
+
+class _Printed(io.TextIOBase):
+    """Text that is lost if it cannot be written: a full disk must not end what prints."""
+
+    encoding = "utf-8"
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            os.write(self.descriptor, text.encode(errors="backslashreplace"))
+        return len(text)
 
 
 def last_lines(path: Path) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -108,6 +109,8 @@ class OtherMachine:
         return self.seen.get(pid, ("R", ""))[0]
 
     def ended(self, pid: int) -> str:
+        with suppress(RayError):  # it may know more by now
+            self.seen = ray.get(self.watcher.look.remote(), timeout=BEAT)
         return self.seen.get(pid, ("R", ""))[1]
 
     def kill(self, pid: int) -> None:

@@ -126,6 +126,12 @@ class JoinedRay:
         self.control = ("", 0)
 
     def start(self, _: int) -> None:
+        if self.address.startswith("ray://"):
+            raise error(
+                "P0605",
+                f"cannot join a Ray cluster at {self.address}: that is the port of Ray Client",
+                help="run piperc on a node of the cluster, and name its control store: HOST:6379, or `auto`",
+            )
         _hush()
         try:
             _check_reachable(self.address)
@@ -224,7 +230,7 @@ def _unbroken_process_starts() -> Iterator[None]:
 
 def _check_reachable(address: str) -> None:
     """Ray tries for minutes to reach somebody who is not there. OSError if nobody listens at HOST:PORT."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=REACH):
             pass
