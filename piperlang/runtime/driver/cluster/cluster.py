@@ -129,8 +129,10 @@ class Cluster:
     def _hire(self, count: int) -> None:
         """Reserves resources for all workers, all or none, and starts them."""
         there = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        # Workers share GPUs if there are fewer than workers.
-        gpus = min(1.0, there.get("GPU", 0.0) / count) if self.backend.device.resource == "GPU" else 0.0
+        gpus = there.get("GPU", 0.0) if self.backend.device.resource == "GPU" else 0.0
+        # On this machine, workers share GPUs if there are fewer than workers. In a cluster, where others may have the
+        # rest, that would be half the speed without a word.
+        gpus = min(1.0, gpus / count) if self.own else min(1.0, gpus)
         self.need = {"GPU": gpus} if gpus else {"CPU": 1.0}
         with uninterrupted():
             self.group = placement_group([self.need] * count, strategy="PACK")
