@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from piperlang.cli.loop import TrainingLoop
@@ -54,8 +56,20 @@ def compiled(options: argparse.Namespace, traced: Any, max_norm: float | None) -
 
 def alternatives(options: argparse.Namespace, traced: Any, max_norm: float | None) -> list[CompiledScript]:
     """The scripts of `--elastic`. They are compiled before training: a mistake is found at once."""
-    paths = [path.strip() for path in (options.elastic or "").split(",") if path.strip()]
-    return [compiled(argparse.Namespace(**{**vars(options), "script": path}), traced, max_norm) for path in paths]
+    if options.elastic is None:
+        return []
+    paths = [path.strip() for path in options.elastic.split(",")]
+    if not all(paths):
+        raise error("P0902", f"`--elastic {options.elastic}` names no script", help="name some: `B.piper,C.piper`")
+    found = []
+    for path in paths:
+        try:
+            found.append(compiled(argparse.Namespace(**{**vars(options), "script": path}), traced, max_norm))
+        except PiperError as problem:
+            first, *others = problem.diagnostics
+            note = f"{path} is one of the scripts of --elastic; all have the same parameters"
+            raise PiperError(replace(first, notes=(*first.notes, note)), *others) from None
+    return found
 
 
 def train(
@@ -64,6 +78,14 @@ def train(
     """Trains under the first schedule that there are enough devices for, and goes on under the next if that changes."""
     for schedule in schedules:
         _check(schedule, run_before)
+    for larger, smaller in pairwise(schedules):
+        if len(smaller.plan.devices) >= len(larger.plan.devices):
+            needs = counted(len(smaller.plan.devices), "device")
+            raise error(
+                "P0902",
+                f"`--elastic`: {smaller.options.script} needs {needs}, not fewer than {larger.options.script}",
+                help="name scripts for fewer and fewer devices",
+            )
     folder, new = open_folder(schedules[0].options, run_before)
     with removed_if_interrupted(folder) if new else nullcontext():
         for schedule, following in zip(schedules, [*schedules[1:], None], strict=True):

@@ -292,7 +292,10 @@ class TrainingLoop:
 
         first = problem.diagnostics[0]
         at, started = self.saving.start + self.trained, time.perf_counter()
-        self.job.halt()
+        try:
+            self.job.halt()
+        except PiperError as another:
+            raise _noted(another, self._lost()) from None
         self.saving.abandon()
         found = newest_whole(self.at) or self.run_before
         self.restarts += 1

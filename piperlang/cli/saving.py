@@ -37,7 +37,7 @@ class Saving:
     ) -> None:
         """`settings`: what a run that is resumed is compared with. `before`: the checkpoint that it starts from."""
         from piperlang.runtime.checkpoint.store import store_of
-        from piperlang.runtime.driver.checkpoints import Checkpoints
+        from piperlang.runtime.driver.checkpoints import Checkpoints, not_written
 
         self.run, self.every, self.minutes = folder, options.save_every, options.save_minutes
         self.start = self.step = self.saved = self.begun = before.step if before is not None else 0
@@ -45,7 +45,10 @@ class Saving:
         self.samples, self.skipped = (before.data.samples, before.data.skipped) if before is not None else (0, 0)
         self.last = time.monotonic()
         store = store_of(folder)
-        store.tidy()
+        try:
+            store.tidy()
+        except OSError as problem:
+            raise not_written(store.folder, problem) from problem
         self.checkpoints = Checkpoints(
             job, store, options.seed, {**_about(options, plan), "settings": settings}, options.keep
         )

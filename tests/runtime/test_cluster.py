@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from piperlang.cli.main import main
-from piperlang.diagnostics import PiperError
 from piperlang.interrupts import uninterrupted
 from piperlang.plan.lower import lower
 from piperlang.runtime.driver.cluster import Cluster
@@ -187,15 +186,23 @@ def test_a_driver_that_nobody_buries(tmp_path: Path) -> None:
         driver.wait()
 
 
-def test_a_cluster_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job goes on under the script that fits, if there is one."""
     monkeypatch.setattr("piperlang.runtime.driver.cluster.cluster.ROOM", 1.0)
     monkeypatch.setattr(OwnRay, "start", _one_cpu)
-    with pytest.raises(PiperError) as found:
-        Cluster(2)
-    (diagnostic,) = found.value.diagnostics
-    assert diagnostic.code == "P0616"
-    assert "not have enough free resources for 2 workers" in diagnostic.message
-    assert any("of 1 are free" in note for note in diagnostic.notes), diagnostic.notes
+    (tmp_path / "two.piper").write_text(SCRIPT)
+    (tmp_path / "one.piper").write_text("split batch into 2 as mb\n")
+    words = [str(MLP / "model.py"), str(tmp_path / "two.piper"), "--steps", "2", "--out", str(tmp_path / "run")]
+    assert main(words) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert "error[P0616]: the Ray cluster does not have enough free resources for 2 workers" in err
+    assert "of 1 are free" in err
+    assert main([*words, "--elastic", str(tmp_path / "one.piper")]) == 0  # the folder of the failed one is used
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"continuing after 0 steps under {tmp_path / 'one.piper'}, on 1 device" in said
+    assert (tmp_path / "run" / "schedule.piper").read_text() == "split batch into 2 as mb\n"
 
 
 def _one_cpu(self: OwnRay, count: int, start: Callable[[OwnRay, int], None] = OwnRay.start) -> None:
@@ -271,6 +278,53 @@ def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: P
     started(job, temporary)
     time.sleep(delay)
     interrupted(job, temporary)
+
+
+@pytest.mark.parametrize("delay", [1.0, *(pytest.param(i / 2, marks=pytest.mark.slow) for i in range(12))])
+def test_sigterm_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
+    """Ray has handlers of its own for it while it starts."""
+    job = endless(temporary, tmp_path)
+    started(job, temporary)
+    time.sleep(delay)
+    job.send_signal(signal.SIGTERM)
+    try:
+        _, err = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    assert job.returncode == 143, err
+    assert re.fullmatch(r"(SIGTERM: [^\n]+\n)?terminated (while [^\n]+|after [\d,]+ steps?; [^\n]+)\n", err), err
+    assert processes(temporary) == []
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_control_store_of_a_joined_cluster_dies(address: str, temporary: Path, tmp_path: Path) -> None:
+    """Ray itself would end the driver after a minute, with a trace of C++."""
+    job = endless(temporary, tmp_path, "--address", address, "--save-every", "2")
+    trained(job)
+    (control,) = (
+        int(path.name)
+        for path in Path("/proc").glob("[0-9]*")
+        if b"gcs_server" in command_of(path) and parent(parent(int(path.name))) == os.getpid()
+    )
+    os.kill(control, signal.SIGKILL)
+    began = time.monotonic()
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 1, err
+    assert f"error[P0603]: the control store (GCS) of Ray at {address} refuses connections" in err
+    assert "is saved: `--resume" in err
+    assert time.monotonic() - began < 40
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def command_of(path: Path) -> bytes:
+    try:
+        return (path / "cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import torch
 from piperlang.cli.main import main
 from piperlang.runtime.checkpoint.manifest import MANIFEST
 from piperlang.runtime.checkpoint.remote import Remote
+from piperlang.runtime.checkpoint.store import ObjectStore
 from tests.support.between_steps import BASE, PIPELINE, REPLICAS
 
 MORE = """
@@ -105,6 +106,23 @@ def test_what_cannot_be_used_is_refused(files: Path, capsys: pytest.CaptureFixtu
     assert train(files, "pipeline", 6, "run", "--resume", str(files / "run")) == 0
     assert train(files, "pipeline", 6, "whole") == 0
     assert_same(files, "whole", "run")
+
+
+def test_what_cannot_be_written_is_told_before_training(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = "file:///proc/nowhere"
+    assert train(files, "pipeline", 4, "run", "--save-every", "2", "--checkpoints", url) == 1
+    assert "error[P0609]: cannot write a checkpoint into file:///proc/nowhere" in capsys.readouterr().err
+    assert not (files / "run" / "metrics.jsonl").exists() or not (files / "run" / "metrics.jsonl").read_text()
+
+
+def test_one_job_writes_there(tmp_path: Path) -> None:
+    first, second = (ObjectStore(Remote(f"file://{tmp_path}/bucket")) for _ in range(2))
+    first.tidy()
+    first.begin(2)
+    second.tidy()
+    second.begin(2)
+    with pytest.raises(OSError, match="another job writes there now"):
+        first.begin(4)
 
 
 @pytest.fixture

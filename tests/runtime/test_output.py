@@ -17,6 +17,11 @@ from tests.support.jobs import Lent
 
 MORE = """
 import ctypes, os, sys
+def data():
+    g = torch.Generator().manual_seed(5)
+    while True:
+        print("loaded in", os.getpid())
+        yield torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)
 def optimizer(p):
     print("made in", os.getpid(), flush=True)
     print("to standard error", file=sys.stderr)
@@ -44,11 +49,12 @@ def train(folder: Path, end: str, *options: str) -> int:
 
 
 def test_it_is_in_the_run_folder(lent: Lent, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path, "pass", "--out", str(tmp_path / "run")) == 0
+    assert train(tmp_path, "pass", "--out", str(tmp_path / "run"), "--data", "workers") == 0
     for rank in (0, 1):
         text = (tmp_path / "run" / "output" / f"rank-{rank:05}.log").read_text()
         assert f"made in {lent.cluster.pids[rank]}\n" in text
         assert "to standard error\n" in text
+        assert f"loaded in {lent.cluster.pids[rank]}\n" in text
     assert "made in" not in capfd.readouterr().out.replace(f"made in {os.getpid()}", "")
 
 

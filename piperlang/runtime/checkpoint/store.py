@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ ELSEWHERE = "checkpoints.url"
 """A file of the run folder: where its checkpoints are, if they are not in it."""
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED, _OLD = ".saving-", ".removing-"
+_OWNER = ".owner"
 
 F = TypeVar("F", Path, Remote)
 
@@ -91,7 +93,7 @@ class Store(ABC, Generic[F]):
 
     @abstractmethod
     def tidy(self) -> None:
-        """Removes what a driver that was killed has left."""
+        """Begins to write: removes what a driver that was killed has left."""
 
 
 class FolderStore(Store[Path]):
@@ -132,13 +134,25 @@ class FolderStore(Store[Path]):
 class ObjectStore(Store[Remote]):
     """Wherever fsspec reaches."""
 
+    token = ""
+
     def _entries(self) -> list[str]:
         return [name for name, is_folder in self.folder.entries().items() if is_folder]
 
     def names(self) -> list[Remote]:
         return [folder for folder in super().names() if (folder / MANIFEST).exists()]
 
+    def claim(self) -> None:
+        """From now on this job writes here, and no other: who claimed it before is told when it tries."""
+        self.token = secrets.token_hex(16)
+        self.folder.make()
+        (self.folder / _OWNER).write(f"{self.token} {socket.gethostname()} {os.getpid()}\n".encode())
+
     def begin(self, step: int) -> Remote:
+        owner = (self.folder / _OWNER).read().decode(errors="replace").split()
+        if owner[:1] != [self.token]:
+            who = " ".join(owner[1:]) or "somebody"
+            raise OSError(f"another job writes there now (machine and process: {who})")
         folder = self._unused(step)
         folder.make()
         return folder
@@ -157,6 +171,7 @@ class ObjectStore(Store[Remote]):
             self.discard(folder)
 
     def tidy(self) -> None:
+        self.claim()
         whole = {folder.name for folder in self.names()}
         for name in self._entries():
             if _NAME.fullmatch(name) and name not in whole:

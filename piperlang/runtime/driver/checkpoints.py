@@ -66,7 +66,7 @@ class Checkpoints:
         try:
             folder = self.store.begin(step)
         except OSError as problem:
-            raise _not_written(self.store.folder, problem) from problem
+            raise not_written(self.store.folder, problem) from problem
         try:
             self.job.snapshot(folder)
         except BaseException:
@@ -117,7 +117,7 @@ class Checkpoints:
         except Lost:  # the next step says so
             return None
         except Exception as problem:  # safetensors raises its own
-            raise _not_written(self.store.folder, problem) from problem
+            raise not_written(self.store.folder, problem) from problem
 
     def abandon(self) -> Saved | None:
         """The same, and what could not be written is forgotten."""
@@ -145,11 +145,11 @@ def _joined(written: Sequence[WrittenPart]) -> dict[str, Any]:
     return found
 
 
-def _not_written(folder: Folder, problem: BaseException) -> PiperError:
+def not_written(folder: Folder, problem: BaseException) -> PiperError:
     reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
     return error(
         "P0609",
         f"cannot write a checkpoint into {folder}",
         notes=[str(reason).partition("\n")[0], "checkpoints that were written before are whole"],
-        help="look at the space on the disk; then continue: `--resume`",
+        help="look at the space there, and whether it may be written; then continue: `--resume`",
     )

@@ -420,6 +420,8 @@ class Job:
             if lost.hangs
             else ("P0602", "died", KILLED)
         )
+        if lost.why and "SIGKILL" not in lost.why and not lost.hangs:
+            help = f"what it printed is in {output_file(self.output, lost.worker)}"
         if lost.machine:
             help = "look at the network, and at that machine; `ray status` lists the nodes of the cluster"
         notes = [lost.why, *notes] if lost.why else list(notes)

@@ -315,14 +315,17 @@ def _rows_of(part: torch.Tensor, box: Box, loaded: Slice, layout: BatchLayout) -
 
 
 class _ByThread(io.TextIOBase):
-    """Standard output of the process; threads may have another one."""
+    """Standard output of the process; threads may have another one besides."""
 
     def __init__(self, usual: TextIO) -> None:
         self.usual = usual
         self.own: dict[int, io.StringIO] = {}
 
     def write(self, text: str) -> int:
-        return self.own.get(threading.get_ident(), self.usual).write(text)
+        own = self.own.get(threading.get_ident())
+        if own is not None:
+            own.write(text)
+        return self.usual.write(text)
 
     def flush(self) -> None:
         self.own.get(threading.get_ident(), self.usual).flush()
@@ -330,7 +333,7 @@ class _ByThread(io.TextIOBase):
 
 @contextmanager
 def _printing() -> Iterator[io.StringIO]:
-    """What this thread prints goes to the driver: standard output of a worker is not shown."""
+    """What this thread prints goes to the driver, too: standard output of a worker is not shown."""
     if not isinstance(sys.stdout, _ByThread):
         sys.stdout = _ByThread(sys.stdout)
     by_thread, text = sys.stdout, io.StringIO()

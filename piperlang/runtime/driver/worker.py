@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -336,7 +337,9 @@ class Worker:
     def start_loading(self, packed: bytes) -> Loaded:
         """From now on, batches are loaded here. Loads the first one."""
         try:
-            loading: Loading = pickle.loads(packed)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own tree specs
+                loading: Loading = pickle.loads(packed)
             line = line_of_function(loading.data)
             loss = unwrap(self.setting.loss) if self.setting.loss is not None else None
             reads = [(name, vars(sys.modules[module])) for name, module in loading.reads if module in sys.modules]

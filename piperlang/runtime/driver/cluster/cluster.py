@@ -183,6 +183,8 @@ class Cluster:
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[worker])
 
     def _start_workers(self, which: Sequence[int]) -> None:
+        assert self.ray is not None
+        self.ray.reach()
         if not self.own:
             self._check_nodes(which)
         for i in which:
@@ -211,7 +213,7 @@ class Cluster:
             self.check_ray()
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=1.0)
             waited = time.monotonic() - began
-            if pending and waited > self.patience.devices:
+            if pending and waited > max(self.patience.devices, ROOM):  # the question itself may take some seconds
                 raise self._no_room(len(self.workers))
             if pending and waited > TOLD and not told:
                 told = True
@@ -256,6 +258,8 @@ class Cluster:
 
     def halt(self, within: float = HALT) -> list[int]:
         """Ends what all workers do, and kills those that are stopped or do not end it. Which ones are gone."""
+        assert self.ray is not None
+        self.ray.reach()
         gone = {i for i in range(len(self.workers)) if self._state(i) in GONE + STOPPED}
         for i in gone:
             self._kill(i)

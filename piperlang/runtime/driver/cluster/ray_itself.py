@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import threading
@@ -103,6 +102,9 @@ class OwnRay:
                     help=f"something has stopped the process, such as a debugger; `kill -CONT {pid}` lets it go on",
                 )
 
+    def reach(self) -> None:
+        self.check()
+
     def close(self) -> None:
         if self.begun:
             self.begun = False
@@ -148,13 +150,23 @@ class JoinedRay:
 
     def _watch(self) -> None:
         while not self.closed.wait(1.0):
-            try:
-                with socket.create_connection(self.control, timeout=REACH):
-                    self.reached = time.monotonic()
-            except ConnectionRefusedError:
-                self.refused = True
-            except OSError:
-                self.refused = False
+            self._answers()
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(self.control, timeout=REACH):
+                self.reached = time.monotonic()
+                return True
+        except OSError as problem:
+            self.refused = isinstance(problem, ConnectionRefusedError)
+            return False
+
+    def reach(self) -> None:
+        """Waits for the control store. Whatever asks it for something when it is not there waits for a minute, and then
+        Ray ends the process."""
+        while not self._answers():
+            self.check()
+            time.sleep(0.2)
 
     @property
     def gone(self) -> bool:
@@ -194,6 +206,9 @@ class OthersRay:
         pass
 
     def check(self) -> None:
+        pass
+
+    def reach(self) -> None:
         pass
 
     def close(self) -> None:
@@ -238,13 +253,15 @@ def _check_reachable(address: str) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray replaces the handler of SIGTERM, and its own ends the process with a trace of C++."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Ray replaces the handler of SIGTERM while it starts, by several that end the process each in its own way."""
+    from ray._private import utils
+
+    replaces = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda _: None
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        utils.set_sigterm_handler = replaces
 
 
 @contextlib.contextmanager
