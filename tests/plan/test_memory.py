@@ -155,13 +155,11 @@ SCHEDULES = {
     "zero3": zero(" with params=sharded"),
     "recompute": pipeline("gpipe", "loop", 4, 1, "recompute [stage=0:3]"),
 }
-OFTEN = ("1f1b x zero3, added up in parts",)
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(4, marks=pytest.mark.slow), 128])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in SCHEDULES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [4, 128])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_plan_foresees_it(cluster: Cluster, name: str, tokens: int) -> None:
     """Within 5%, where weights dominate and where activations do; and nothing is kept that nobody will read."""
     graph, _, plan, found = run(cluster, SCHEDULES[name], tokens)

@@ -195,12 +195,9 @@ def test_a_cluster_without_room(
     (tmp_path / "two.piper").write_text(SCRIPT)
     (tmp_path / "one.piper").write_text("split batch into 2 as mb\n")
     words = [str(MLP / "model.py"), str(tmp_path / "two.piper"), "--steps", "2", "--out", str(tmp_path / "run")]
-    assert main(words) == 1
-    err = " ".join(capsys.readouterr().err.split())
-    assert "error[P0616]: the Ray cluster does not have enough free resources for 2 workers" in err
-    assert "of 1 are free" in err
-    assert main([*words, "--elastic", str(tmp_path / "one.piper")]) == 0  # the folder of the failed one is used
+    assert main([*words, "--elastic", str(tmp_path / "one.piper")]) == 0
     said = " ".join(capsys.readouterr().out.split())
+    assert "the Ray cluster does not have enough free resources for 2 workers" in said
     assert f"continuing after 0 steps under {tmp_path / 'one.piper'}, on 1 device" in said
     assert (tmp_path / "run" / "schedule.piper").read_text() == "split batch into 2 as mb\n"
 

@@ -83,12 +83,8 @@ CASES = {
 }
 
 
-OFTEN = ("stopped, pipeline",)  # the last test of this file loads in workers
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow  # the last test of this file has two restarts in one job
+@pytest.mark.parametrize("name", CASES)
 def test_the_job_starts_again(name: str, lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, number, steps, options = CASES[name]
     assert train(tmp_path, script, "--executor", "inline", "--out", str(tmp_path / "whole")) == 0
