@@ -101,7 +101,7 @@ def open_folder(options: argparse.Namespace, resumed: Resumed | None) -> tuple[P
 def removed_if_interrupted(folder: Path) -> Iterator[None]:
     """A job that is interrupted before its first step leaves no folder. One that fails leaves what tells why; the next
     one may use the folder."""
-    at = folder.absolute()  # the user's code may change the working directory
+    at, runs = folder.absolute(), Path("runs").absolute()  # the user's code may change the working directory
     metrics = at / METRICS
     try:
         yield
@@ -115,8 +115,9 @@ def removed_if_interrupted(folder: Path) -> Iterator[None]:
         else:
             with uninterrupted():
                 shutil.rmtree(at, ignore_errors=True)
-                with suppress(OSError):  # `runs`, if there are no others
-                    at.parent.rmdir()
+                if at.parent == runs:
+                    with suppress(OSError):  # there are others
+                        runs.rmdir()
         raise
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from piperlang.cli.run_folder import removed_if_interrupted
 from tests.support import ROOT
 
 MODEL = ROOT / "examples" / "01_mlp" / "model.py"
@@ -83,6 +84,18 @@ def interrupted(folder: Path, delay: float) -> str:
     assert not (folder / "run" / "weights.pt").exists()
     assert (folder / "run").exists() == ("after" in err)  # before the first step there is nothing to keep
     return err
+
+
+def test_a_folder_of_the_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the run folder goes, and `runs` if it is empty then."""
+    monkeypatch.chdir(tmp_path)
+    for name, stays in (("mine/run", True), ("runs/s-1", False)):
+        folder = Path(name)
+        folder.mkdir(parents=True)
+        with pytest.raises(KeyboardInterrupt), removed_if_interrupted(folder):
+            raise KeyboardInterrupt
+        assert not folder.exists()
+        assert folder.parent.exists() == stays
 
 
 @pytest.mark.parametrize("delay", [*OFTEN, *(pytest.param(delay, marks=pytest.mark.slow) for delay in BY_HAND)])

@@ -79,7 +79,10 @@ def test_how_any_process_ended() -> None:
     for number, said in ((signal.SIGKILL, "ended by SIGKILL"), (signal.SIGTERM, "ended by SIGTERM")):
         child = subprocess.Popen(["sleep", "60"])
         processes = Processes()
+        before = len(os.listdir("/proc/self/fd"))
         processes.watch(child.pid)
+        processes.watch(child.pid)
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
         assert processes.state(child.pid) in "SRD"
         assert processes.ended(child.pid) == ""
         child.send_signal(number)

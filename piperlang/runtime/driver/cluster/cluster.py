@@ -208,17 +208,18 @@ class Cluster:
     def _check_nodes(self, which: Sequence[int]) -> None:
         """Waits for nodes that have room for these workers, and checks what they have."""
         asked = nodes.ask([self._place(i) for i in which])
+        limit = max(self.patience.devices, ROOM)  # the question itself may take some seconds
         began, told, pending = time.monotonic(), False, asked
         while pending:
             self.check_ray()
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=1.0)
             waited = time.monotonic() - began
-            if pending and waited > max(self.patience.devices, ROOM):  # the question itself may take some seconds
+            if pending and waited > limit:
                 raise self._no_room(len(self.workers))
             if pending and waited > TOLD and not told:
                 told = True
-                most = f"{self.patience.devices:g} s at most"
-                emit(Notice(f"waiting for room for {len(pending)} workers in the cluster, {most}", warning=True))
+                room = f"room for {len(pending)} workers in the cluster"
+                emit(Notice(f"waiting for {room}, {limit:g} s at most", warning=True))
         nodes.check(asked)
 
     def _watch(self, which: Sequence[int]) -> None:
@@ -230,6 +231,8 @@ class Cluster:
             assert place is not None
             if place.machine not in new and place.machine != self.here:
                 new.add(place.machine)
+                if place.machine in self.machines:
+                    self.machines.pop(place.machine).close()
                 name = f"{place.host} ({self._address(self.bundles[i])})"
                 self.machines[place.machine] = OtherMachine(self.group, self.bundles[i], name)
         for place in self.places:

@@ -46,6 +46,10 @@ class Processes:
         self.killed = _killed_for_memory()
 
     def watch(self, pid: int) -> None:
+        """Also a process that is watched already, or another one with a number that was used before."""
+        self.said.pop(pid, None)
+        if pid in self.opened:
+            os.close(self.opened.pop(pid))
         with contextlib.suppress(OSError, AttributeError):  # no such process any more, or a system without pidfds
             self.opened[pid] = os.pidfd_open(pid)
 
