@@ -104,6 +104,23 @@ def test_the_link_is_cut_and_restored(nodes: TwoNodes, files: Path) -> None:
     assert_weights(files)
 
 
+def test_connections_break_and_a_worker_of_the_other_node_dies(nodes: TwoNodes, files: Path) -> None:
+    """Whichever process notices it first, what is reported is the cause."""
+    job = nodes.piperc(HEAD, *options(files, "--save-every", 5))
+    job.until(r"step +12 ")
+    nodes.reset()
+    said = job.until("cannot reach another device after", 60)
+    assert "starting again from step 1" in said
+    job.until("started again in")
+    job.until(r"step +24 ")
+    nodes.kill_worker(NODE)
+    job.until(r"device 2 died after|device 3 died after", 60)
+    assert job.ended() == 0, job.text
+    assert ["died" in str(one["why"]) for one in restarts(files)] == [False, True]
+    assert "SIGKILL" in str(restarts(files)[1]["notes"])
+    assert_weights(files)
+
+
 def test_a_node_is_lost_for_good(nodes: TwoNodes, files: Path) -> None:
     """The run continues on what is left, under the script that fits."""
     elastic = ["--elastic", files / "two.piper", "--wait-devices", 10]

@@ -150,18 +150,39 @@ class TwoNodes:
     def mend(self) -> None:
         ip("-n", self.spaces[NODE], "link", "set", "v0", "up")
 
+    def reset(self) -> None:
+        """Connections between workers break; the link stays. As a router does that has lost its tables."""
+        listed = self._inside(HEAD, "ss", "-tnpH", "state", "established", "dst", NODE)
+        ports = [line.split()[2].rpartition(":")[2] for line in listed.splitlines() if '"ray::Worker' in line]
+        assert ports, listed
+        for port in ports:
+            self._inside(HEAD, "ss", "-K", "-t", "dst", NODE, "sport", "=", f":{port}")
+
+    def kill_worker(self, where: str) -> None:
+        for pid in self._pids(where):
+            with suppress(FileNotFoundError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Worker"):
+                    os.kill(pid, signal.SIGKILL)
+                    return
+        raise AssertionError(f"no worker at {where}")
+
     def lose(self) -> None:
         """The node is gone for good."""
         self.serving = False
         self._kill(NODE)
 
     def _kill(self, where: str) -> None:
-        inside = subprocess.run(
-            ["ip", "netns", "pids", self.spaces[where]], capture_output=True, text=True, check=False
-        ).stdout
-        for pid in inside.split():
+        for pid in self._pids(where):
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+
+    def _pids(self, where: str) -> list[int]:
+        command = ["ip", "netns", "pids", self.spaces[where]]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
+
+    def _inside(self, where: str, *command: str) -> str:
+        full = ["ip", "netns", "exec", self.spaces[where], *command]
+        return subprocess.run(full, capture_output=True, text=True, check=True).stdout
 
     def __exit__(self, *_: object) -> None:
         self.serving = False

@@ -23,7 +23,7 @@ from piperlang.capture.user.user_code import said
 from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
-from piperlang.plan.instructions import Compute, Send
+from piperlang.plan.instructions import Compute, Send, Update
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.plan.verify import check
 from piperlang.runtime.box import take
@@ -41,7 +41,7 @@ from piperlang.runtime.driver.output import last_lines, output_file
 from piperlang.runtime.driver.restoring import Restore
 from piperlang.runtime.driver.saving import WrittenPart, assigned
 from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansByShape, RunKey
-from piperlang.runtime.driver.training import Lost, StepResult, Training, piece_of
+from piperlang.runtime.driver.training import CUT, DIED, Lost, StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
 from piperlang.runtime.driver.worker_batches import WorkerBatches
 from piperlang.runtime.optimizer.average import no_averages, set_averages
@@ -368,9 +368,8 @@ class Job:
             raise
         for i, report in enumerate(reports):
             if report is not None and report.failed is not None:
-                # A worker that communicates with a dead worker often fails first: its connection breaks.
-                dead = self.cluster.dead()
-                raise self.gone(Lost(dead[0])) if dead else self._failed(i, report.failed)
+                cause = self.cluster.cause() or self._cut_off(i, report.failed)
+                raise self.gone(cause) if cause is not None else self._failed(i, report.failed)
         if len({report.settings for report in reports if report.settings}) > 1:
             self._compare(self.cluster.each("settings", count=len(self.plan.devices)), self.sets_options)
         result = StepResult(
@@ -415,20 +414,20 @@ class Job:
         return self._told(lost, "", notes[:8])
 
     def _told(self, lost: Lost, when: str, notes: Sequence[str]) -> PiperError:
-        code, what, help = (
-            ("P0603", "does not answer", "its process is stopped or stuck: inspect it with a debugger")
-            if lost.hangs
-            else ("P0602", "died", KILLED)
+        code, help = (
+            ("P0602", KILLED)
+            if lost.how == DIED
+            else ("P0603", "its process is stopped or stuck: inspect it with a debugger")
         )
-        if lost.why and "SIGKILL" not in lost.why and not lost.hangs:
+        if lost.why and "SIGKILL" not in lost.why and lost.how == DIED:
             help = f"what it printed is in {output_file(self.output, lost.worker)}"
-        if lost.machine:
+        if lost.machine or lost.how == CUT:
             help = "look at the network, and at that machine; `ray status` lists the nodes of the cluster"
         notes = [lost.why, *notes] if lost.why else list(notes)
         said = last_lines(output_file(self.output, lost.worker))
         if said:
             notes += ["the last lines that it printed:", *said]
-        return error(code, f"device {self._device(lost.worker)} {what}{when}", notes=notes, help=help)
+        return error(code, f"device {self._device(lost.worker)} {lost.how}{when}", notes=notes, help=help)
 
     def _device(self, worker: int) -> int:
         """A cluster that is borrowed may have more workers than the plan has devices."""
@@ -440,6 +439,14 @@ class Job:
             self.lost = True
         else:
             self._end()
+
+    def _cut_off(self, worker: int, failure: Failure) -> Lost | None:
+        """Communication that fails while all workers are alive: between machines, connections break."""
+        instructions = self.active.plan.devices[worker].instructions
+        computes = failure.position < 0 or isinstance(instructions[failure.position], Compute | Update)
+        if self.cluster.local or computes or failure.diagnostics:
+            return None
+        return Lost(worker, CUT, failure.said)
 
     def _failed(self, worker: int, failure: Failure) -> Exception:
         """The same for an instruction that raised, with the line of the user's code."""

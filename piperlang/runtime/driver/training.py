@@ -35,13 +35,16 @@ class Training:
     """The checkpoint that a resumed run starts from."""
 
 
-class Lost(Exception):
-    """A worker that died, or does not answer any more."""
+DIED, SILENT, CUT = "died", "does not answer", "cannot reach another device"
 
-    def __init__(self, worker: int, hangs: bool = False, why: str = "", machine: str = "") -> None:
-        """`machine`: the one that is lost with it."""
-        super().__init__(f"worker {worker} {'does not answer' if hangs else 'died'}")
-        self.worker, self.hangs, self.why, self.machine = worker, hangs, why, machine
+
+class Lost(Exception):
+    """A worker that the others cannot go on with."""
+
+    def __init__(self, worker: int, how: str = DIED, why: str = "", machine: str = "") -> None:
+        """`how`: one of the above. `machine`: the one that is lost with it."""
+        super().__init__(f"worker {worker} {how}")
+        self.worker, self.how, self.why, self.machine = worker, how, why, machine
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from piperlang.runtime.driver.cluster.machines import Machine, OtherMachine, Thi
 from piperlang.runtime.driver.cluster.processes import GONE, KILLED, STOPPED, state
 from piperlang.runtime.driver.cluster.ray_itself import RayItself, for_job
 from piperlang.runtime.driver.janitor import clear, processes, start_janitor, stop_janitor
-from piperlang.runtime.driver.training import Lost
+from piperlang.runtime.driver.training import SILENT, Lost
 from piperlang.runtime.driver.worker import Worker, process
 
 ROOM = 30.0
@@ -308,7 +308,8 @@ class Cluster:
 
     def wait(self, calls: Sequence[Call], timeout: float | None = None, enough: Enough | None = None) -> list[Any]:
         """Results of all calls; None for those that are still waited for when a result is `enough`. Raises what a
-        worker has raised, and Lost if one of them dies or hangs, even if it has returned: others may wait for it."""
+        worker has raised, and Lost if one of them dies or does not answer, even if it has returned: others may wait for
+        it."""
         results: list[Any] = [None] * len(calls)
         self.waiting.update(calls)
         for i in self._ended(calls, timeout):
@@ -317,9 +318,7 @@ class Cluster:
             except RayActorError:
                 raise self._lost(calls[i].worker) from None
             except RayTaskError as problem:
-                # A worker that communicates with a dead worker often fails first: its connection breaks.
-                dead = self.dead()
-                raise self._lost(dead[0]) if dead else problem.cause from None
+                raise self.cause() or problem.cause from None
             self.waiting.discard(calls[i])
             if enough is not None and enough(results[i]):
                 break
@@ -354,7 +353,7 @@ class Cluster:
             if its not in STOPPED:
                 stopped.pop(i, None)
             elif now - stopped.setdefault(i, now) > self.stopped:
-                raise Lost(i, hangs=True)
+                raise Lost(i, SILENT)
 
     def _state(self, i: int) -> str:
         """What the system says of a worker's process."""
@@ -364,6 +363,23 @@ class Cluster:
     def _lost(self, i: int) -> Lost:
         place = self.places[i]
         return Lost(i, why=self.machines[place.machine].ended(place.pid) if place is not None else "")
+
+    def cause(self) -> Lost | None:
+        """Which worker is lost, if another one has failed: where two communicate, the one that is left often fails
+        before the system, or another machine, says that the first is gone."""
+        dead = self.dead()
+        if dead or self.local:
+            return self._lost(dead[0]) if dead else None
+        began, stopped = time.monotonic(), dict[int, float]()
+        try:
+            while not all(machine.known(began) for machine in self.machines.values()):
+                self.check_ray()
+                self._check_workers(range(len(self.workers)), stopped, time.monotonic())
+                time.sleep(0.05)
+            self._check_workers(range(len(self.workers)), stopped, time.monotonic())
+        except Lost as lost:
+            return lost
+        return None
 
     def ask(self, method: str, whom: Sequence[int], timeout: float = 0.5) -> dict[int, Any]:
         """Answers of workers that reply within the timeout; the others are left out."""

@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from piperlang.runtime.driver.cluster.processes import Processes
-from piperlang.runtime.driver.training import Lost
+from piperlang.runtime.driver.training import SILENT, Lost
 
 BEAT = 1.0
 """Seconds between two questions to a machine."""
@@ -40,6 +40,10 @@ class ThisMachine:
 
     def look(self, worker: int, limit: float) -> None:
         """Raises Lost if the machine, where this worker is, has not answered for so many seconds."""
+
+    def known(self, since: float) -> bool:
+        """Whether the states of its processes are known as they were then, or later."""
+        return True
 
     def state(self, pid: int) -> str:
         return self.processes.state(pid)
@@ -85,6 +89,8 @@ class OtherMachine:
         self.asked: Any = None
         self.since = 0.0
         """When it was asked, or has answered last."""
+        self.seen_at = self.asked_at = 0.0
+        """When it was asked for what is seen, and when last."""
 
     def watch(self, pid: int) -> None:
         self.watcher.watch.remote(pid)
@@ -93,17 +99,20 @@ class OtherMachine:
         now = time.monotonic()
         if self.asked is None:
             if now - self.since >= BEAT:
-                self.asked, self.since = self.watcher.look.remote(), now
+                self.asked, self.since, self.asked_at = self.watcher.look.remote(), now, now
         elif ray.wait([self.asked], timeout=0)[0]:
             try:
-                self.seen = ray.get(self.asked)
+                self.seen, self.seen_at = ray.get(self.asked), self.asked_at
             except RayActorError:
                 raise Lost(worker, why=f"its machine, {self.name}, has left the cluster", machine=self.name) from None
             finally:
                 self.asked, self.since = None, now
         elif now - self.since > limit:
             why = f"its machine, {self.name}, has not answered for {limit:g} s"
-            raise Lost(worker, hangs=True, why=why, machine=self.name)
+            raise Lost(worker, SILENT, why, self.name)
+
+    def known(self, since: float) -> bool:
+        return self.seen_at > since
 
     def state(self, pid: int) -> str:
         return self.seen.get(pid, ("R", ""))[0]
