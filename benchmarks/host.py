@@ -24,7 +24,7 @@ from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
 from piperlang.capture.batch.layout import BatchLayout
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.plan.instructions import Copy, Forward, Instruction
-from piperlang.plan.plan import DevicePlan, Feed, Plan, StageProgram
+from piperlang.plan.plan import DevicePlan, Feed, Plan, PlanNode, StageProgram
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.training import Training
@@ -72,7 +72,7 @@ def switch(i: int) -> Instruction:
 
 def plan(make: Callable[[int], Instruction], count: int) -> Plan:
     device = DevicePlan(0, [make(i) for i in range(count)], feeds=[Feed(value(0), "x", ((0, 1),))])
-    return Plan([device], [IDENTITY], ["nothing"], [""], 1, "mean", (), [])
+    return Plan([device], [IDENTITY], [PlanNode("nothing", "", ())], 1, "mean", (), [])
 
 
 def measure(steps: int) -> list[dict[str, Any]]:

@@ -217,7 +217,7 @@ _piperc() {
             local -a commands=(
 @described@
             )
-            _describe -t commands command commands
+            [[ ${words[CURRENT-1]} == --format ]] || _describe -t commands command commands
             _arguments '--help[print help]' '--version[print the version]' \\
                 '--format[output format of diagnostics]:FORMAT:(@formats@)' '*:model:_files -g "*.py(-.)"'
             ;;

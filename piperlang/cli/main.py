@@ -42,6 +42,7 @@ COMMANDS = {
     "import": "turn a state dict into files that training starts from",
     "fuzz": "compare random schedules with plain PyTorch",
     "orders": "show the order of passes per device",
+    "simulate": "simulate a step on a described machine",
     "repl": "apply directives one at a time, interactively",
     "explain": "explain a diagnostic code",
     "init": "write a starter model and schedule",

@@ -121,6 +121,9 @@ class Node(NamedTuple):
         phase = f".{template.phase}" if template.phase and template.phase != template.op else ""
         return f"{template.op}{phase}[{', '.join(words)}]"
 
+    def attributes(self) -> dict[str, TagValue]:
+        return self.template.attributes() | dict(zip(self.template.dims, self.point, strict=False))
+
     def __str__(self) -> str:
         return f"{self.name} on {self.template.where}"
 

@@ -5,12 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from piperlang.core.selector import TagValue
 from piperlang.core.value_id import ValueId
 from piperlang.ir.layout import Box
 from piperlang.ir.model import Sharding, Slot
 from piperlang.plan.instructions import Compute, Instruction, Interval
 
-VERSION = 6
+VERSION = 7
+
+
+class PlanNode(NamedTuple):
+    """A node of the graph, as messages and pictures name it."""
+
+    name: str
+    line: str
+    """Of the script, if a directive added it."""
+    tags: tuple[tuple[str, TagValue], ...]
+    """What selectors of a script select it by: its tags, pass, microbatches and kind of communication."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.line})" if self.line else self.name
 
 
 class StageProgram(NamedTuple):
@@ -80,10 +94,8 @@ class Plan:
 
     devices: list[DevicePlan]
     programs: list[StageProgram]
-    names: list[str]
-    """Names of nodes, for messages."""
-    lines: list[str]
-    """The line of the script behind each node."""
+    nodes: list[PlanNode]
+    """Those of the graph that instructions belong to."""
     samples: int
     combine: str
     """`mean` or `sum`: how the losses of the parts of the batch combine."""

@@ -22,7 +22,7 @@ from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.estimate.summary import bytes_text, time_text
 from piperlang.repl.show import Rows, Shown
 from piperlang.repl.state import UNPLACED, UNUSED, Estimate, State, axis_of
-from piperlang.simulate.unit import Timeline
+from piperlang.simulate.timeline import Timeline
 from piperlang.view.grid import chain_text, changed, grid, summary
 
 MOST = 6

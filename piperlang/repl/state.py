@@ -33,7 +33,8 @@ from piperlang.plan.estimate.memory import Peak, peaks
 from piperlang.plan.estimate.summary import idle
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
-from piperlang.simulate.unit import Timeline, UnitCosts, simulate
+from piperlang.simulate.timeline import Timeline
+from piperlang.simulate.unit import UnitCosts, simulate
 from piperlang.source import Source
 from piperlang.syntax import tree
 

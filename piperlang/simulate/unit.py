@@ -16,6 +16,7 @@ from typing import TypeAlias
 from piperlang.core.selector import TagValue
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate.lanes import Item, Lane
+from piperlang.simulate.timeline import Activity, Ran, Timeline
 
 Event: TypeAlias = tuple[str, object, object]
 """A result that others wait for: a forward, a gradient (of B or I) or a weight gradient, of (stage, microbatch)."""
@@ -48,26 +49,6 @@ class UnitCosts:
 
 
 UNIT = UnitCosts()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ran:
-    """One simulated item: its lane, its step, and its time."""
-
-    lane: int
-    step: int
-    item: Item
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Timeline:
-    ran: tuple[Ran, ...]
-    length: int
-
-    def busy(self) -> int:
-        return sum(run.end - run.start for run in self.ran)
 
 
 def simulate(lanes: Sequence[Lane], cost: UnitCosts = UNIT) -> Timeline:
@@ -109,7 +90,7 @@ class _Simulation:
                 if item is not None:
                     running[lane] = item
                     end = now + self.cost.of(item)
-                    self.ran.append(Ran(lane, self.at[lane], item, now, end))
+                    self.ran.append(Ran(lane, "compute", self._activity(item), now, end, step=self.at[lane]))
                     heapq.heappush(ending, (end, lane))
             awake = set()
             now = ending[0][0] if ending else now
@@ -119,7 +100,10 @@ class _Simulation:
                 awake |= self._finish(running.pop(lane)) | {lane}
         if any(self.left):
             raise PiperError(self._stuck())
-        return Timeline(tuple(self.ran), now)
+        return Timeline([tuple(sorted(lane.devices)) for lane in self.lanes], tuple(self.ran), now, "units")
+
+    def _activity(self, item: Item) -> Activity:
+        return Activity(str(item["pass"]), describe(item), item)
 
     def _take(self, lane: int) -> Item | None:
         """The next item that the lane can start; if there is none, the lane waits."""

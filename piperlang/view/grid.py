@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from piperlang.core.selector import TagValue
 from piperlang.diagnostics.render import Paint
 from piperlang.directives.order import Order
 from piperlang.elaborate.lanes import Item, Lane
-from piperlang.simulate.unit import UNIT, Ran, Timeline, UnitCosts, computes
+from piperlang.simulate.timeline import Ran, Timeline
+from piperlang.simulate.unit import UNIT, UnitCosts, computes
 
 COLOURS = {"F": "34", "B": "32", "I": "36", "W": "33"}
 IDLE = "."
@@ -18,16 +20,17 @@ MOST_ROWS = 64
 def grid(lanes: Sequence[Lane], timeline: Timeline, width: int, paint: Paint, marked: Collection[Ran] = ()) -> str:
     """The timeline as text no wider than `width`, in as many panels as needed. Cells in `marked` have a `*`."""
     several = _several_stages(lanes)
-    labels = {run: _label(run.item, several) + (MARK if run in marked else "") for run in timeline.ran}
+    labels = {run: _label(run.what.tags, several) + (MARK if run in marked else "") for run in timeline.ran}
     cell = max(map(len, labels.values()), default=1)
     names = [_devices(lane) for lane in lanes[:MOST_ROWS]]
     margin = max(len(name) for name in names) + 1
     per_panel = max(4, (width - margin - 1) // (cell + 1))
+    length = int(timeline.length)
     rows = _rows(len(names), timeline, labels)
-    panels = range(0, timeline.length, per_panel)
+    panels = range(0, length, per_panel)
     lines: list[str] = []
     for start in panels:
-        end = min(start + per_panel, timeline.length)
+        end = min(start + per_panel, length)
         lines.append(f"{'':{margin}}|{_ruler(start, end, cell)}")
         lines += [
             f"{name:>{margin - 1}} |{_cells(row, start, end, cell, paint)}"
@@ -44,12 +47,6 @@ def chain_text(chain: Order) -> str:
     return " -> ".join(" & ".join(str(item) for item in step.items) for step in chain.steps)
 
 
-def idle_share(lanes: Sequence[Lane], timeline: Timeline) -> float:
-    """The idle share, over one device of each lane."""
-    total = timeline.length * sum(1 for lane in lanes if lane.steps) or 1
-    return (total - timeline.busy()) / total
-
-
 def summary(lanes: Sequence[Lane], timeline: Timeline, cost: UnitCosts = UNIT, unordered: int = 0) -> str:
     """One line with the length and the idle share. `unordered`: number of passes without an order. If there are any, or
     devices without an order, the grid is not the whole step, and no idle share is shown."""
@@ -60,14 +57,14 @@ def summary(lanes: Sequence[Lane], timeline: Timeline, cost: UnitCosts = UNIT, u
     elif unordered:
         share = f"{unordered} pass{'es are' if unordered > 1 else ' is'} not ordered"
     else:
-        share = f"{100 * idle_share(lanes, timeline):.0f}% idle"
+        share = f"{100 * timeline.idle_share():.0f}% idle"
     return f"{timeline.length} units, {share} ({cost}, communication free, stages in a chain)"
 
 
 def changed(before: tuple[Sequence[Lane], Timeline], after: tuple[Sequence[Lane], Timeline]) -> set[Ran]:
     """Items that run at another time, or on other devices, than before."""
     known = {
-        (lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end)
+        (lanes[run.row].devices, tuple(run.what.tags.items()), run.start, run.end)
         for lanes, timeline in (before,)
         for run in timeline.ran
     }
@@ -75,7 +72,7 @@ def changed(before: tuple[Sequence[Lane], Timeline], after: tuple[Sequence[Lane]
     return {
         run
         for run in timeline.ran
-        if (lanes[run.lane].devices, tuple(run.item.items()), run.start, run.end) not in known
+        if (lanes[run.row].devices, tuple(run.what.tags.items()), run.start, run.end) not in known
     }
 
 
@@ -85,7 +82,7 @@ def _several_stages(lanes: Sequence[Lane]) -> bool:
     )
 
 
-def _label(item: Item, several: bool) -> str:
+def _label(item: Mapping[str, TagValue], several: bool) -> str:
     stage = f"{item['stage']}" if several and "stage" in item else ""
     return f"{stage}{item['pass']}{item.get('mb', '')}"
 
@@ -103,12 +100,12 @@ def _devices(lane: Lane) -> str:
 
 def _rows(count: int, timeline: Timeline, labels: Mapping[Ran, str]) -> list[list[tuple[Ran | None, str]]]:
     """For each lane, per unit of time: the running item, and the text that starts there."""
-    rows: list[list[tuple[Ran | None, str]]] = [[(None, IDLE)] * timeline.length for _ in range(count)]
+    rows: list[list[tuple[Ran | None, str]]] = [[(None, IDLE)] * int(timeline.length) for _ in range(count)]
     for run in timeline.ran:
-        if run.lane < count:
-            rows[run.lane][run.start] = (run, labels[run])
-            for at in range(run.start + 1, run.end):
-                rows[run.lane][at] = (run, "")
+        if run.row < count:
+            rows[run.row][int(run.start)] = (run, labels[run])
+            for at in range(int(run.start) + 1, int(run.end)):
+                rows[run.row][at] = (run, "")
     return rows
 
 
@@ -122,11 +119,7 @@ def _cells(row: list[tuple[Ran | None, str]], start: int, end: int, cell: int, p
         if run is None:
             parts.append(f"{gap}{text:<{cell}}")
         else:
-            parts.append(
-                gap + paint(body, COLOURS[str(run.item["pass"])])
-                if text
-                else paint(gap + body, COLOURS[str(run.item["pass"])])
-            )
+            parts.append(gap + paint(body, COLOURS[run.what.op]) if text else paint(gap + body, COLOURS[run.what.op]))
     return "".join(parts).rstrip()
 
 

@@ -168,6 +168,6 @@ def test_the_plan_foresees_it(cluster: Cluster, name: str, tokens: int) -> None:
             device.device,
             foreseen,
             device.instructions[measured.at],
-            plan.names[device.instructions[measured.at].node],
+            plan.nodes[device.instructions[measured.at].node].name,
         )
         assert not measured.stale

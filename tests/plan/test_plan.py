@@ -23,12 +23,12 @@ from piperlang.core.value_id import Kind, ValueId
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.fuzz.write import write
 from piperlang.plan import files
-from piperlang.plan.estimate.cost import Machine
+from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.estimate.memory import peak, peaks
 from piperlang.plan.estimate.summary import as_json, summary
 from piperlang.plan.instructions import Backward, Copy, LocalCopy, Message, Receive, ScatterGradients, Send
 from piperlang.plan.lower import lower
-from piperlang.plan.plan import VERSION, Plan
+from piperlang.plan.plan import VERSION, Plan, PlanNode
 from piperlang.plan.verify import check, measured
 from tests.support.directive_scripts import script
 from tests.support.equivalence import LIMIT, SAMPLES, compiled, relative
@@ -232,11 +232,10 @@ def test_an_update_in_place_waits_for_readers() -> None:
     plan = small()
     old = next(iter(plan.devices[0].weights))
     whole = ((0, 64), (0, 64))
-    plan.names.append("copy")
-    plan.lines.append("large.piper:9")
+    plan.nodes.append(PlanNode("copy", "large.piper:9", ()))
     copied = Copy(
         "side",
-        len(plan.names) - 1,
+        len(plan.nodes) - 1,
         (),
         sources=(old,),
         target=old.redistributed(1),
@@ -524,7 +523,7 @@ def test_gradients_do_not_wait_behind_gathers() -> None:
 
     text = "from std.data import zero3\nmesh gpu = dp: 2\nplace [pass=*] on gpu\nzero3(gpu.dp)\n"
     graph, _ = compiled(capture(Layers, square, vectors(SAMPLES)), text)
-    plan = lower(graph, Machine(link=1e6))
+    plan = lower(graph, Machine(network=Interconnect(1e6, 1e-5)))
     check(plan)
     waiting = most = 0
     for x in plan.devices[0].instructions:

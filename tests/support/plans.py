@@ -18,7 +18,7 @@ from piperlang.plan.instructions import (
     Shards,
     Update,
 )
-from piperlang.plan.plan import DevicePlan, Feed, Group, ParameterShard, Plan, StageProgram
+from piperlang.plan.plan import DevicePlan, Feed, Group, ParameterShard, Plan, PlanNode, StageProgram
 
 WIDTH = 64
 WEIGHTS = 4
@@ -42,8 +42,7 @@ class _Pipeline:
         return Plan(
             devices,
             self.programs,
-            list(self.nodes),
-            [f"large.piper:{3 + number % 7}" for number in self.nodes.values()],
+            [PlanNode(name, f"large.piper:{3 + number % 7}", ()) for name, number in self.nodes.items()],
             self.samples,
             "mean",
             (),

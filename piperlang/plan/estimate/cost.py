@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from piperlang.ir.graph import COMPUTE, Graph, Node
 from piperlang.ir.layout import axes_of
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A device and its links. The defaults are a large accelerator; only ratios matter for orders."""
-
-    flops: float = 400e12
-    memory: float = 3e12
-    link: float = 50e9
-    latency: float = 10e-6
+from piperlang.plan.estimate.machine import Machine
 
 
 class Costs:
+    """Only ratios matter for orders, so one machine does for all."""
+
     def __init__(self, graph: Graph, machine: Machine | None = None) -> None:
         self.graph, self.machine = graph, machine or Machine()
         self._known: dict[int, float] = {}
@@ -36,10 +28,11 @@ class Costs:
         if template.op in COMPUTE and template.chunk is not None:
             work = self.graph.model.chunks[template.chunk].passes["F" if template.op == "R" else template.op]
             share = template.samples / self.graph.model.samples / prod(divide.size for divide in template.sharding[0])
-            return machine.latency + share * (work.flops / machine.flops + work.moved_bytes / machine.memory)
-        return machine.latency + self.moved(node) / (
-            machine.memory if template.op in ("update", "slice", "concat", "share") else machine.link
-        )
+            moved = work.moved_bytes / machine.memory_bandwidth
+            return machine.launch + share * (work.flops / machine.rate("float32") + moved)
+        if template.op in ("update", "slice", "concat", "share"):
+            return machine.launch + self.moved(node) / machine.memory_bandwidth
+        return machine.network.latency + self.moved(node) / machine.network.bandwidth
 
     def moved(self, node: Node) -> float:
         """Bytes that one device writes."""

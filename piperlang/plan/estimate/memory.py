@@ -7,7 +7,7 @@ Streams that run side by side may need a little more at once, and a backend has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -58,6 +58,15 @@ class Peak:
 def peak(device: DevicePlan, plan: Plan, graph: Graph, states: float = STATES, sizes: ValueSizes | None = None) -> Peak:
     """`sizes`: to share between devices."""
     return _Walk(device, plan, sizes or ValueSizes(plan, graph), states).peak()
+
+
+def over_time(
+    device: DevicePlan, plan: Plan, sizes: ValueSizes, order: Sequence[int] | None = None, states: float = STATES
+) -> list[int]:
+    """Bytes while each instruction runs, by its index. `order`: in which they begin, by default that of the plan."""
+    walk = _Walk(device, plan, sizes, states)
+    walk.peak(order)
+    return walk.at_each
 
 
 def peaks(plan: Plan, graph: Graph, states: float = STATES) -> list[Peak]:
@@ -147,6 +156,7 @@ class _Walk:
         updated = [change for x in device.instructions if isinstance(x, Update) for change in x.parameters]
         self.now[OPTIMIZER] = round(states * sum(map(self._elements, updated)))
         self.best, self.at, self.by = sum(self.now.values()), -1, dict(self.now)
+        self.at_each = [0] * len(device.instructions)
 
     def _elements(self, change: ParameterUpdate) -> int:
         if change.part is not None:
@@ -203,10 +213,11 @@ class _Walk:
                 self.inside.setdefault(bundle, []).append(key)
                 self.keeping[key] += 1
 
-    def peak(self) -> Peak:
+    def peak(self, order: Sequence[int] | None = None) -> Peak:
         sent = 0
         again = set(self.device.next.values())
-        for i, instruction in enumerate(self.device.instructions):
+        for i in order if order is not None else range(len(self.device.instructions)):
+            instruction = self.device.instructions[i]
             if isinstance(instruction, Send):
                 self.now[COMMUNICATION] -= sent  # what was sent before has been taken by now
                 sent = self._sent(instruction)
@@ -231,7 +242,7 @@ class _Walk:
         return Peak(self.best, self.at, self.by)
 
     def _look(self, i: int, more: Mapping[str, int]) -> None:
-        total = sum(self.now.values()) + sum(more.values())
+        total = self.at_each[i] = sum(self.now.values()) + sum(more.values())
         if total > self.best:
             self.best, self.at, self.by = total, i, {name: size + more.get(name, 0) for name, size in self.now.items()}
 

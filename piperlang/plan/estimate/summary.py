@@ -9,7 +9,8 @@ from math import prod
 from typing import Any
 
 from piperlang.ir.graph import COMPUTE, Graph
-from piperlang.plan.estimate.cost import Costs, Machine
+from piperlang.plan.estimate.cost import Costs
+from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.estimate.memory import STATES, peaks
 from piperlang.plan.instructions import AllToAll, Collective, Instruction, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
@@ -78,7 +79,7 @@ def as_json(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
             "bytes": _ends(one.bytes for one in found),
             "device": plan.devices[worst].device,
             "by": dict(found[worst].by),
-            "at": f"{at.op} of {plan.names[at.node]}" if at else "",
+            "at": f"{at.op} of {plan.nodes[at.node].name}" if at else "",
         },
         "communication": _communication(plan),
         "added": _added(plan, graph),
@@ -139,7 +140,7 @@ def _added(plan: Plan, graph: Graph) -> list[dict[str, Any]]:
     """What each directive added: nodes by kind, the line that added most first."""
     by: dict[str, list[str]] = {}
     for node in graph.nodes:
-        line = plan.lines[node.id] if node.id < len(plan.lines) else ""
+        line = plan.nodes[node.id].line
         if line:
             by.setdefault(line, []).append(node.op)
     return [{"line": line, "nodes": _counted(ops)} for line, ops in sorted(by.items(), key=lambda item: -len(item[1]))]

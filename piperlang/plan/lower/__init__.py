@@ -6,13 +6,14 @@ from piperlang.core.value_id import Kind
 from piperlang.ir.graph import COMPUTE, Graph, Node, NodeTemplate
 from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import coordinates, interval, local_box
-from piperlang.plan.estimate.cost import Costs, Machine
+from piperlang.plan.estimate.cost import Costs
+from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.instructions import Fetch, Offload
 from piperlang.plan.linearize import linearize
 from piperlang.plan.lower.activations import Activations
 from piperlang.plan.lower.emit import Emitter
 from piperlang.plan.lower.parameters import Parameters
-from piperlang.plan.plan import ParameterShard, Plan
+from piperlang.plan.plan import ParameterShard, Plan, PlanNode
 
 
 def lower(graph: Graph, machine: Machine | None = None) -> Plan:
@@ -38,8 +39,7 @@ def lower(graph: Graph, machine: Machine | None = None) -> Plan:
     return Plan(
         list(emitter.devices.values()),
         lowering.activations.programs,
-        [str(node) for node in graph.nodes],
-        [_line(node.template) for node in graph.nodes],
+        [PlanNode(str(node), _line(node.template), tuple(node.attributes().items())) for node in graph.nodes],
         graph.model.samples,
         graph.model.combine,
         _whole(graph, emitter),

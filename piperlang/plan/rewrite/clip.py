@@ -21,7 +21,7 @@ from piperlang.plan.instructions import (
     Send,
     Update,
 )
-from piperlang.plan.plan import DevicePlan, Group, Plan
+from piperlang.plan.plan import DevicePlan, Group, Plan, PlanNode
 
 
 def with_norm(plan: Plan, limit: float | None, skips: bool = False) -> Plan:
@@ -37,7 +37,7 @@ def with_norm(plan: Plan, limit: float | None, skips: bool = False) -> Plan:
         if device.device in members:
             norm = GradientNorm(
                 NORM,
-                len(plan.names),
+                len(plan.nodes),
                 (),
                 group=len(plan.groups),
                 target=NORM_FACTOR,
@@ -51,8 +51,7 @@ def with_norm(plan: Plan, limit: float | None, skips: bool = False) -> Plan:
     return replace(
         plan,
         devices=devices,
-        names=[*plan.names, "norm of all gradients"],
-        lines=[*plan.lines, ""],
+        nodes=[*plan.nodes, PlanNode("norm of all gradients", "", ())],
         groups=[*plan.groups, Group(members, NORM)],
     )
 

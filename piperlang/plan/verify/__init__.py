@@ -63,8 +63,6 @@ def _frame(plan: Plan) -> None:
     """What names and finds instructions must be right before anything can be said about them."""
     if plan.samples < 1 or any(program.samples < 1 for program in plan.programs):
         raise malformed("a plan needs samples")
-    if len(plan.lines) != len(plan.names):
-        raise malformed(f"the plan has {len(plan.names)} names and {len(plan.lines)} lines of nodes")
     numbers = [device.device for device in plan.devices]
     if len(set(numbers)) < len(numbers):
         raise malformed("a device is in the plan twice", f"devices {numbers}")

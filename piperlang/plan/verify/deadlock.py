@@ -214,7 +214,7 @@ class _Run:
             queue = self.queues[there.device][there.does.stream]
         cycle = reasons[path.index(queue) :]
         notes = tuple(f"{self.checked.name(here)} waits for {self.checked.name(there)}" for here, there in cycle[:12])
-        lines = dict.fromkeys(line for here, _ in cycle if (line := self.plan.lines[here.does.node]))
+        lines = dict.fromkeys(line for here, _ in cycle if (line := self.plan.nodes[here.does.node].line))
         helps = (
             (f"look at the order that {', '.join(list(lines)[:6])} ask{'s' if len(lines) == 1 else ''} for",)
             if lines

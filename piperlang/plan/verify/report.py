@@ -41,7 +41,7 @@ class Checked:
 
     def sort(self) -> None:
         self.of = {name: [] for name in INSTRUCTIONS}
-        nodes = len(self.plan.names)
+        nodes = len(self.plan.nodes)
         for d, device in enumerate(self.plan.devices):
             for i, instruction in enumerate(device.instructions):
                 if not 0 <= instruction.node < nodes:
@@ -77,10 +77,9 @@ class Checked:
 
     def name(self, at: At) -> str:
         """An instruction as its author knows it."""
-        plan, node = self.plan, at.does.node
-        line = f", {plan.lines[node]}" if plan.lines[node] else ""
-        device = plan.devices[at.device].device
-        return f"{at.does.op} of {plan.names[node]} (device {device}, instruction {at.place}{line})"
+        node, device = self.plan.nodes[at.does.node], self.plan.devices[at.device].device
+        line = f", {node.line}" if node.line else ""
+        return f"{at.does.op} of {node.name} (device {device}, instruction {at.place}{line})"
 
     def wrong(self, code: str, message: str, *involved: At, notes: tuple[str, ...] = (), help: str = REBUILD) -> None:
         every = {(at.device, at.place): at for at in involved}

@@ -44,6 +44,7 @@ from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansBySha
 from piperlang.runtime.driver.training import CUT, DIED, Lost, StepResult, Training, piece_of
 from piperlang.runtime.driver.worker import Setup, Started
 from piperlang.runtime.driver.worker_batches import WorkerBatches
+from piperlang.runtime.hardware.kind import StepTimes
 from piperlang.runtime.optimizer.average import no_averages, set_averages
 from piperlang.runtime.optimizer.optimize import updated_weights
 from piperlang.runtime.optimizer.options_only import what_steps_read_elsewhere
@@ -358,6 +359,10 @@ class Job:
             )
         ]
 
+    def record(self, on: bool) -> list[list[StepTimes]]:
+        """From now on steps are recorded, or no longer. Those that were recorded so far, by device."""
+        return self.cluster.each("record", [on] * len(self.plan.devices))
+
     def finish(self, calls: list[Any]) -> StepResult:
         try:
             reports = self.cluster.wait(calls, enough=lambda report: report.failed is not None)
@@ -506,8 +511,7 @@ class Job:
     def _named(self, worker: int, at: int) -> str:
         plan = self.active.plan
         instruction = plan.devices[worker].instructions[at]
-        line = plan.lines[instruction.node]
-        return f"{instruction.op} of {plan.names[instruction.node]}" + (f" ({line})" if line else "")
+        return f"{instruction.op} of {plan.nodes[instruction.node]}"
 
     @property
     def alive(self) -> bool:

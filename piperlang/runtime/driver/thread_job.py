@@ -265,7 +265,6 @@ class _PlanRun:
 
     def _failed(self, device: Device, failure: Failed) -> Exception:
         instruction = failure.instruction
-        line = self.plan.lines[instruction.node]
-        at = f"it was running {instruction.op} of {self.plan.names[instruction.node]}" + (f" ({line})" if line else "")
+        at = f"it was running {instruction.op} of {self.plan.nodes[instruction.node]}"
         piece = device.pieces[instruction.program] if isinstance(instruction, Compute) else None
         return failed(f"device {device.plan.device}", failure_of(failure.cause), piece, [at], here=True)

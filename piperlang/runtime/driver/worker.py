@@ -53,7 +53,7 @@ from piperlang.runtime.driver.output import print_to
 from piperlang.runtime.driver.restoring import Restore
 from piperlang.runtime.driver.saving import Assigned, Writer, WrittenPart, check_state, snapshot
 from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
-from piperlang.runtime.hardware.kind import DeviceKind, Failed
+from piperlang.runtime.hardware.kind import DeviceKind, Failed, StepTimes
 from piperlang.runtime.optimizer.copies import WeightPart
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.optimizer.saved import restore
@@ -147,11 +147,11 @@ class DeviceRun:
 
         self.streams = kind.streams(device, execute)
 
-    def step(self, step: int, feeds: dict[ValueId, torch.Tensor]) -> float:
+    def step(self, step: int, feeds: dict[ValueId, torch.Tensor], times: StepTimes | None = None) -> float:
         """The device's contribution to the loss. Raises the exception of a failed instruction or send."""
         self.device.begin(step, feeds)
         with torch.no_grad():
-            self.streams.step()
+            self.streams.step(times)
         self.comm.settle()
         return self.device.end()
 
@@ -174,6 +174,7 @@ class Worker:
         self.writer = Writer()
         self.between_steps: list[Callable[[], None]] = []
         """Checks that `data` leaves as it is what the program reads."""
+        self.recorded: list[StepTimes] | None = None
 
     def where(self) -> tuple[str, int, str]:
         return (*process(), socket.gethostname())
@@ -439,8 +440,9 @@ class Worker:
     def _run(self, key: RunKey, feeds: Parts) -> Report:
         started = time.perf_counter()
         run = self.active = self.runs[key]
+        times = StepTimes(len(run.device.plan.instructions)) if self.recorded is not None else None
         try:
-            loss = run.step(self.steps, feeds)
+            loss = run.step(self.steps, feeds, times)
         except Failed as failure:
             return _failed(failure.cause, run.positions[id(failure.instruction)])
         except RuntimeError as problem:  # the receiver of a message is gone
@@ -449,7 +451,15 @@ class Worker:
         self._begun(-1)
         device, memory = run.device, self.setting.backend.device.memory()
         norm = None if device.norm is None else float(device.norm)
+        if times is not None and self.recorded is not None:
+            times.begun, times.ended = started, time.perf_counter()
+            self.recorded.append(times)
         return Report(loss, time.perf_counter() - started, memory, norm, device.skipped)
+
+    def record(self, on: bool) -> list[StepTimes]:
+        """From now on steps are recorded, or no longer. Those that were recorded so far."""
+        found, self.recorded = self.recorded or [], [] if on else None
+        return found
 
     def running(self) -> dict[str, int]:
         """The current instruction of each stream, for messages about another device."""

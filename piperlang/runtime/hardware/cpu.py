@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from piperlang.plan.instructions import Instruction
-from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
+from piperlang.runtime.hardware.kind import DeviceKind, Failed, StepTimes, Streams
 
 if TYPE_CHECKING:
     from piperlang.runtime.device import Device
@@ -36,6 +37,7 @@ class CpuStreams:
         self.failure: Failed | None = None
         self.failing = threading.Lock()
         self.stopping = False
+        self.times: StepTimes | None = None
         self.starts = {stream: threading.Semaphore(0) for stream in self.lists if stream != self.main}
         self.finished = threading.Semaphore(0)
         self.threads = [
@@ -45,7 +47,8 @@ class CpuStreams:
         for thread in self.threads:
             thread.start()
 
-    def step(self) -> None:
+    def step(self, times: StepTimes | None = None) -> None:
+        self.times = times
         for event in self.done.values():
             event.clear()
         for start in self.starts.values():
@@ -73,7 +76,7 @@ class CpuStreams:
             self.finished.release()
 
     def _run(self, stream: str) -> None:
-        instructions, done = self.instructions, self.done
+        instructions, done, times = self.instructions, self.done, self.times
         for i in self.lists[stream]:
             instruction = instructions[i]
             self.running[stream] = i
@@ -81,11 +84,14 @@ class CpuStreams:
                 done[earlier].wait()
             if self._over:
                 return
+            began = time.perf_counter() if times is not None else 0.0
             try:
                 self.execute(instruction)
             except BaseException as problem:
                 self._fail(Failed(instruction, problem))
                 return
+            if times is not None:
+                times.spans[i] = began, time.perf_counter()
             event = done.get(i)
             if event is not None:
                 event.set()

@@ -6,13 +6,14 @@ Private API, kept in this file: `torch._C._cuda_clearCublasWorkspaces` (tried on
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from piperlang.plan.instructions import GatherParameters, Instruction
-from piperlang.runtime.hardware.kind import DeviceKind, Failed, Streams
+from piperlang.runtime.hardware.kind import DeviceKind, Failed, StepTimes, Streams
 
 if TYPE_CHECKING:
     from piperlang.runtime.device import Device
@@ -31,9 +32,12 @@ class CudaStreams:
         self.made = {key: instruction.stream for instruction in instructions for key in instruction.writes}
         self.running: dict[str, int] = {}
 
-    def step(self) -> None:
-        start = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def step(self, times: StepTimes | None = None) -> None:
+        timed = times is not None
+        start = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+        started = time.perf_counter()
         start.record()
+        ran: list[tuple[Any, Any]] = []
         for stream in self.streams.values():
             stream.wait_event(start)
         for i, instruction in enumerate(self.instructions):
@@ -44,20 +48,37 @@ class CudaStreams:
                 # instruction is issued, not when it runs.
                 for earlier in instruction.waits:
                     self.events[earlier].synchronize()
+            issued = time.perf_counter()
             with torch.cuda.stream(stream):
                 for earlier in instruction.waits:
                     stream.wait_event(self.events[earlier])
                 self._borrow(instruction, stream)
+                if times is not None:
+                    began = self._stamp()
                 try:
                     self.execute(instruction)
                 except BaseException as problem:
                     raise Failed(instruction, problem) from problem
+                if times is not None:
+                    ran.append((began, self._stamp()))
                 if i in self.events:
                     self.events[i].record()
+            if times is not None:
+                times.issued[i] = time.perf_counter() - issued
         current = torch.cuda.current_stream()
         for stream in self.streams.values():
             current.wait_stream(stream)
         self.running = {}
+        if times is not None:
+            torch.cuda.synchronize()
+            for i, (began, ended) in enumerate(ran):
+                first, last = start.elapsed_time(began), start.elapsed_time(ended)
+                times.spans[i] = started + first / 1e3, started + last / 1e3
+
+    def _stamp(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _borrow(self, instruction: Instruction, stream: Any) -> None:
         """Tells the allocator that this stream reads tensors of another stream, so that their memory is not reused

@@ -23,6 +23,18 @@ class Failed(Exception):
         self.instruction, self.cause = instruction, cause
 
 
+class StepTimes:
+    """When the instructions of a step ran on a device: seconds of this machine's monotonic clock."""
+
+    def __init__(self, instructions: int) -> None:
+        self.begun = self.ended = 0.0
+        """Of the step."""
+        self.spans = [(0.0, 0.0)] * instructions
+        """By instruction."""
+        self.issued = [0.0] * instructions
+        """Seconds that the host needed to issue each; 0 where it runs them itself."""
+
+
 class Streams(Protocol):
     """Runs the instructions of one device: each stream in order, with waits across streams only where the plan has
     them."""
@@ -30,8 +42,8 @@ class Streams(Protocol):
     running: dict[str, int]
     """The current instruction of each stream."""
 
-    def step(self) -> None:
-        """Raises Failed."""
+    def step(self, times: StepTimes | None = None) -> None:
+        """Raises Failed. `times`: to be noted."""
 
     def close(self) -> None: ...
 

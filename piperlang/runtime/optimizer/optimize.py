@@ -165,7 +165,7 @@ def updated_weights(plan: Plan) -> dict[str, str]:
     for device in plan.devices:
         for instruction in device.instructions:
             for change in instruction.parameters if isinstance(instruction, Update) else ():
-                line = plan.lines[instruction.node] if change.sharded else found.get(change.weight, "")
+                line = plan.nodes[instruction.node].line if change.sharded else found.get(change.weight, "")
                 found[change.weight] = line
     return found
 

@@ -1,0 +1,131 @@
+"""What an instruction of a plan takes: from FLOPs and bytes on a described machine. measured.py has times that were
+measured instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, log2, prod
+from typing import NamedTuple, Protocol
+
+from piperlang.ir.graph import Graph
+from piperlang.plan.estimate.machine import Interconnect, Machine
+from piperlang.plan.estimate.memory import ValueSizes
+from piperlang.plan.estimate.summary import sent
+from piperlang.plan.instructions import (
+    AllReduce,
+    AllToAll,
+    Collective,
+    Compute,
+    Copy,
+    Fetch,
+    GradientNorm,
+    Instruction,
+    Offload,
+    ReduceGradients,
+    Routing,
+    Update,
+)
+from piperlang.plan.plan import DevicePlan, Plan
+
+UPDATE_PASSES = 8
+"""How often an optimizer like Adam reads or writes an element of each of its tensors: weight, gradient and two
+moments, read and written."""
+
+REDUCE_AND_GATHER = (AllReduce, ReduceGradients, GradientNorm)
+
+
+class InstructionCost(NamedTuple):
+    alone: float
+    """Seconds that nothing makes longer: of a local operation, or until the first byte of a transfer arrives."""
+    shared: float = 0.0
+    """Seconds at the full rate of something that others may use at the same time."""
+    of: str = ""
+    """What that is: `compute`, `node` or `network`."""
+
+
+NOTHING = InstructionCost(0.0)
+
+
+class CostModel(Protocol):
+    machine: Machine
+    before: float
+    """Seconds of a step before its first instruction, on every device."""
+    after: float
+    """Seconds after its last one."""
+
+    def cost(self, device: DevicePlan, x: Instruction) -> InstructionCost:
+        """Of anything but a send or a receive."""
+
+    def message(self, source: int, target: int, size: float) -> InstructionCost:
+        """Of a message of `size` bytes between two devices."""
+
+    def host(self, x: Instruction) -> float:
+        """Seconds that the host needs to issue it."""
+
+
+class MachineCosts:
+    before = after = 0.0
+
+    def __init__(self, plan: Plan, graph: Graph, machine: Machine) -> None:
+        self.plan, self.graph, self.machine = plan, graph, machine
+        self.sizes = ValueSizes(plan, graph)
+        self._programs: dict[int, InstructionCost] = {}
+
+    def host(self, x: Instruction) -> float:
+        return self.machine.host
+
+    def cost(self, device: DevicePlan, x: Instruction) -> InstructionCost:
+        machine = self.machine
+        match x:
+            case Compute(program=program):
+                if program not in self._programs:
+                    self._programs[program] = self._compute(program)
+                return self._programs[program]
+            case Collective(group=group):
+                return self._collective(x, sent(device, x, self.plan), self.plan.groups[group].members)
+            case Update(parameters=parameters):
+                touched = sum(self.sizes.of(one.old, device.device) for one in parameters)
+                return InstructionCost(machine.launch, UPDATE_PASSES * touched / machine.memory_bandwidth, "compute")
+            case Copy(target=target) | Offload(target=target) | Fetch(target=target):
+                return InstructionCost(
+                    machine.launch + 2 * self.sizes.of(target, device.device) / machine.memory_bandwidth
+                )
+        return NOTHING
+
+    def _compute(self, number: int) -> InstructionCost:
+        program, machine = self.plan.programs[number], self.machine
+        chunk = self.graph.model.chunks[program.chunk]
+        work = chunk.passes["F" if program.op == "R" else program.op]
+        share = program.samples / self.graph.model.samples / prod(divide.size for divide in program.sharding[0])
+        dtypes = [self.graph.model.tensors[name].dtype for name in chunk.outputs]
+        rate = max(machine.rate(dtype) for dtype in dtypes) if dtypes else machine.rate("float32")
+        seconds = work.flops / rate + work.moved_bytes / machine.memory_bandwidth
+        return InstructionCost(machine.launch, share * seconds, "compute")
+
+    # ----------------------------------------------------------------------------------------------- communication
+
+    def message(self, source: int, target: int, size: float) -> InstructionCost:
+        name, link = self._link((source, target))
+        return InstructionCost(link.latency, size / link.bandwidth, name)
+
+    def _link(self, members: Sequence[int]) -> tuple[str, Interconnect]:
+        nodes = {device // self.machine.devices_per_node for device in members}
+        return ("node", self.machine.node) if len(nodes) == 1 else ("network", self.machine.network)
+
+    def _collective(self, x: Instruction, size: float, members: Sequence[int]) -> InstructionCost:
+        """`size`: bytes that one device sends in a ring. Between nodes, devices of a node divide what crosses the
+        network among their adapters, as NCCL's rings do."""
+        count = len(members)
+        if count < 2:
+            return InstructionCost(self.machine.launch)
+        name, link = self._link(members)
+        nodes = len({device // self.machine.devices_per_node for device in members})
+        local = count / nodes
+        if isinstance(x, AllToAll | Routing):
+            within, across, hops = (local - 1) / (count - 1) * size, (count - local) / (count - 1) * size, 1
+        else:
+            whole = size * count / (count - 1)
+            within, across = (local - 1) / local * whole, (nodes - 1) / nodes * whole / local
+            hops = (2 if isinstance(x, REDUCE_AND_GATHER) else 1) * ceil(log2(count))  # small ones go along a tree
+        seconds = max(within / self.machine.node.bandwidth, across / self.machine.network.bandwidth)
+        return InstructionCost(self.machine.launch + hops * link.latency, seconds, name)

@@ -1,0 +1,76 @@
+"""Descriptions of machines: those that come with piperlang, by name, and the user's own TOML files."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from difflib import get_close_matches
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from piperlang.diagnostics import PiperError, error, listed
+from piperlang.diagnostics.files import unreadable
+from piperlang.plan.estimate.machine import Interconnect, Machine
+
+FOLDER = Path(__file__).with_name("machines")
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Machine:
+    """A machine by its name, or from a file whose name ends with `.toml`."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if path.parent == FOLDER and name not in names():
+        near = get_close_matches(name, names(), 1)
+        raise error(
+            "P0902",
+            f"there is no machine `{name}`",
+            notes=[f"machines: {listed(names(), 'and')}"],
+            help=f"use `{near[0]}`" if near else "name one of them, or a file: `--machine mine.toml`",
+        )
+    try:
+        return _machine(tomllib.loads(path.read_text(encoding="utf-8")), name)
+    except OSError as problem:
+        raise unreadable(path, problem) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise _invalid(name, f"it is no TOML: {problem}") from None
+
+
+def _machine(data: dict[str, Any], name: str) -> Machine:
+    given: dict[str, Any] = {}
+    kinds = {one.name: one for one in fields(Machine)}
+    for key, value in data.items():
+        if key not in kinds:
+            raise _invalid(name, f"unknown field `{key}`; there are {listed(list(kinds), 'and')}")
+        if key in ("node", "network"):
+            given[key] = Interconnect(*(_number(name, value, f"{key}.", part) for part in ("bandwidth", "latency")))
+        elif key == "flops":
+            if not isinstance(value, dict) or not value:
+                raise _invalid(name, "`flops` is a rate for each dtype: `flops = { bfloat16 = 6e14 }`")
+            given[key] = {dtype: _number(name, value, "flops.", dtype) for dtype in value}
+        elif isinstance(kinds[key].default, str | bool):
+            if not isinstance(value, type(kinds[key].default)):
+                raise _invalid(name, f"`{key}` is {value!r}")
+            given[key] = value
+        else:
+            number = _number(name, data, "", key)
+            given[key] = int(number) if isinstance(kinds[key].default, int) else number
+    return Machine(**given)
+
+
+def _number(name: str, table: Any, where: str, key: str) -> float:
+    """Rates and counts are positive; only latencies, and what an instruction takes at least, may be 0."""
+    value = table.get(key) if isinstance(table, dict) else None
+    least = key in ("latency", "launch", "host")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        raise _invalid(name, f"`{where}{key}` must be a number")
+    if value < 0 or (not least and not value):
+        raise _invalid(name, f"`{where}{key}` is {value:g}, and must be {'at least' if least else 'more than'} 0")
+    return value
+
+
+def _invalid(name: str, why: str) -> PiperError:
+    return error("P0902", f"{name} describes no machine", notes=[why], help=f"look at {FOLDER / 'h100.toml'}")

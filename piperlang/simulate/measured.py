@@ -1,0 +1,250 @@
+"""Times that were measured on workers, as data: saved, and used to simulate the same model under other schedules.
+
+Passes are known by what they compute, not by where they are in a plan: the tags of their chunk, the number of samples
+and how weights are divided. Communication is known by its kind, its bytes and the number of devices."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from piperlang.diagnostics import PiperError, error
+from piperlang.diagnostics.files import unreadable
+from piperlang.ir.graph import Graph
+from piperlang.plan.estimate.machine import Machine
+from piperlang.plan.estimate.summary import sent
+from piperlang.plan.instructions import Collective, Compute, Instruction, Receive, Send, Update
+from piperlang.plan.plan import DevicePlan, Plan
+from piperlang.simulate.costs import InstructionCost, MachineCosts
+from piperlang.simulate.timeline import Timeline
+
+FORMAT, VERSION = "piperlang profile", 1
+MESSAGE = "message"
+"""What a transfer between two devices is called among the kinds of communication."""
+
+
+@dataclass
+class Profile:
+    passes: dict[str, float] = field(default_factory=dict)
+    """Seconds of a pass."""
+    local: dict[str, float] = field(default_factory=dict)
+    """Of updates and copies, by kind and elements or bytes."""
+    transfers: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """By kind and number of devices: (bytes, seconds), by bytes."""
+    issued: dict[str, float] = field(default_factory=dict)
+    """Seconds that the host needs to issue an instruction, by kind; empty where it runs them itself."""
+    before: float = 0.0
+    """Seconds of a step before its first instruction."""
+    after: float = 0.0
+    rendezvous: bool = False
+    side_by_side: int = 1
+    about: dict[str, Any] = field(default_factory=dict)
+    """What was measured, where, and with which versions."""
+
+    def dump(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **vars(self)}, indent=1)
+
+
+def load(path: Path) -> Profile:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise unreadable(path, problem) from None
+    except ValueError as problem:
+        raise _unusable(path, f"it is no JSON: {problem}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise _unusable(path, f'a profile says `"format": "{FORMAT}"`')
+    if data.get("version") != VERSION:
+        raise _unusable(path, f"it is of version {data.get('version')}, and this piperlang reads version {VERSION}")
+    try:
+        return Profile(
+            {str(key): float(value) for key, value in data["passes"].items()},
+            {str(key): float(value) for key, value in data["local"].items()},
+            {str(key): [(float(a), float(b)) for a, b in rows] for key, rows in data["transfers"].items()},
+            {str(key): float(value) for key, value in data["issued"].items()},
+            float(data["before"]),
+            float(data["after"]),
+            bool(data["rendezvous"]),
+            int(data["side_by_side"]),
+            dict(data["about"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise _unusable(path, f"{type(problem).__name__}: {problem}") from None
+
+
+def _unusable(path: Path, why: str) -> PiperError:
+    return error("P0505", f"{path} cannot be used", notes=[why], help="make it again with `piperc profile`")
+
+
+# ------------------------------------------------------------------------------------------------------------- keys
+
+
+class Keys:
+    """What instructions of a plan are called in a profile."""
+
+    def __init__(self, plan: Plan, graph: Graph) -> None:
+        self.plan, self.graph = plan, graph
+        count: Counter[str] = Counter()
+        self.chunks = []
+        for chunk in graph.model.chunks:
+            self.chunks.append(f"{chunk} #{count[str(chunk)]}")
+            count[str(chunk)] += 1
+
+    def of_pass(self, program: int, samples: int | None = None) -> str:
+        its = self.plan.programs[program]
+        divided = "".join(f", {one.style} {one.size}" for one in its.sharding[0])
+        return f"{its.op} of {self.chunks[its.chunk]}, {samples or its.samples} samples{divided}"
+
+    def of_local(self, device: DevicePlan, x: Instruction) -> str:
+        if isinstance(x, Update):
+            return f"update of {self._elements(device, x)} elements"
+        shape = getattr(x, "shape", None)
+        return f"{x.op} of {prod(shape)} elements" if shape is not None else x.op
+
+    def _elements(self, device: DevicePlan, x: Update) -> int:
+        total = 0
+        for one in x.parameters:
+            if one.part is not None:
+                total += one.part[1] - one.part[0]
+            else:
+                total += prod(high - low for low, high in device.weights[one.old].box)
+        return total
+
+    def of_transfer(self, x: Instruction) -> str:
+        if isinstance(x, Collective):
+            return f"{x.op} of {len(self.plan.groups[x.group].members)}"
+        return MESSAGE
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+def profile(
+    plan: Plan,
+    graph: Graph,
+    steps: Sequence[Timeline],
+    issued: Mapping[str, Sequence[float]],
+    before: float,
+    after: float,
+    rendezvous: bool,
+    about: Mapping[str, Any],
+) -> Profile:
+    """Of steps that were recorded: of each kind of instruction the median."""
+    keys = Keys(plan, graph)
+    passes: dict[str, list[float]] = defaultdict(list)
+    local: dict[str, list[float]] = defaultdict(list)
+    transfers: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for step in steps:
+        sizes = {id(receiver): sender.what.bytes for sender, receiver in step.messages}
+        for row, ran in enumerate(step.of_row()):
+            device = plan.devices[row]
+            for x, one in zip(device.instructions, ran, strict=True):
+                seconds = max(0.0, one.end - one.start - one.waited)
+                if isinstance(x, Compute):
+                    passes[keys.of_pass(x.program)].append(seconds)
+                elif isinstance(x, Collective):
+                    transfers[keys.of_transfer(x)][sent(device, x, plan)].append(seconds)
+                elif isinstance(x, Receive):
+                    if id(one) in sizes:
+                        transfers[MESSAGE][sizes[id(one)]].append(seconds)
+                elif not isinstance(x, Send):
+                    local[keys.of_local(device, x)].append(seconds)
+    return Profile(
+        {key: median(values) for key, values in passes.items()},
+        {key: median(values) for key, values in local.items()},
+        {key: sorted((size, median(values)) for size, values in by_size.items()) for key, by_size in transfers.items()},
+        {key: median(values) for key, values in issued.items()},
+        before,
+        after,
+        rendezvous,
+        about=dict(about),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- using
+
+
+class MeasuredCosts:
+    """What instructions took when they were measured; what was not, from what is most like it."""
+
+    def __init__(self, plan: Plan, graph: Graph, found: Profile, machine: Machine) -> None:
+        """`machine`: for kinds of instructions of which nothing at all was measured."""
+        self.plan, self.graph, self.profile = plan, graph, found
+        self.keys = Keys(plan, graph)
+        self.machine = replace(
+            machine,
+            rendezvous=found.rendezvous,
+            side_by_side=found.side_by_side,
+            host=max(found.issued.values(), default=0.0),
+        )
+        self.before, self.after = found.before, found.after
+        self.guess = MachineCosts(plan, graph, machine)
+        self.unknown: set[str] = set()
+        """What was not measured."""
+        self._passes: dict[int, InstructionCost] = {}
+        self._faster = self._calibrated()
+
+    def host(self, x: Instruction) -> float:
+        return self.profile.issued.get(x.op, 0.0)
+
+    def cost(self, device: DevicePlan, x: Instruction) -> InstructionCost:
+        if isinstance(x, Compute):
+            if x.program not in self._passes:
+                self._passes[x.program] = self._pass(x.program)
+            return self._passes[x.program]
+        if isinstance(x, Collective):
+            cost = self.guess.cost(device, x)
+            seconds = self._transfer(self.keys.of_transfer(x), sent(device, x, self.plan))
+            return cost if seconds is None else InstructionCost(0.0, seconds, cost.of or "node")
+        key = self.keys.of_local(device, x)
+        if key in self.profile.local:
+            return InstructionCost(self.profile.local[key])
+        self.unknown.add(key)
+        return self.guess.cost(device, x)
+
+    def message(self, source: int, target: int, size: float) -> InstructionCost:
+        guess = self.guess.message(source, target, size)
+        seconds = self._transfer(MESSAGE, size)
+        return guess if seconds is None else InstructionCost(0.0, seconds, guess.of)
+
+    def _pass(self, program: int) -> InstructionCost:
+        key = self.keys.of_pass(program)
+        known = self.profile.passes.get(key)
+        if known is None:
+            self.unknown.add(key)
+            guess = self.guess._compute(program)
+            known = (guess.alone + guess.shared) * self._faster
+        return InstructionCost(0.0, known, "compute")
+
+    def _calibrated(self) -> float:
+        """How much longer passes took than the machine's description says, where both are known."""
+        took = said = 0.0
+        for number in range(len(self.plan.programs)):
+            known = self.profile.passes.get(self.keys.of_pass(number))
+            if known is not None:
+                guess = self.guess._compute(number)
+                took, said = took + known, said + guess.alone + guess.shared
+        return took / said if said else 1.0
+
+    def _transfer(self, key: str, size: float) -> float | None:
+        """Between sizes that were measured, a straight line; beyond them, the rate of the largest."""
+        rows = self.profile.transfers.get(key)
+        if not rows:
+            self.unknown.add(key)
+            return None
+        at = bisect_left(rows, (size, 0.0))
+        if at < len(rows) and rows[at][0] == size:
+            return rows[at][1]
+        if at == len(rows):
+            return rows[-1][1] * size / rows[-1][0] if rows[-1][0] else rows[-1][1]
+        if at == 0:
+            return rows[0][1]
+        (low, first), (high, second) = rows[at - 1], rows[at]
+        return first + (second - first) * (size - low) / (high - low)

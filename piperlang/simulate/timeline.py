@@ -1,0 +1,135 @@
+"""When each device did what, in a step that was simulated or recorded. Whatever is drawn is drawn from this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from piperlang.core.selector import TagValue
+
+PASSES = ("F", "B", "I", "W", "R")
+"""Operations that compute; R is a forward again."""
+
+Curve: TypeAlias = Sequence[tuple[float, float]]
+"""(time, bytes), from each time to the next."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activity:
+    """What an instruction does; the same object wherever the same is done."""
+
+    op: str
+    name: str
+    tags: Mapping[str, TagValue]
+    line: str = ""
+    """Of the script."""
+    bytes: float = 0.0
+    """That the device sends."""
+
+    @property
+    def computes(self) -> bool:
+        return self.op in PASSES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ran:
+    """Something that ran."""
+
+    row: int
+    stream: str
+    what: Activity
+    start: float
+    end: float
+    waited: float = 0.0
+    """At its beginning, for other devices to take part."""
+    step: int = -1
+    """Of the written order: passes with the same one may overlap."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    rows: Sequence[tuple[int, ...]]
+    """Devices, those in one row doing the same at the same time."""
+    ran: Sequence[Ran]
+    length: float
+    unit: str = "s"
+    """Of time: seconds, or units where costs are relative."""
+    messages: Sequence[tuple[Ran, Ran]] = ()
+    """What was sent, and received."""
+    memory: Mapping[int, Curve] = field(default_factory=dict)
+    """By row."""
+    title: str = ""
+
+    def of_row(self) -> list[list[Ran]]:
+        found: list[list[Ran]] = [[] for _ in self.rows]
+        for one in self.ran:
+            found[one.row].append(one)
+        return found
+
+    def idle(self) -> list[float]:
+        """By row, the share of the step in which the device computes nothing: it waits, communicates or updates."""
+        if not self.length:
+            return [0.0] * len(self.rows)
+        return [
+            1 - measure(union((one.start, one.end) for one in ran if one.what.computes)) / self.length
+            for ran in self.of_row()
+        ]
+
+    def idle_share(self) -> float:
+        """The mean over all devices."""
+        count = sum(map(len, self.rows)) or 1
+        return sum(len(devices) * share for devices, share in zip(self.rows, self.idle(), strict=True)) / count
+
+    def exposed(self) -> dict[str, float]:
+        """By stream, the seconds of a step in which a device communicates there and does not compute: the most of all
+        devices."""
+        found: dict[str, float] = {}
+        for ran in self.of_row():
+            computing = union((one.start, one.end) for one in ran if one.what.computes)
+            streams: dict[str, list[tuple[float, float]]] = {}
+            for one in ran:
+                if not one.what.computes and one.what.bytes:
+                    streams.setdefault(stream_name(one.stream), []).append((one.start + one.waited, one.end))
+            for stream, spans in streams.items():
+                alone = measure(minus(union(spans), computing))
+                found[stream] = max(found.get(stream, 0.0), alone)
+        return dict(sorted(found.items()))
+
+
+def stream_name(stream: str) -> str:
+    """As the script says it: every direction of a transfer has a stream of its own."""
+    return stream.rstrip(">").partition("<")[0]
+
+
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint spans, in order, that cover the same time."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            if end > found[-1][1]:
+                found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def minus(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What is in the spans, and in none of the others; both are disjoint and in order."""
+    k = 0
+    for start, end in spans:
+        at = start
+        while k < len(others) and others[k][1] <= at:
+            k += 1
+        j = k
+        while j < len(others) and others[j][0] < end:
+            if others[j][0] > at:
+                yield at, others[j][0]
+            at = max(at, others[j][1])
+            j += 1
+        if at < end:
+            yield at, end
+
+
+def measure(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)

@@ -1,0 +1,188 @@
+"""A plan in simulated time: the same as its order with unit costs, and what shares a link takes longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from piperlang.capture.annotate import annotate
+from piperlang.capture.program import Program, capture
+from piperlang.diagnostics import PiperError
+from piperlang.ir.graph import Graph
+from piperlang.pipeline import schedule
+from piperlang.plan.estimate.machine import Interconnect, Machine
+from piperlang.plan.instructions import Compute, Instruction
+from piperlang.plan.lower import lower
+from piperlang.plan.plan import DevicePlan, Plan
+from piperlang.simulate.costs import NOTHING, InstructionCost, MachineCosts
+from piperlang.simulate.execute import SimulatedStep, execute
+from piperlang.simulate.machine_files import load, names
+from piperlang.simulate.result import as_json, segments, simulated, text
+from piperlang.simulate.timeline import measure
+from piperlang.simulate.unit import UNIT, simulate
+from piperlang.source import Source
+from tests.support.schedules import SCHEDULES
+
+WIDTH = 8
+
+
+class Chain(nn.Module):
+    """A stage per layer, after an entry that takes no time: with it the first layer, too, has an input gradient."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(stages))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0), annotate("part", "entry"):
+            x = x * self.scale
+        for i, layer in enumerate(self.layers):
+            with annotate("stage", i):
+                x = torch.tanh(layer(x))
+        return x
+
+
+@cache
+def chain(stages: int, samples: int) -> Program:
+    return capture(lambda: Chain(stages), mse_loss, (torch.randn(samples, WIDTH), torch.randn(samples, WIDTH)))
+
+
+def planned(stages: int, samples: int, script: str) -> tuple[Graph, Plan]:
+    found = schedule(chain(stages, samples), Source("test.piper", script))
+    assert not found.problems, found.problems
+    graph = found.graph()
+    return graph, lower(graph)
+
+
+class Units(MachineCosts):
+    """Passes take units, all else nothing."""
+
+    def cost(self, device: DevicePlan, x: Instruction) -> InstructionCost:
+        if isinstance(x, Compute) and "part" not in dict(self.plan.nodes[x.node].tags):
+            return InstructionCost(float(UNIT.passes[x.op]))
+        return NOTHING
+
+    def message(self, source: int, target: int, size: float) -> InstructionCost:
+        return NOTHING
+
+    def host(self, x: Instruction) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("rendezvous", [True, False])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plan_takes_what_its_order_takes(name: str, rendezvous: bool) -> None:
+    one, ranks, micro = SCHEDULES[name], 4, 8
+    script = one.script(ranks, micro)
+    graph, plan = planned(one.stage_count(ranks, 2), micro, script)
+    found = execute(plan, Units(plan, graph, Machine(rendezvous=rendezvous)))
+    ideal = simulate(one.lanes(ranks, micro))
+    assert found.timeline.length == pytest.approx(ideal.length)
+    assert found.timeline.idle_share() == pytest.approx(ideal.idle_share())
+    # The critical path has no gaps: it is as long as the step.
+    assert sum(part.seconds for part in segments(found)) == pytest.approx(ideal.length)
+    assert all(part.what != "host" for part in segments(found))
+
+
+# ------------------------------------------------------------------------------------------------------- sharing
+
+TWO = """from std.data import ddp
+mesh gpu = dp: 2
+place [stage=*] on gpu
+ddp(gpu.dp, bucket={bucket})
+split batch into 1 as mb
+{streams}
+"""
+LINK = Machine(flops={"float32": 1e6}, memory_bandwidth=1e12, launch=0.0, node=Interconnect(1e3, 0.0), rendezvous=True)
+
+
+def reductions(found: SimulatedStep) -> list[tuple[float, float]]:
+    return [(one.start + one.waited, one.end) for one in found.timeline.ran if one.what.op == "reduce" and one.row == 0]
+
+
+def test_transfers_on_two_streams_share_the_link() -> None:
+    """On one stream they run one after the other. On two they run at once, each at half the rate, and both end when the
+    link has carried all."""
+    some = {}
+    for name, streams in (
+        ("one", ""),
+        ("two", 'stream [comm=all_reduce, stage=0] on "first"\nstream [comm=all_reduce, stage=1] on "second"'),
+    ):
+        graph, plan = planned(2, 2, TWO.format(bucket="1KB", streams=streams))
+        some[name] = execute(plan, MachineCosts(plan, graph, LINK))
+    one, two = reductions(some["one"]), reductions(some["two"])
+    assert len(one) == len(two)
+    alone = [end - start for start, end in one]
+    assert sum(alone) == pytest.approx(measure(one))  # never at once
+    overlapping = [end - start for start, end in two]
+    assert measure(two) > sum(alone) * 1.2
+    assert max(end for _, end in two) == pytest.approx(max(end for _, end in one), rel=0.02)
+    assert any(later > before * 1.5 for later, before in zip(sorted(overlapping), sorted(alone), strict=True))
+
+
+def test_messages_wait_for_their_receiver_where_they_must() -> None:
+    """A device that is busy receives a buffered message at once, and another one only when it has time for it."""
+    script = "mesh gpu = pp: 2\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp=1]\nsplit batch into 4 as mb\n"
+    graph, plan = planned(2, 4, script)
+    machine = replace(LINK, node=Interconnect(1e4, 0.0))
+    ends = {}
+    for rendezvous in (True, False):
+        found = execute(plan, MachineCosts(plan, graph, replace(machine, rendezvous=rendezvous)))
+        sends = [one for one in found.timeline.ran if one.what.op == "send" and one.row == 0]
+        ends[rendezvous] = [one.end - one.start for one in sends]
+        pairs = found.timeline.messages
+        assert len(pairs) == len([one for one in found.timeline.ran if one.what.op == "recv"])
+        assert all(sender.start <= receiver.end for sender, receiver in pairs)
+    assert all(taken > 0 for taken in ends[True])
+    assert not any(ends[False])
+
+
+# ------------------------------------------------------------------------------------------------------ machines
+
+
+@pytest.mark.parametrize("name", names())
+def test_machines(name: str) -> None:
+    machine = load(name)
+    graph, plan = planned(2, 4, TWO.format(bucket="1KB", streams=""))
+    found = simulated(plan, graph, MachineCosts(plan, graph, machine))
+    data = as_json(found, machine.memory)
+    assert 0 < data["seconds"] < 1
+    assert 0 < data["idle"]["mean"] < 1
+    assert data["memory"]["peak"] > 0
+    assert sum(part["seconds"] for part in data["critical_path"]) == pytest.approx(data["seconds"])
+    assert machine.name in text(found, machine.name, machine.memory)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("flops = 3", "`flops` is a rate for each dtype"),
+        ("speed = 3", "unknown field `speed`"),
+        ("launch = -1", "`launch` is -1, and must be at least 0"),
+        ("memory_bandwidth = 0", "must be more than 0"),
+        ("memory_bandwidth = nan", "must be a number"),
+        ("rendezvous = 1", "`rendezvous` is 1"),
+        ("[node]\nbandwidth = 1", "`node.latency` must be a number"),
+        ("= 3", "it is no TOML"),
+    ],
+)
+def test_a_file_that_describes_no_machine(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    with pytest.raises(PiperError) as caught:
+        load(str(path))
+    (found,) = caught.value.diagnostics
+    assert said in found.notes[0]
+
+
+def test_a_machine_that_nobody_knows() -> None:
+    with pytest.raises(PiperError) as caught:
+        load("h10")
+    assert "use `h100`" in caught.value.diagnostics[0].helps[0]
