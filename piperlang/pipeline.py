@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import piperlang.directives  # noqa: F401  (a script can use all directives)
 from piperlang.build.schedule import HasModel, SupportsCut
@@ -27,6 +27,10 @@ from piperlang.source import Source
 
 if TYPE_CHECKING:
     from piperlang.plan.plan import Plan
+
+
+Classes: TypeAlias = list[tuple[int, ...]]
+"""Devices that do the same."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,18 @@ def planned(graph: Graph, max_norm: float | None = None, skips: bool = False) ->
         plan = with_norm(plan, max_norm, skips)
     check(plan)
     return plan
+
+
+def representative(graph: Graph, max_norm: float | None = None, skips: bool = False) -> tuple[Plan, Classes]:
+    """A plan of one device of each class that does the same, and the classes: what a simulation needs of a graph over
+    thousands of devices. It is not verified, and cannot be run."""
+    from piperlang.plan.linearize import alike
+    from piperlang.plan.lower import lower
+    from piperlang.plan.rewrite.clip import with_norm
+
+    classes = alike(graph)
+    plan = lower(graph, only={devices[0] for devices in classes})
+    return (with_norm(plan, max_norm, skips) if max_norm is not None or skips else plan), classes
 
 
 def evaluate(

@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
+from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, scheduled
 from piperlang.cli.report import add_parameters, report
+from piperlang.pipeline import representative
+from piperlang.progress.lines import counted
 from piperlang.simulate.machine_files import load as load_machine
 from piperlang.simulate.machine_files import names
 
@@ -38,12 +40,16 @@ def run(options: argparse.Namespace) -> int:
     if found.problems:
         report(found.problems, options.format)
         return 1
-    graph = found.graph()
-    plan = recorded_plan(graph, options, file.max_norm)
+    with doing("building the graph"):
+        graph = found.graph()
+    with doing("planning", "planned") as planning:
+        plan, classes = representative(graph, file.max_norm, options.on_nan != "continue")
+        devices = counted(sum(map(len, classes)), "device")
+        planning.detail = f"{devices}, {len(classes)} that differ"
     with doing("simulating", "simulated"):
         from piperlang.simulate.costs import MachineCosts
         from piperlang.simulate.result import as_json, simulated, text
 
-        step = simulated(plan, graph, MachineCosts(plan, graph, machine))
+        step = simulated(plan, graph, MachineCosts(plan, graph, machine), classes)
     print(json.dumps(as_json(step, machine.memory)) if options.json else text(step, machine.name, machine.memory))
     return 0

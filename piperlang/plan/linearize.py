@@ -103,16 +103,22 @@ def _hurry_reductions(graph: Graph, users: list[list[int]], urgency: list[float]
 
 
 def _lanes(graph: Graph) -> dict[Submesh, list[int]]:
-    """Devices that are in the same parts do the same: one lane stands for all of them."""
-    wheres = list(dict.fromkeys(where for template in graph.templates for where in (template.where, *template.beyond)))
+    """For every submesh, the lanes of its devices: one for all that do the same."""
+    lane = {device: number for number, devices in enumerate(alike(graph)) for device in devices}
+    return {where: list(dict.fromkeys(lane[device] for device in devices_of(where))) for where in _wheres(graph)}
+
+
+def alike(graph: Graph) -> list[tuple[int, ...]]:
+    """Devices that are in the same submeshes do the same."""
     member: dict[int, list[int]] = {}
-    for number, where in enumerate(wheres):
+    for number, where in enumerate(_wheres(graph)):
         for device in devices_of(where):
             member.setdefault(device, []).append(number)
-    kinds: dict[tuple[int, ...], int] = {}
-    found: dict[Submesh, list[int]] = {where: [] for where in wheres}
-    for numbers in dict.fromkeys(map(tuple, member.values())):
-        lane = kinds.setdefault(numbers, len(kinds))
-        for number in numbers:
-            found[wheres[number]].append(lane)
-    return found
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for device, numbers in sorted(member.items()):
+        kinds.setdefault(tuple(numbers), []).append(device)
+    return [tuple(devices) for devices in kinds.values()]
+
+
+def _wheres(graph: Graph) -> list[Submesh]:
+    return list(dict.fromkeys(where for template in graph.templates for where in (template.where, *template.beyond)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from piperlang.ir.graph import Value
@@ -22,7 +24,8 @@ class TransferPart(NamedTuple):
 def parts(have: Value, want: Value) -> tuple[TransferPart, ...]:
     """For every device that wants the value, who gives it what. Its own copy first, then its counterpart, then whoever
     has it."""
-    return _parts(have.tensor, have.layout, want.layout, have.samples, have.inner, want.inner)
+    same = have.tensor if not have.tensor.name else replace(have.tensor, name="")  # however it is called
+    return _parts(same, have.layout, want.layout, have.samples, have.inner, want.inner)
 
 
 @lru_cache(maxsize=65536)
@@ -35,21 +38,35 @@ def _parts(
     wanted_inner: tuple[tuple[int, int], ...],
 ) -> tuple[TransferPart, ...]:
     sources = list(zip(devices_of(have.where), have.boxes(tensor, 0, samples, inner), strict=True))
+    own = {device: (device, box) for device, box in sources}
+    count = len(devices_of(want.where))
     found: list[TransferPart] = []
     for k, (device, box) in enumerate(
         zip(devices_of(want.where), want.boxes(tensor, 0, samples, wanted_inner), strict=True)
     ):
-        alike = len(sources) == len(devices_of(want.where))
-        ranked = sorted(enumerate(sources), key=lambda item: (item[1][0] != device, not alike or item[0] != k, item[0]))
+        # Itself first, then its counterpart, then the others: where it comes twice, nothing is left to take.
+        first = [own[device]] if device in own else []
+        first += [sources[k]] if len(sources) == count else []
         taken: set[Box] = set()
-        for _, (source, there) in ranked:
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, there, strict=True))
-            if any(low >= high for low, high in common) or common in taken:
+        for source, there in chain(first, sources):
+            common = _common(box, there)
+            if common is None or common in taken:
                 continue
             taken.add(common)
             found.append(TransferPart(source, device, _within(common, there), _within(common, box)))
             if common == box:
                 break
+    return tuple(found)
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """What is in both; a loop, because it is called for every pair of devices."""
+    found = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        low, high = a if a > c else c, b if b < d else d
+        if low >= high:
+            return None
+        found.append((low, high))
     return tuple(found)
 
 

@@ -21,6 +21,8 @@ from piperlang.simulate.timeline import Activity, Ran, Timeline
 
 Place: TypeAlias = tuple[int, int]
 """Row and index of an instruction."""
+MessageKey: TypeAlias = tuple[int, int, int]
+"""The rows that send and receive a message, and its tag."""
 Shared: TypeAlias = tuple[str, int]
 """Something that several may use at once: a link, or what computes, of a row."""
 
@@ -83,8 +85,10 @@ class _Execution:
         self.meetings: dict[tuple[object, ...], list[Place]] = {}
         """Members of collectives that have come, until all have."""
         self.seen: list[dict[tuple[int, str], int]] = [{} for _ in self.lists]
-        self.messages: dict[tuple[int, int, int], _Message] = {}
-        """By the rows that send and receive it, and its tag."""
+        self.messages: dict[MessageKey, _Message] = {}
+        self.sizes: dict[MessageKey, list[int]] = {}
+        """Bytes that one sends, and that one receives: not the same where a row stands for several devices, and each
+        receives from two of another row."""
         self.open: dict[Place, int] = {}
         """Messages that an instruction still waits for."""
         self._link_up()
@@ -107,6 +111,12 @@ class _Execution:
                 for earlier in x.waits:
                     after[earlier].append(i)
                 left[i] += len(x.waits) + self.issues
+                if isinstance(x, Send | Receive):
+                    for one in x.messages:
+                        peer, sends = self.row[one.peer], isinstance(x, Send)
+                        key = (row, peer, one.tag) if sends else (peer, row, one.tag)
+                        size = self.sizes.setdefault(key, [0, 0])
+                        size[not sends] += prod(one.shape) * item_bytes(x.dtype)
 
     # ---------------------------------------------------------------------------------------------------- events
 
@@ -231,30 +241,31 @@ class _Execution:
         self._start(cost, uses, ended, now)
 
     def _send(self, row: int, i: int, x: Send, now: float) -> None:
-        here, rendezvous = self.plan.devices[row].device, self.costs.machine.rendezvous
-        self.open[row, i] = len(x.messages)
-        for one in x.messages:
-            message = self._message(row, self.row[one.peer], one.tag)
+        peers = {(row, self.row[one.peer], one.tag): one.peer for one in x.messages}
+        self.open[row, i] = len(peers)
+        for key, peer in peers.items():
+            message = self._message(key)
             message.sender = row, i
-            message.cost = self.costs.message(here, one.peer, prod(one.shape) * item_bytes(x.dtype))
+            message.cost = self.costs.message(self.plan.devices[row].device, peer, max(self.sizes[key]))
             self._carry(message, now)
-        if not rendezvous or not x.messages:
+        if not self.costs.machine.rendezvous or not peers:
             self._end(row, i, now)
 
     def _receive(self, row: int, i: int, x: Receive, now: float) -> None:
-        self.open[row, i] = len(x.messages)
-        if not x.messages:
+        keys = dict.fromkeys((self.row[one.peer], row, one.tag) for one in x.messages)
+        self.open[row, i] = len(keys)
+        if not keys:
             self._end(row, i, now)
-        for one in x.messages:
-            message = self._message(self.row[one.peer], row, one.tag)
+        for key in keys:
+            message = self._message(key)
             message.receiver = row, i
             if message.arrived:
                 self._took(message.receiver, now)
             else:
                 self._carry(message, now)
 
-    def _message(self, source: int, target: int, tag: int) -> _Message:
-        return self.messages.setdefault((source, target, tag), _Message(target))
+    def _message(self, key: MessageKey) -> _Message:
+        return self.messages.setdefault(key, _Message(key[1]))
 
     def _carry(self, message: _Message, now: float) -> None:
         """Begins to, if all that must be there is."""

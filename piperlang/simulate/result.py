@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from piperlang.core.collector import uncollected
 from piperlang.ir.graph import Graph
 from piperlang.plan.estimate.memory import STATES, ValueSizes, over_time
 from piperlang.plan.estimate.summary import bytes_text, time_text
@@ -36,6 +37,13 @@ def simulated(
     states: float = STATES,
 ) -> SimulatedStep:
     """A step in simulated time, with the memory of its devices."""
+    with uncollected():
+        return _simulated(plan, graph, costs, alike, title, states)
+
+
+def _simulated(
+    plan: Plan, graph: Graph, costs: CostModel, alike: Sequence[tuple[int, ...]] | None, title: str, states: float
+) -> SimulatedStep:
     timeline, path = execute(plan, costs, alike, title)
     sizes = ValueSizes(plan, graph)
     memory = {}

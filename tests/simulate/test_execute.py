@@ -18,6 +18,7 @@ from piperlang.ir.graph import Graph
 from piperlang.pipeline import schedule
 from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.instructions import Compute, Instruction
+from piperlang.plan.linearize import alike
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.simulate.costs import NOTHING, InstructionCost, MachineCosts
@@ -186,3 +187,46 @@ def test_a_machine_that_nobody_knows() -> None:
     with pytest.raises(PiperError) as caught:
         load("h10")
     assert "use `h100`" in caught.value.diagnostics[0].helps[0]
+
+
+# ------------------------------------------------------------------------------------------- devices that do the same
+
+MANY = {
+    "pipeline with data": """from std.data import ddp
+from std.pipeline import loop, one_f_one_b
+mesh gpu = pp: 2, dp: 4
+loop(gpu, 2)
+split batch into 4 as mb
+ddp(gpu.dp)
+one_f_one_b(gpu, 2, 4)
+""",
+    "ZeRO-3": """from std.data import zero3
+from std.pipeline import loop, one_f_one_b
+mesh gpu = pp: 2, dp: 4
+loop(gpu, 2)
+split batch into 2 as mb
+zero3(gpu.dp)
+one_f_one_b(gpu, 2, 2)
+""",
+    "stages of different widths": """from std.data import ddp
+mesh gpu = all: 6
+place [stage=0] on gpu[all=0:4]
+place [stage=1] on gpu[all=4:6]
+split batch into 2 as mb
+replicate [pass=*] over gpu.all
+""",
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_one_of_the_devices_that_do_the_same_is_enough(name: str) -> None:
+    graph, plan = planned(2, 16, MANY[name])
+    machine = replace(LINK, devices_per_node=2, network=Interconnect(5e2, 1e-3))
+    classes = alike(graph)
+    some = lower(graph, only={devices[0] for devices in classes})
+    assert len(some.devices) == len(classes) < len(plan.devices)
+    whole = simulated(plan, graph, MachineCosts(plan, graph, machine)).timeline
+    part = simulated(some, graph, MachineCosts(some, graph, machine), classes).timeline
+    assert part.length == pytest.approx(whole.length, rel=0.02)
+    assert part.idle_share() == pytest.approx(whole.idle_share(), rel=0.05)
+    assert sum(map(len, part.rows)) == len(whole.rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ from piperlang.ir.graph import COMPUTE, Graph
 from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.estimate.memory import STATES, peaks
-from piperlang.plan.instructions import AllToAll, Collective, Instruction, item_bytes
+from piperlang.plan.instructions import AllToAll, Block, Collective, Instruction, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
 
 LINES = 12
@@ -112,8 +113,14 @@ def idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
 def sent(device: DevicePlan, x: Instruction, plan: Plan) -> float:
     """Bytes that a device gives to others."""
     if isinstance(x, AllToAll):
-        return float(sum(prod(one.shape) for one in x.give if one.peer != device.device) * item_bytes(x.dtype))
+        return _given(x.give, device.device) * item_bytes(x.dtype)
     return x.sent_bytes(len(plan.groups[x.group].members) if isinstance(x, Collective) else 1)
+
+
+@lru_cache(maxsize=65536)
+def _given(blocks: tuple[Block, ...], device: int) -> float:
+    """Elements for others. Microbatches have the same blocks."""
+    return float(sum(prod(one.shape) for one in blocks if one.peer != device))
 
 
 def _communication(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from piperlang.core.collector import uncollected
 from piperlang.core.value_id import Kind
 from piperlang.ir.graph import COMPUTE, Graph, Node, NodeTemplate
 from piperlang.ir.layout import devices_of
@@ -9,16 +12,21 @@ from piperlang.ir.weight_layout import coordinates, interval, local_box
 from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.instructions import Fetch, Offload
-from piperlang.plan.linearize import linearize
+from piperlang.plan.linearize import Sequence, linearize
 from piperlang.plan.lower.activations import Activations
 from piperlang.plan.lower.emit import Emitter
 from piperlang.plan.lower.parameters import Parameters
 from piperlang.plan.plan import ParameterShard, Plan, PlanNode
 
 
-def lower(graph: Graph, machine: Machine | None = None) -> Plan:
-    sequence = linearize(graph, Costs(graph, machine))
-    emitter = Emitter(graph)
+def lower(graph: Graph, machine: Machine | None = None, only: Collection[int] | None = None) -> Plan:
+    """`only`: a plan of these devices alone, which can be simulated, not run."""
+    with uncollected():
+        return _lower(graph, linearize(graph, Costs(graph, machine)), only)
+
+
+def _lower(graph: Graph, sequence: Sequence, only: Collection[int] | None) -> Plan:
+    emitter = Emitter(graph, only)
     lowering = _Lowering(graph, emitter)
     _keep_weights(graph, emitter)
     receivers = {node.reads[0][0]: node for node in graph.nodes if node.op == "recv"}
@@ -83,7 +91,7 @@ class _Lowering:
 
     def _offload(self, node: Node) -> None:
         move = Offload if node.op == "offload" else Fetch
-        for device in devices_of(node.template.where):
+        for _, device in self.emitter.among(node.template.where):
             self.emitter.emit(device, node, move, source=node.reads[0][0], target=node.writes[0])
 
 
@@ -93,7 +101,8 @@ def _keep_weights(graph: Graph, emitter: Emitter) -> None:
             continue
         shape = graph.model.weights[held.weight].shape
         devices = devices_of(held.where)
-        for device, at in zip(devices, coordinates(held.where), strict=True):
+        for k, device in emitter.among(held.where):
+            at = coordinates(held.where)[k]
             emitter.devices[device].weights[key] = ParameterShard(
                 held.weight,
                 local_box(held, shape, at),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 from piperlang.core.placement import DEFERRED, dispatched
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import Graph, Node, NodeTemplate, Value
@@ -28,6 +31,7 @@ from piperlang.plan.lower.emit import Emitter
 from piperlang.plan.plan import Feed, StageProgram
 from piperlang.plan.transfer import TransferPart, local_shapes, parts, shape_of
 
+Blocks: TypeAlias = tuple[Block, ...]
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
 
 
@@ -37,6 +41,8 @@ class Activations:
         self.programs: list[StageProgram] = []
         self._numbers: dict[int, int] = {}
         self._tags: dict[tuple[ValueId, int], dict[int, int]] = {}
+        self._known_blocks: dict[tuple[object, ...], tuple[Blocks, Blocks]] = {}
+        self._known_samples: dict[tuple[object, ...], tuple[list[int], frozenset[int]]] = {}
 
     # ------------------------------------------------------------------------------------------------------- compute
 
@@ -45,12 +51,11 @@ class Activations:
         assert template.layout is not None
         assert template.chunk is not None
         value = self._output(node, 0)
-        firsts = [box[0][0] for box in template.layout.boxes(SAMPLE, value.first, value.samples, value.inner)]
-        counted = set(template.layout.separate())
+        firsts, counted = self._samples(template, value)
         share = template.samples / graph.model.samples if graph.model.combine == "mean" else 1.0
         inputs = tuple(tuple(key for key in keys if key.kind is not Kind.SUPPLIED) for keys in node.reads)
         differentiates = any(slot[0] == "grad_output" for slot in template.slots)
-        for k, device in enumerate(devices_of(template.where)):
+        for k, device in self.emitter.among(template.where):
             at = coordinates(template.where)[k]
             self._feed(node, device, k)
             self.emitter.emit(
@@ -60,7 +65,7 @@ class Activations:
                 program=self._program(template),
                 inputs=inputs,
                 outputs=node.writes,
-                first_sample=firsts[k],
+                first_sample=value.first + firsts[k],
                 coordinates=tuple(at[divide.axis] for divide in template.sharding[0]),
                 loss_share=share if differentiates else None,
                 zeros=self._zeros(node, device),
@@ -68,6 +73,15 @@ class Activations:
             for key in set(node.writes) & set(graph.losses):
                 if k in counted:
                     self.emitter.devices[device].losses[key] = share
+
+    def _samples(self, template: NodeTemplate, value: Value) -> tuple[list[int], frozenset[int]]:
+        """By device, the first of its samples in a microbatch; and of the devices with the same ones, the first."""
+        assert template.layout is not None
+        key = (id(template), value.samples, value.inner)
+        if key not in self._known_samples:
+            boxes = template.layout.boxes(SAMPLE, 0, value.samples, value.inner)
+            self._known_samples[key] = [box[0][0] for box in boxes], frozenset(template.layout.separate())
+        return self._known_samples[key]
 
     def _output(self, node: Node, output: int) -> Value:
         name = self.graph.model.chunks[node.template.chunk or 0].outputs[output]
@@ -115,20 +129,23 @@ class Activations:
     def send(self, node: Node) -> None:
         key, wire = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[wire]
-        moved = parts(have, want)
-        for device in devices_of(node.template.where):
-            mine = [part for part in moved if part.source == device and part.target != device]
+        wanted, mine = self.emitter.devices, dict[int, list[TransferPart]]()
+        for part in parts(have, want):
+            if part.target != part.source and (part.source in wanted or part.target in wanted):
+                tags = self._tags.setdefault((wire, part.source), {})
+                tags[part.target] = self.emitter.tag(part.source, part.target)
+                mine.setdefault(part.source, []).append(part)
+        for _, device in self.emitter.among(node.template.where):
             shape = _local(have)[device]
             messages = tuple(
                 Message(
                     part.target,
-                    self.emitter.tag(device, part.target),
+                    self._tags[wire, device][part.target],
                     _unless_whole(part.taken, shape),
                     shape_of(part.taken),
                 )
-                for part in mine
+                for part in mine.get(device, ())
             )
-            self._tags[wire, device] = {message.peer: message.tag for message in messages}
             if messages:
                 self.emitter.emit(
                     device, node, Send, on=f"{node.stream}>", value=key, messages=messages, dtype=have.tensor.dtype
@@ -138,9 +155,12 @@ class Activations:
         wire, target = node.reads[0][0], node.writes[0]
         source = self.graph.nodes[self.graph.made[wire]].reads[0][0]
         have, want = self.graph.values[source], self.graph.values[target]
-        moved = parts(have, want)
-        for device in devices_of(node.template.where):
-            coming = [part for part in moved if part.target == device]
+        coming_to = dict[int, list[TransferPart]]()
+        for part in parts(have, want):
+            if part.target in self.emitter.devices:
+                coming_to.setdefault(part.target, []).append(part)
+        for _, device in self.emitter.among(node.template.where):
+            coming = coming_to.get(device, [])
             shape = _local(want)[device]
             messages = tuple(
                 Message(
@@ -171,7 +191,7 @@ class Activations:
         have, want = self.graph.values[key], self.graph.values[target]
         shapes, boxes, wanted = _local(have), _boxes(have), _boxes(want)
         for members in self.emitter.along(node.template.where, node.template.axes):
-            for device in members:
+            for device in self._wanted(members):
                 kept = tuple(
                     (low - start, high - start)
                     for (low, high), (start, _) in zip(wanted[device], boxes[device], strict=True)
@@ -191,17 +211,10 @@ class Activations:
     def all_to_all(self, node: Node) -> None:
         key, target = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[target]
-        given: dict[int, list[TransferPart]] = {}
-        taken: dict[int, list[TransferPart]] = {}
-        for part in parts(have, want):
-            given.setdefault(part.source, []).append(part)
-            taken.setdefault(part.target, []).append(part)
         shapes = _local(want)
         for members in self.emitter.along(node.template.where, node.template.axes):
-            rank = {device: k for k, device in enumerate(members)}
-            for device in members:
-                give = sorted(given.get(device, ()), key=lambda part: rank[part.target])
-                take = sorted(taken.get(device, ()), key=lambda part: rank[part.source])
+            for device in self._wanted(members):
+                give, take = self._blocks(have, want, tuple(members), device)
                 self.emitter.emit(
                     device,
                     node,
@@ -209,11 +222,28 @@ class Activations:
                     group=self.emitter.group(members, node.stream),
                     source=key,
                     target=target,
-                    give=tuple(Block(part.target, part.taken, shape_of(part.taken)) for part in give),
-                    take=tuple(Block(part.source, part.put, shape_of(part.put)) for part in take),
+                    give=give,
+                    take=take,
                     shape=shapes[device],
                     dtype=have.tensor.dtype,
                 )
+
+    def _blocks(self, have: Value, want: Value, members: tuple[int, ...], device: int) -> tuple[Blocks, Blocks]:
+        """What a device gives to the members, and takes from them, in their order. The same for all microbatches."""
+        key = (id(have.tensor), have.layout, want.layout, have.samples, have.inner, want.inner, members, device)
+        if key not in self._known_blocks:
+            rank = {member: k for k, member in enumerate(members)}
+            moved = parts(have, want)
+            give = sorted((part for part in moved if part.source == device), key=lambda part: rank[part.target])
+            take = sorted((part for part in moved if part.target == device), key=lambda part: rank[part.source])
+            self._known_blocks[key] = (
+                tuple(Block(part.target, part.taken, shape_of(part.taken)) for part in give),
+                tuple(Block(part.source, part.put, shape_of(part.put)) for part in take),
+            )
+        return self._known_blocks[key]
+
+    def _wanted(self, members: Sequence[int]) -> list[int]:
+        return [device for device in members if device in self.emitter.devices]
 
     def route(self, node: Node) -> None:
         """Tokens to their experts and back. Shapes are those of balanced experts; token counts are exchanged at run
@@ -226,7 +256,7 @@ class Activations:
         make = ExchangeSplits if made else Dispatch if to_experts else Combine
         shapes = _local(want)
         for members in self.emitter.along(node.template.where, node.template.axes):
-            for device in members:
+            for device in self._wanted(members):
                 self.emitter.emit(
                     device,
                     node,
@@ -247,7 +277,7 @@ class Activations:
         target = node.writes[0]
         want = self.graph.values[target]
         axes = list(zip(axes_of(want.layout.where), want.layout.placements, strict=True))
-        for k, device in enumerate(devices_of(node.template.where)):
+        for k, device in self.emitter.among(node.template.where):
             at = coordinates(node.template.where)[k]
             zero = node.op == "share" and any(at[axis] for (axis, _), place in axes if place is DEFERRED)
             copies = tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,20 +17,33 @@ from piperlang.plan.plan import DevicePlan, Group
 
 
 class Emitter:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, only: Collection[int] | None = None) -> None:
+        """`only`: the devices that instructions are wanted of, by default all."""
         self.graph = graph
         every = sorted({device for template in graph.templates for device in _devices(template)})
+        every = every if only is None else [device for device in every if device in only]
         self.devices = {device: DevicePlan(device) for device in every}
         self.groups: dict[Group, int] = {}
         self._made: dict[int, dict[ValueId, int]] = {device: {} for device in every}
         self._at: dict[int, dict[int, list[int]]] = {device: {} for device in every}
         self._tags: dict[tuple[int, int], int] = {}
+        self._among: dict[Submesh, list[tuple[int, int]]] = {}
+        self._devices_of: dict[tuple[Submesh, ...], tuple[int, ...]] = {}
+        self._groups: dict[tuple[Submesh, tuple[str, ...]], list[list[int]]] = {}
         self.before: dict[int, list[int]] = {node: list(earlier) for node, earlier in graph.after.items()}
         """Temporal edges: which nodes a node comes after."""
         for order in graph.orders:
             for earlier, later in order.fences(lambda node: graph.nodes[node].stream):
                 for node in later:
                     self.before.setdefault(node, []).extend(earlier)
+
+    def among(self, where: Submesh) -> Iterator[tuple[int, int]]:
+        """Devices of a submesh whose instructions are wanted, each after its place there."""
+        known = self._among.get(where)
+        if known is None:
+            known = [(k, device) for k, device in enumerate(devices_of(where)) if device in self.devices]
+            self._among[where] = known
+        return iter(known)
 
     def emit(
         self,
@@ -58,26 +71,29 @@ class Emitter:
 
     def synchronize(self, node: Node) -> None:
         """A temporal edge between nodes that share no device takes a message."""
-        here = _devices(node.template)
+        here = self._together(node.template)
         for other in dict.fromkeys(self.before.get(node.id, ())):
             earlier = self.graph.nodes[other]
-            there = _devices(earlier.template)
-            if set(here) & set(there):
+            there = self._together(earlier.template)
+            if here is there or not set(here).isdisjoint(there):
                 continue
             pairs = zip(there, here, strict=True) if len(there) == len(here) else product(there, here)
             for source, target in pairs:
                 tag = self.tag(source, target)
-                ended = self._at[source].get(other, ())
-                self.emit(
-                    source,
-                    earlier,
-                    Send,
-                    on=f"{SYNC}>",
-                    after=ended,
-                    value=None,
-                    messages=(Message(target, tag, None, (1,)),),
-                    dtype="uint8",
-                )
+                if source in self.devices:
+                    ended = self._at[source].get(other, ())
+                    self.emit(
+                        source,
+                        earlier,
+                        Send,
+                        on=f"{SYNC}>",
+                        after=ended,
+                        value=None,
+                        messages=(Message(target, tag, None, (1,)),),
+                        dtype="uint8",
+                    )
+                if target not in self.devices:
+                    continue
                 index = self.emit(
                     target,
                     earlier,
@@ -91,6 +107,13 @@ class Emitter:
                 )
                 self._at[target].setdefault(other, []).append(index)
 
+    def _together(self, template: NodeTemplate) -> tuple[int, ...]:
+        """The devices of a node."""
+        key = (template.where, *template.beyond)
+        if key not in self._devices_of:
+            self._devices_of[key] = _devices(template)
+        return self._devices_of[key]
+
     def tag(self, source: int, target: int) -> int:
         """Messages between two devices are numbered in the order of the sequence."""
         tag = self._tags.get((source, target), 0)
@@ -100,11 +123,14 @@ class Emitter:
     def group(self, members: Sequence[int], stream: str) -> int:
         return self.groups.setdefault(Group(tuple(members), stream), len(self.groups))
 
-    @staticmethod
-    def along(where: Submesh, axes: Sequence[str]) -> Iterator[list[int]]:
-        """Groups of devices that differ only along some axes."""
-        devices = devices_of(where)
-        yield from ([devices[k] for k in group] for group in along(where, axes))
+    def along(self, where: Submesh, axes: Sequence[str]) -> Iterator[list[int]]:
+        """Groups of devices that differ only along some axes, as far as instructions of a member are wanted."""
+        key = (where, tuple(axes))
+        if key not in self._groups:
+            devices = devices_of(where)
+            every = [[devices[k] for k in group] for group in along(where, axes)]
+            self._groups[key] = [group for group in every if not self.devices.keys().isdisjoint(group)]
+        yield from self._groups[key]
 
 
 def _devices(template: NodeTemplate) -> tuple[int, ...]:

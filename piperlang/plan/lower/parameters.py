@@ -40,7 +40,7 @@ class Parameters:
             rank = [axis for axis in finer.flat if axis in axes]
             ordered = sorted(members, key=lambda device: [positions[device][axis] for axis in rank] or [0])
             group = self.emitter.group(ordered, node.stream)
-            for device in ordered:
+            for device in self._wanted(ordered):
                 shards = tuple(
                     self._shards(keys, target, ordered, positions, device)
                     for keys, target in zip(node.reads, node.writes, strict=True)
@@ -48,6 +48,9 @@ class Parameters:
                 self.emitter.emit(
                     device, node, COLLECTIVES[node.op], group=group, shards=shards, dtype=self._dtype(node.writes[0])
                 )
+
+    def _wanted(self, members: Sequence[int]) -> list[int]:
+        return [device for device in members if device in self.emitter.devices]
 
     def _dtype(self, key: ValueId) -> str:
         return self.graph.model.weights[self.graph.held[key].weight].dtype
@@ -89,6 +92,8 @@ class Parameters:
                 )
             group = self.emitter.group([device for _, device in members], node.stream)
             for home, device in members:
+                if device not in self.emitter.devices:
+                    continue
                 alike = sum(1 for other, _ in members if other == home)
                 at = coordinates(wheres[home])[devices_of(wheres[home]).index(device)]
                 shards = tuple(
@@ -113,7 +118,8 @@ class Parameters:
 
     def update(self, node: Node) -> None:
         where = node.template.where
-        for device, at in zip(devices_of(where), coordinates(where), strict=True):
+        for k, device in self.emitter.among(where):
+            at = coordinates(where)[k]
             parameters = []
             for w, new in enumerate(node.writes):
                 (old,), gradients = node.reads[2 * w], node.reads[2 * w + 1]
