@@ -13,20 +13,33 @@ A measured step is the median of some steps, each from its begin on the workers 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
+import torch.nn.functional as f
+from torch import nn
+
 from benchmarks.sleeping import Asleep, batch, compiled, make_model, optimizer, options, show
+from piperlang.capture.annotate import annotate
+from piperlang.capture.program import CutProgram, capture
+from piperlang.diagnostics import PiperError
+from piperlang.pipeline import schedule
 from piperlang.plan.instructions import Compute, Instruction
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import DevicePlan
+from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
+from piperlang.runtime.driver.profiling import profiled
 from piperlang.runtime.driver.training import Training
 from piperlang.simulate.costs import InstructionCost, MachineCosts
 from piperlang.simulate.execute import execute
 from piperlang.simulate.machine_files import load
+from piperlang.simulate.measured import MeasuredCosts, Profile
+from piperlang.source import Source
 
 MS = 30.0
 PLACES = {
@@ -76,6 +89,132 @@ def sleeping(cluster: Cluster, ranks: int, steps: int) -> Iterator[dict[str, Any
         yield row(f"sleep, {name}, pp={ranks}", predicted, taken)
 
 
+# -------------------------------------------------------------------------------------------------------------- a GPT
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int = 4
+    width: int = 256
+    length: int = 128
+    words: int = 512
+    samples: int = 8
+    dtype: torch.dtype = torch.float32
+
+
+class GptLayer(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.width // 64
+        self.first, self.second = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.qkv, self.out = nn.Linear(size.width, 3 * size.width), nn.Linear(size.width, size.width)
+        self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, width = x.shape
+        parts = self.qkv(self.first(x)).view(samples, length, 3, self.heads, 64).permute(2, 0, 3, 1, 4)
+        seen = f.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(samples, length, width))
+        return x + self.down(f.gelu(self.up(self.second(x))))  # type: ignore[no-any-return]
+
+
+class SimulatedGpt(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(size.words, size.width), nn.Linear(size.width, size.words)
+        self.layers = nn.ModuleList(GptLayer(size) for _ in range(size.layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0):
+            x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            with annotate("stage", i):
+                x = layer(x)
+        with annotate("stage", len(self.layers) - 1):
+            return self.head(x)  # type: ignore[no-any-return]
+
+
+def make_gpt(size: Size) -> SimulatedGpt:
+    return SimulatedGpt(size).to(size.dtype)
+
+
+def words_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return f.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4)
+
+
+def letters(size: Size, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        ids = torch.randint(size.words, (size.samples, size.length + 1), generator=generator).to(device)
+        yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+STAGED = """from std.pipeline import {name}, loop
+mesh gpu = pp: {ranks}
+split batch into {micro} as mb
+loop(gpu, {ranks}, {chunks})
+{name}(gpu, {ranks}, {micro})
+"""
+ALONE = "mesh gpu = pp: 1\nplace [stage=*] on gpu\nsplit batch into {micro} as mb\n"
+
+
+def predicted_and_measured(
+    cluster: Cluster, size: Size, scripts: dict[str, str], steps: int, device: str
+) -> Iterator[dict[str, Any]]:
+    """All schedules from the profile of the first one; those with other passes from their own."""
+    first: Profile | None = None
+    for name, text in scripts.items():
+        found = schedule(capture(partial(make_gpt, size), words_loss, next(letters(size, device))), Source(name, text))
+        if found.problems:
+            raise PiperError(*found.problems)
+        graph, captured = found.graph(), found.captured
+        assert isinstance(captured, CutProgram)
+        plan = lower(graph)
+        with Job(plan, captured, Training(partial(make_gpt, size), adam), timeout=60, cluster=cluster) as job:
+            result = profiled(job, graph, letters(size, device), steps)
+        machine = load("h200" if device == "cuda" else "cpu")
+        costs = MeasuredCosts(plan, graph, first or result.found, machine)
+        predicted = execute(plan, costs).timeline.length
+        source = "itself" if first is None else "another schedule"
+        if costs.unknown:
+            costs, source = MeasuredCosts(plan, graph, result.found, machine), "itself"
+            predicted = execute(plan, costs).timeline.length
+        first = first or result.found
+        yield {
+            **row(f"{name}, profile of {source}", predicted, [result.seconds]),
+            "recording": round(result.recording / result.seconds - 1, 4),
+        }
+
+
+def gpt(ranks: int, size: Size, steps: int, device: str) -> Iterator[dict[str, Any]]:
+    """One device: passes of a pipeline's stages one after the other. Several: pipelines."""
+    about = f"gpt on {device}, {ranks} rank{'s' if ranks > 1 else ''}"
+    if ranks == 1:
+        scripts = {f"{about}, {micro} microbatches": ALONE.format(micro=micro) for micro in (4, 2)}
+    else:
+        scripts = (
+            {
+                f"{about}, {name}": STAGED.format(name=name, ranks=ranks, micro=4, chunks=size.layers // ranks)
+                for name in ("one_f_one_b", "gpipe")
+            }
+            if size.layers == ranks
+            else {
+                f"{about}, {name}": STAGED.format(name=name, ranks=ranks, micro=4, chunks=2)
+                for name in ("interleaved", "looped_bfs", "interleaved_zero_bubble")
+            }
+        )
+    cluster = Cluster(ranks, backend=for_workers() if device == "cuda" else None)
+    try:
+        yield from predicted_and_measured(cluster, size, scripts, steps, device)
+    finally:
+        cluster.close()
+
+
 def row(case: str, predicted: float, taken: list[float]) -> dict[str, Any]:
     measured = median(taken)
     return {
@@ -99,6 +238,13 @@ def main() -> None:
                 rows += sleeping(cluster, ranks, chosen.steps)
             finally:
                 cluster.close()
+    if chosen.only in (None, "gpt") and not chosen.gpu:
+        rows += gpt(2, Size(), 2 * chosen.steps, "cpu")
+        rows += gpt(2, Size(layers=2), 2 * chosen.steps, "cpu")
+    if chosen.gpu:
+        large = Size(layers=4, width=2048, length=1024, words=8192, samples=8, dtype=torch.bfloat16)
+        for ranks in (1, 4):
+            rows += gpt(ranks, large, chosen.steps, "cuda")
     show(rows, chosen.json)
 
 

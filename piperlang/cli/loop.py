@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from piperlang.capture.user.watched import WatchedModel
     from piperlang.plan.plan import Plan
     from piperlang.runtime.comm.backend import Backend
+    from piperlang.runtime.driver.restoring import Restore
     from piperlang.runtime.driver.shapes import Mode
     from piperlang.runtime.driver.training import StepResult, Training
 
@@ -70,7 +71,8 @@ class TrainingLoop:
             from piperlang.runtime.shapes import PlanForShape
 
         options, file, cut, plan, given = self.options, self.file, self.cut, self.plan, self.given
-        self.training = _training(options, file, self.run_before)
+        restore = self.run_before.restore(options.new_options) if self.run_before is not None else None
+        self.training = training_of(file, options.seed, options.masters, restore)
         with ExitStack() as stack:
             self.loggers = stack.enter_context(_loggers(options, plan, self.folder))
             plan_for = PlanForShape(
@@ -369,7 +371,8 @@ def _row(step: int, done: StepResult) -> StepMetrics:
     )
 
 
-def _training(options: argparse.Namespace, file: ModelFile, run_before: Resumed | None) -> Training:
+def training_of(file: ModelFile, seed: int, masters: bool, restore: Restore | None = None) -> Training:
+    """What workers train."""
     from piperlang.capture.user.model_file import shipped
     from piperlang.runtime.driver.training import Training
     from piperlang.runtime.optimizer.optimize import default_optimizer
@@ -380,12 +383,12 @@ def _training(options: argparse.Namespace, file: ModelFile, run_before: Resumed 
         make,
         shipped(file, "optimizer") or default_optimizer,
         shipped(file, "lr_schedule"),
-        options.seed,
-        options.masters or file.precision == "bf16-true",
+        seed,
+        masters or file.precision == "bf16-true",
         shipped(file, "loss"),
         file.ema,
         file.weights,
-        run_before.restore(options.new_options) if run_before is not None else None,
+        restore,
     )
 
 

@@ -1,0 +1,81 @@
+"""Measure what each instruction of a step takes on workers, and save it: `piperc simulate --profile FILE` then uses
+these times, also for other schedules of the same model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from piperlang.cli.backend import add_backend, chosen_backend
+from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
+from piperlang.cli.report import add_parameters, check_output, report
+from piperlang.diagnostics import error
+from piperlang.plan.estimate.summary import time_text
+from piperlang.progress import Notice, emit
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL.py")
+    parser.add_argument("script", metavar="SCHEDULE.piper")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where the times are saved (default: MODEL.profile.json)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="how many steps are recorded (default: 10)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--address", metavar="HOST:PORT", help="use the Ray cluster at this address")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="compile passes with Inductor (default: on CUDA)"
+    )
+    add_backend(parser)
+    add_parameters(parser)
+    add_precision(parser)
+    add_on_nan(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    output = Path(options.output or f"{Path(options.model).stem}.profile.json")
+    check_output(output, "-o")
+    if options.steps < 1:
+        raise error("P0902", f"`--steps {options.steps}` records nothing", help="record at least one step")
+    file = load_both(options.model, options.script, options.precision, options.seed)
+    options.executor = "ray"
+    backend = chosen_backend(options)
+    if backend.name == "threads":
+        raise error("P0902", "`--backend threads` has no workers to measure", help="omit --backend")
+    batches = Batches(file, options.seed)
+    found = scheduled(captured(file, options.seed, batches.first, backend), options)
+    if found.problems:
+        report(found.problems, options.format)
+        return 1
+    graph = found.graph()
+    plan = recorded_plan(graph, options, file.max_norm)
+    with doing("importing the runtime"):
+        from piperlang.cli.loop import training_of
+        from piperlang.runtime.driver.job import Job
+        from piperlang.runtime.driver.profiling import profiled
+        from piperlang.simulate.disagree import text
+        from piperlang.simulate.machine_files import load as load_machine
+        from piperlang.simulate.measured import MeasuredCosts
+        from piperlang.simulate.result import simulated
+
+    cut = found.captured
+    dtype = cut.model.tensors[cut.model.loss].dtype
+    with doing(f"starting {len(plan.devices)} workers"):
+        job = Job(
+            plan,
+            cut,  # type: ignore[arg-type]
+            training_of(file, options.seed, masters=False),
+            address=options.address,
+            loss_dtype=dtype,
+            backend=backend,  # type: ignore[arg-type]
+            compiles=options.compile,
+        )
+    with job, doing(f"measuring {options.steps} steps", "measured"):
+        result = profiled(job, graph, batches.others, options.steps)
+    result.found.about |= {"model": options.model, "script": options.script, "seconds": result.seconds}
+    output.write_text(result.found.dump(), encoding="utf-8")
+    costs = MeasuredCosts(plan, graph, result.found, load_machine("cpu"))
+    print(text(result.typical, simulated(plan, graph, costs).timeline))
+    slower = 100 * (result.recording / result.seconds - 1)
+    emit(Notice(f"a step takes {time_text(result.seconds)}; recording made it {slower:+.1f}% longer; saved {output}"))
+    return 0
