@@ -31,13 +31,16 @@ class CudaStreams:
         self.events: dict[int, Any] = {i: torch.cuda.Event() for i in waited}  # type: ignore[no-untyped-call]
         self.made = {key: instruction.stream for instruction in instructions for key in instruction.writes}
         self.running: dict[str, int] = {}
+        self.stamps: list[tuple[Any, Any]] = []
+        """Before and after each instruction, of steps that are recorded."""
 
     def step(self, times: StepTimes | None = None) -> None:
         timed = times is not None
         start = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         started = time.perf_counter()
         start.record()
-        ran: list[tuple[Any, Any]] = []
+        if times is not None and not self.stamps:
+            self.stamps = [(_timed(), _timed()) for _ in self.instructions]
         for stream in self.streams.values():
             stream.wait_event(start)
         for i, instruction in enumerate(self.instructions):
@@ -54,13 +57,13 @@ class CudaStreams:
                     stream.wait_event(self.events[earlier])
                 self._borrow(instruction, stream)
                 if times is not None:
-                    began = self._stamp()
+                    self.stamps[i][0].record()
                 try:
                     self.execute(instruction)
                 except BaseException as problem:
                     raise Failed(instruction, problem) from problem
                 if times is not None:
-                    ran.append((began, self._stamp()))
+                    self.stamps[i][1].record()
                 if i in self.events:
                     self.events[i].record()
             if times is not None:
@@ -71,14 +74,9 @@ class CudaStreams:
         self.running = {}
         if times is not None:
             torch.cuda.synchronize()
-            for i, (began, ended) in enumerate(ran):
+            for i, (began, ended) in enumerate(self.stamps):
                 first, last = start.elapsed_time(began), start.elapsed_time(ended)
                 times.spans[i] = started + first / 1e3, started + last / 1e3
-
-    def _stamp(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _borrow(self, instruction: Instruction, stream: Any) -> None:
         """Tells the allocator that this stream reads tensors of another stream, so that their memory is not reused
@@ -94,6 +92,10 @@ class CudaStreams:
         own streams."""
         self.streams.clear()
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def _timed() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
