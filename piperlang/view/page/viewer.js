@@ -6,7 +6,9 @@
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const PASSES = { F: "forward", R: "forward again", B: "backward", I: "input gradient", W: "weight gradient" };
-const MESSAGES_AT_ONCE = 160;  // more arrows than that hide the bars
+const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+const SMALL = FONT.replace("11px", "9.5px");
+const PIXELS_PER_MESSAGE = 30;  // more arrows than that hide the bars
 
 // ---------------------------------------------------------------------------------------------------------- timelines
 
@@ -103,12 +105,12 @@ function oklch(lightness, chroma, hue) {
 
 const HUES = [252, 52, 155, 345, 98, 298, 200, 25];
 const SHADES = {
-  light: { F: [0.86, 0.075], R: [0.86, 0.075], I: [0.74, 0.125], B: [0.62, 0.135], W: [0.47, 0.105] },
-  dark: { F: [0.78, 0.085], R: [0.78, 0.085], I: [0.65, 0.125], B: [0.54, 0.125], W: [0.41, 0.095] },
+  light: { F: [0.88, 0.065], R: [0.88, 0.065], I: [0.76, 0.12], B: [0.61, 0.135], W: [0.44, 0.10] },
+  dark: { F: [0.83, 0.07], R: [0.83, 0.07], I: [0.69, 0.12], B: [0.54, 0.125], W: [0.40, 0.09] },
 };
 const PLAIN = {
-  light: { paper: "#ffffff", idle: "#eef0f3", grid: "#dde1e7", text: "#1b2027", muted: "#59636e", ring: "#0b5fd6", ghost: "#59636e", ghostFill: "rgba(60,70,85,0.07)", wait: "#e3e6eb", hatch: "rgba(60,70,85,0.38)", curve: "#8b6bb8", area: "rgba(139,107,184,0.16)", arrow: "#3b4653", match: "#d9480f", other: [0.80, 0.025, 80] },
-  dark: { paper: "#14171c", idle: "#1f242b", grid: "#2b313a", text: "#e6e9ee", muted: "#a0a9b5", ring: "#7db4ff", ghost: "#a0a9b5", ghostFill: "rgba(200,210,225,0.07)", wait: "#2a3038", hatch: "rgba(200,210,225,0.34)", curve: "#b79be0", area: "rgba(183,155,224,0.18)", arrow: "#cdd5df", match: "#ffb347", other: [0.50, 0.025, 80] },
+  light: { paper: "#ffffff", idle: "#eef0f3", grid: "#dde1e7", text: "#1b2027", muted: "#59636e", ring: "#0b5fd6", ghost: "#59636e", ghostFill: "rgba(60,70,85,0.07)", wait: "#e9ecf0", hatch: "rgba(60,70,85,0.22)", curve: "#8b6bb8", area: "rgba(139,107,184,0.16)", arrow: "#3b4653", match: "#d9480f", other: [0.80, 0.025, 80] },
+  dark: { paper: "#14171c", idle: "#1f242b", grid: "#2b313a", text: "#e6e9ee", muted: "#a0a9b5", ring: "#7db4ff", ghost: "#a0a9b5", ghostFill: "rgba(200,210,225,0.07)", wait: "#232930", hatch: "rgba(200,210,225,0.20)", curve: "#b79be0", area: "rgba(183,155,224,0.18)", arrow: "#cdd5df", match: "#ffb347", other: [0.50, 0.025, 80] },
 };
 
 const stages = orderedValues("stage");
@@ -149,7 +151,7 @@ function passColour(pass, stage) {
 
 function communicationColour(op) {
   const k = operations.get(op) || 0, dark = theme === "dark";
-  return oklch((dark ? 0.60 : 0.66) - 0.06 * (k % 3), 0.018 + 0.012 * (k % 2), [250, 130, 40, 320][k % 4]);
+  return oklch((dark ? 0.58 : 0.74) - 0.05 * (k % 3), 0.03, [250, 75, 190, 330][k % 4]);
 }
 
 function colourOf(what) {
@@ -184,7 +186,7 @@ function setTheme(name) {
   for (const one of everything) {
     for (const what of one.activities) {
       what.colour = colourOf(what);
-      what.ink = lightnessOf(what.colour) > 0.2 ? "#12161b" : "#ffffff";
+      what.ink = lightnessOf(what.colour) > 0.18 ? "#12161b" : "#ffffff";
     }
   }
   hatches = {
@@ -239,12 +241,18 @@ function details(timeline, i) {
   if (waited > 0) pairs.push(["waited", timeText(waited, 6)]);
   if (what.bytes) pairs.push(["sends", bytesText(what.bytes)]);
   if (what.line) pairs.push(["line", what.line]);
-  return { op: what.op, name: what.name, colour: what.colour, pairs };
+  return { head: headOf(what), colour: what.colour, pairs };
+}
+
+// Many names begin with the operation.
+function headOf({ op, name }) {
+  const rest = name.slice(op.length);
+  return name.startsWith(op) && !/^\w/.test(rest) ? name : name ? `${op}  ${name}` : op;
 }
 
 function detailsText(timeline, i) {
-  const { op, name, pairs } = details(timeline, i);
-  return [name && name !== op ? `${op} ${name}` : op, ...pairs.map(([key, value]) => `${key} ${value}`)].join(", ");
+  const { head, pairs } = details(timeline, i);
+  return [head, ...pairs.map(([key, value]) => `${key} ${value}`)].join(", ");
 }
 
 function element(tag, className = "", text = "") {
@@ -254,10 +262,10 @@ function element(tag, className = "", text = "") {
   return found;
 }
 
-function fillCard(card, { op, name, colour, pairs }) {
+function fillCard(card, { head: title, colour, pairs }) {
   const head = element("div", "head"), swatch = element("span", "swatch"), list = element("div", "pairs");
   swatch.style.background = colour;
-  head.append(swatch, element("span", "", name && name !== op ? `${op}  ${name}` : op));
+  head.append(swatch, element("span", "", title));
   for (const [key, value] of pairs) list.append(element("span", "", key), element("span", "", value));
   card.replaceChildren(head, list);
 }
@@ -275,7 +283,7 @@ function layout() {
   const least = place(1);
   const fixed = place(0);
   const room = scroller.clientHeight - fixed;
-  contentHeight = place(Math.min(1.7, Math.max(1, room / Math.max(1, least - fixed))));
+  contentHeight = place(Math.min(2, Math.max(1, room / Math.max(1, least - fixed))));
   const height = Math.max(contentHeight, scroller.clientHeight);
   plot.style.height = $("labels").style.height = `${height}px`;
   fillLabels();
@@ -336,8 +344,9 @@ function rowLabel(row) {
   const label = positioned(element("div", "row-label"), row.top, row.bottom - row.top);
   const device = element("div", "device");
   const first = row.lanes[0], name = `${/[-,]/.test(row.devices) ? "devices" : "device"} ${row.devices}`;
-  device.style.height = `${Math.min(first ? first.height + 4 : row.bottom - row.top - 1, 40)}px`;
-  const what = element("span", "what", name), idle = element("span", "idle", percent(row.idle));
+  device.style.height = `${Math.min(first ? first.height + 4 : row.bottom - row.top - 1, 60)}px`;
+  const what = element("span", "what"), idle = element("span", "idle", percent(row.idle));
+  what.append(element("span", "word", name.slice(0, -row.devices.length)), row.devices);
   what.title = name;
   idle.title = `idle ${percent(row.idle)} of the step`;
   if (row.lanes.length > 1 || row.memory) device.append(collapseButton(row, name)); else what.style.marginLeft = "23px";
@@ -480,7 +489,7 @@ function drawRow(timeline, row, top, steps) {
   context.fillStyle = plain.grid;
   for (const time of steps.times) context.fillRect(Math.round(toX(time)), row.top - top, 1, row.bottom - row.top);
   for (const lane of row.lanes) {
-    if (lane.ghost) drawGhosts(lane, top);
+    if (lane.ghost && lane.height > 10) drawGhosts(lane, top);
     drawLane(timeline, lane, top);
   }
   if (row.memory && row.memory.height) drawMemory(row.memory, timeline.length, top);
@@ -502,7 +511,7 @@ function band(lane, track, top) {
 
 function drawLane(timeline, lane, top) {
   const { start, end, what, activities } = timeline;
-  context.font = '11px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+  context.font = FONT;
   context.textBaseline = "middle";
   context.textAlign = "center";
   const perPixel = (view.to - view.from) / view.width;
@@ -573,13 +582,17 @@ function underline(x, y, width, height) {
 const widths = new Map();
 function widthOf(text) {
   let found = widths.get(text);
-  if (found === undefined) widths.set(text, found = context.measureText(text).width);
+  if (found === undefined) {
+    context.font = FONT;
+    widths.set(text, found = context.measureText(text).width);
+  }
   return found;
 }
 
 function drawLabel(timeline, what, x, y, width, height) {
   const label = labelsOf(timeline, what).find((text) => widthOf(text) + 6 <= width);
   if (label === undefined) return;
+  context.font = height < 14 ? SMALL : FONT;
   context.fillStyle = what.ink;
   context.fillText(label, x + width / 2, y + height / 2 + 0.5);
 }
@@ -593,9 +606,9 @@ function drawGhosts(lane, top) {
     const y = Math.round(lane.top - top + k * each), height = Math.round(each);
     let last = -1;
     for (let i = firstAfter(estimated, track, view.from); i < track.after && estimated.start[i] < view.to; i++) {
-      const x = Math.round(toX(estimated.start[i])), right = Math.round(toX(estimated.end[i]));
+      const x = Math.round(toX(estimated.ready[i])), right = Math.round(toX(estimated.end[i]));
       context.fillStyle = plain.ghostFill;
-      if (estimated.end[i] - estimated.start[i] > 3 * perPixel) {
+      if (estimated.end[i] - estimated.ready[i] > 3 * perPixel) {
         context.fillRect(x, y, right - x, height);
         context.strokeRect(x + 0.5, y + 0.5, right - x - 1, height - 1);
       } else if (right > last) {
@@ -624,7 +637,7 @@ function drawMemory(memory, length, top) {
     y = level(k);
     x = next;
   }
-  const right = Math.min(view.width, toX(length));
+  const right = Math.max(x, Math.min(view.width, toX(length)));
   context.lineTo(right, y);
   context.strokeStyle = plain.curve;
   context.lineWidth = 1;
@@ -653,16 +666,16 @@ function middleOf(timeline, i) {
 }
 
 function drawMessages(timeline, top) {
-  const { messages } = timeline, shown = [], marked = [];
+  const { messages } = timeline, shown = [], marked = [], most = view.width / PIXELS_PER_MESSAGE;
   const bars = [hovered, selected, focused].filter((bar) => bar && bar.timeline === timeline).map((bar) => bar.i);
   for (let k = 0; k < messages.length; k += 2) {
     const from = messages[k], to = messages[k + 1];
     if (bars.includes(from) || bars.includes(to)) marked.push(k);
-    else if (shown.length <= MESSAGES_AT_ONCE && timeline.start[from] < view.to && timeline.end[to] > view.from) shown.push(k);
+    else if (shown.length <= most && timeline.start[from] < view.to && timeline.end[to] > view.from) shown.push(k);
   }
   context.strokeStyle = context.fillStyle = plain.arrow;
-  context.globalAlpha = 0.55;
-  if (shown.length <= MESSAGES_AT_ONCE) for (const k of shown) arrow(timeline, messages[k], messages[k + 1], top, 1);
+  context.globalAlpha = 0.45;
+  if (shown.length <= most) for (const k of shown) arrow(timeline, messages[k], messages[k + 1], top, 1);
   context.globalAlpha = 1;
   context.strokeStyle = context.fillStyle = plain.ring;
   for (const k of marked) arrow(timeline, messages[k], messages[k + 1], top, 1.5);
@@ -693,7 +706,8 @@ function boxOf({ timeline, i }, top) {
 }
 
 function drawRing(bar, width, top) {
-  const box = boxOf(bar, top), x = Math.max(-6, box.x), right = Math.min(view.width + 6, box.x + box.width);
+  const box = boxOf(bar, top);
+  const x = Math.round(Math.max(-6, box.x)), right = Math.round(Math.min(view.width + 6, box.x + box.width));
   context.lineWidth = width + 2;
   context.strokeStyle = plain.paper;
   context.strokeRect(x - 0.5, box.y - 0.5, right - x, box.height + 1);
@@ -729,7 +743,7 @@ function drawAxis({ step, times }) {
   const pen = axisContext;
   pen.fillStyle = plain.paper;
   pen.fillRect(0, 0, view.width, 26);
-  pen.font = '11px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+  pen.font = FONT;
   pen.textBaseline = "middle";
   for (const time of times) {
     const x = Math.round(toX(time)), text = axisText(time, step), half = pen.measureText(text).width / 2;
@@ -753,6 +767,8 @@ function drawOverview(pen) {
 function drawPointerTime(pen, step) {
   const text = axisText(Math.max(0, toTime(pointer.x)), step / 100), width = pen.measureText(text).width + 10;
   const x = Math.min(Math.max(0, pointer.x - width / 2), view.width - width);
+  pen.fillStyle = plain.paper;
+  pen.fillRect(x - 30, 4, width + 60, 16);  // no halves of other labels beside it
   pen.fillStyle = plain.text;
   pen.fillRect(x, 4, width, 17);
   pen.fillStyle = plain.paper;
@@ -795,10 +811,6 @@ function memoryAt(x, y) {
   return null;
 }
 
-function same(a, b) {
-  return a === b || (a && b && a.timeline === b.timeline && a.i === b.i);
-}
-
 function showTooltip(x, y, content) {
   const card = $("tooltip");
   fillCard(card, content);
@@ -823,7 +835,7 @@ function hover(event) {
 
 function memoryCard({ row, size }, time) {
   const pairs = [["device", row.devices], ["at", timeText(Math.max(0, time), 6)], ["peak", bytesText(row.memory.peak)]];
-  return { op: `memory ${bytesText(size)}`, name: "", colour: plain.curve, pairs };
+  return { head: `memory ${bytesText(size)}`, colour: plain.curve, pairs };
 }
 
 function leave() {
@@ -1099,7 +1111,7 @@ function fillLegend() {
     parts.push(entries("stage", shown));
   }
   if (operations.size) parts.push(entries("communication", [...operations.keys()].map((op) => entry(op, `op=${op}`, communicationColour(op)))));
-  const plainEntries = [entry("idle", "", plain.idle, "box")];
+  const plainEntries = [entry("idle", "", plain.idle, "thin box")];
   if (timelines.some((one) => one.ready.some((time, i) => time > one.start[i]))) plainEntries.unshift(entry("waiting", "", plain.wait, "wait"));
   if (timelines.some((one) => one.activities.some((what) => what.kind === "other"))) plainEntries.unshift(entry("other", "", oklch(...plain.other)));
   if (estimated) plainEntries.push(entry("estimated", "", "transparent", "box"));
@@ -1109,14 +1121,14 @@ function fillLegend() {
 
 function entries(name, its) {
   const found = element("div", "entries");
-  found.append(element("span", "", name), ...its);
+  found.append(...(name ? [element("span", "", name)] : []), ...its);
   return found;
 }
 
 function entry(text, words, colour, look = "") {
   const found = element(words ? "button" : "span", "entry"), swatch = element("span", "swatch");
   swatch.style.background = look === "R" || look === "wait" ? `repeating-linear-gradient(135deg, ${plain.hatch} 0 1px, ${colour} 1px 4px)` : colour;
-  if (look === "box") swatch.style.border = `1px solid ${plain.ghost}`;
+  if (look.endsWith("box")) swatch.style.border = `1px solid ${look === "box" ? plain.ghost : plain.grid}`;
   found.append(swatch, element("span", "", text));
   if (words) {
     found.title = `Highlight ${words}`;
@@ -1190,9 +1202,15 @@ window.timelineView = {
     const outer = canvas.getBoundingClientRect(), box = boxOf({ timeline: timelines[timeline], i }, scroller.scrollTop);
     return { x: outer.left + box.x, y: outer.top + box.y, width: box.width, height: box.height };
   },
-  pixel(x, y) {
-    const box = canvas.getBoundingClientRect(), ratio = canvas.width / view.width;
-    return [...context.getImageData(Math.round((x - box.left) * ratio), Math.round((y - box.top) * ratio), 1, 1).data];
+  // Colours of a rectangle, row by row.
+  pixels(x, y, width = 1, height = 1) {
+    const box = canvas.getBoundingClientRect(), ratio = canvas.width / view.width, copy = document.createElement("canvas");
+    [copy.width, copy.height] = [width, height];
+    const pen = copy.getContext("2d", { willReadFrequently: true });
+    pen.drawImage(canvas, Math.floor((x - box.left) * ratio), Math.floor((y - box.top) * ratio), width, height, 0, 0, width, height);
+    const bytes = pen.getImageData(0, 0, width, height).data;
+    const hex = (k) => bytes[k].toString(16).padStart(2, "0");
+    return Array.from({ length: width * height }, (_, k) => `#${hex(4 * k)}${hex(4 * k + 1)}${hex(4 * k + 2)}`);
   },
   redraw() { drawNow(); return lastDraw; },
   firstPaint: () => firstPaint,
