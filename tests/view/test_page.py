@@ -74,19 +74,19 @@ class Browser:
 
     def point(self, x: int, y: int) -> None:
         action = ActionBuilder(self.driver)
-        action.pointer_action.move_to_location(x, y)
+        action.pointer_action.move_to_location(x, y)  # type: ignore[no-untyped-call]
         action.perform()
 
     def click(self, x: int, y: int, times: int = 1) -> None:
         action = ActionBuilder(self.driver)
-        action.pointer_action.move_to_location(x, y)
+        action.pointer_action.move_to_location(x, y)  # type: ignore[no-untyped-call]
         for _ in range(times):
             action.pointer_action.click()
         action.perform()
 
     def drag(self, x: int, y: int, to_x: int, to_y: int) -> None:
         action = ActionBuilder(self.driver)
-        action.pointer_action.move_to_location(x, y).pointer_down().move_to_location(to_x, to_y).pointer_up()
+        action.pointer_action.move_to_location(x, y).pointer_down().move_to_location(to_x, to_y).pointer_up()  # type: ignore[no-untyped-call]
         action.perform()
 
     def keys(self, *keys: str) -> None:
@@ -137,7 +137,9 @@ def browser(started: Browser) -> Iterator[Browser]:
     """No page may complain or ask for anything."""
     yield started
     assert started.errors() == []
-    assert all(url.startswith(("file:", "data:")) for url in started.requests())
+    requests = started.requests()
+    assert requests
+    assert all(url.startswith(("file:", "data:")) for url in requests)
 
 
 @cache
