@@ -24,6 +24,8 @@ DIGITS = 9
 def page(timelines: Sequence[Timeline], estimated: Timeline | None = None, graph: str = "") -> str:
     """One timeline, or two with a shared time axis. `estimated` is drawn as outlines behind the first one. `graph` is
     an SVG image for a second tab."""
+    if len({one.unit for one in (*timelines, *([estimated] if estimated else []))}) > 1:
+        raise ValueError("timelines on one page must have the same unit of time")
     style, script = ((FILES / name).read_text(encoding="utf-8") for name in ("viewer.css", "viewer.js"))
     data = {
         "timelines": [_encoded(one) for one in timelines],

@@ -155,8 +155,8 @@ def small() -> Timeline:
     send = Activity("send", "send.F[stage=0, mb=0]", {"stage": 0, "mb": 0}, "my.piper:4", 3 * 1024**2)
     receive = Activity("recv", "recv.F[stage=1, mb=0]", {"stage": 1, "mb": 0})
     update = Activity("update", "update", {})
-    sent = Ran(0, "comm<1", send, 0.002, 0.005, 0.001)
-    received = Ran(1, "comm>0", receive, 0.0, 0.005, 0.003)
+    sent = Ran(0, "comm>", send, 0.002, 0.005, 0.001)
+    received = Ran(1, "comm<0", receive, 0.0, 0.005, 0.003)
     ran = [
         Ran(0, "compute", forward, 0.0, 0.002),
         Ran(0, "compute", update, 0.008, 0.010),
@@ -227,7 +227,7 @@ def test_header_labels_legend_and_summary(browser: Browser) -> None:
     assert "comm 2 ms" in facts
     assert "5.0 KiB" in facts
     labels = browser.text("#labels")
-    assert "devices 0-2, 8" in labels
+    assert "0-2, 8" in labels
     assert "80.0%" in labels
     assert "memory" in labels
     legend = browser.text("#legend")
@@ -304,6 +304,11 @@ def test_the_graph_is_a_second_tab(browser: Browser) -> None:
     assert browser.driver.title == "small"
     browser.driver.find_element("id", "tab-time").click()
     assert browser.shown("#plot")
+
+
+def test_units_of_time_do_not_mix() -> None:
+    with pytest.raises(ValueError, match="same unit of time"):
+        page([small(), unit("gpipe")])
 
 
 # -------------------------------------------------------------------------------------------------------- interaction

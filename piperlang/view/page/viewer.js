@@ -28,13 +28,16 @@ function readTimeline(raw) {
     laneOf.fill(lane, first, after);
     first = after;
   }
-  const activities = raw.activities.map(([op, name, tags, line, bytes, computes]) => ({ op, name, tags, line, bytes, computes }));
+  const activities = raw.activities.map(
+    ([op, name, tags, line, bytes, computes]) => ({ op, name, tags, line, bytes, computes }));
   const rows = raw.rows.map(([devices, idle], row) => ({
-    devices, idle, lanes: lanes.filter((lane) => lane.row === row), memory: readCurve(raw.memory[row], scale), collapsed: false,
+    devices, idle, collapsed: false,
+    lanes: lanes.filter((lane) => lane.row === row), memory: readCurve(raw.memory[row], scale),
   }));
   return {
-    title: raw.title, unit: raw.unit, length: raw.length, idle: raw.idle, exposed: raw.exposed, microbatch: raw.microbatch,
-    devices: raw.devices, messages: raw.messages, what: raw.what, activities, rows, lanes, laneOf, start, end, ready,
+    title: raw.title, unit: raw.unit, length: raw.length, idle: raw.idle, exposed: raw.exposed,
+    microbatch: raw.microbatch, devices: raw.devices, messages: raw.messages, what: raw.what,
+    activities, rows, lanes, laneOf, start, end, ready,
   };
 }
 
@@ -48,7 +51,11 @@ const estimated = data.estimated && readTimeline(data.estimated);
 const everything = estimated ? [...timelines, estimated] : timelines;
 const unit = timelines.length ? timelines[0].unit : "s";
 const total = longest() || 1;
-const memoryPeak = everything.flatMap((one) => one.rows).reduce((peak, row) => Math.max(peak, row.memory ? row.memory.peak : 0), 0);
+const memoryPeak = Math.max(0, ...everything.map(peakOf));
+
+function peakOf(timeline) {
+  return timeline.rows.reduce((peak, row) => Math.max(peak, row.memory ? row.memory.peak : 0), 0);
+}
 
 function longest() {
   let found = 0;
@@ -103,14 +110,23 @@ function oklch(lightness, chroma, hue) {
   return "#" + bytes.map((x) => x.toString(16).padStart(2, "0")).join("");
 }
 
+const AGAIN = "rgba(10,20,40,0.42)";  // lines on what is computed again
 const HUES = [252, 52, 155, 345, 98, 298, 200, 25];
 const SHADES = {
   light: { F: [0.88, 0.065], R: [0.88, 0.065], I: [0.76, 0.12], B: [0.61, 0.135], W: [0.44, 0.10] },
   dark: { F: [0.83, 0.07], R: [0.83, 0.07], I: [0.69, 0.12], B: [0.54, 0.125], W: [0.40, 0.09] },
 };
 const PLAIN = {
-  light: { paper: "#ffffff", idle: "#eef0f3", grid: "#dde1e7", text: "#1b2027", muted: "#59636e", ring: "#0b5fd6", ghost: "#59636e", ghostFill: "rgba(60,70,85,0.07)", wait: "#e9ecf0", hatch: "rgba(60,70,85,0.22)", curve: "#8b6bb8", area: "rgba(139,107,184,0.16)", arrow: "#3b4653", match: "#d9480f", other: [0.80, 0.025, 80] },
-  dark: { paper: "#14171c", idle: "#1f242b", grid: "#2b313a", text: "#e6e9ee", muted: "#a0a9b5", ring: "#7db4ff", ghost: "#a0a9b5", ghostFill: "rgba(200,210,225,0.07)", wait: "#232930", hatch: "rgba(200,210,225,0.20)", curve: "#b79be0", area: "rgba(183,155,224,0.18)", arrow: "#cdd5df", match: "#ffb347", other: [0.50, 0.025, 80] },
+  light: {
+    paper: "#ffffff", idle: "#eef0f3", grid: "#dde1e7", text: "#1b2027", muted: "#59636e", ring: "#0b5fd6",
+    ghost: "#59636e", ghostFill: "rgba(60,70,85,0.07)", wait: "#e9ecf0", hatch: "rgba(60,70,85,0.22)",
+    curve: "#8b6bb8", area: "rgba(139,107,184,0.16)", arrow: "#3b4653", match: "#d9480f", other: [0.80, 0.025, 80],
+  },
+  dark: {
+    paper: "#14171c", idle: "#1f242b", grid: "#2b313a", text: "#e6e9ee", muted: "#a0a9b5", ring: "#7db4ff",
+    ghost: "#a0a9b5", ghostFill: "rgba(200,210,225,0.07)", wait: "#232930", hatch: "rgba(200,210,225,0.20)",
+    curve: "#b79be0", area: "rgba(183,155,224,0.18)", arrow: "#cdd5df", match: "#ffb347", other: [0.50, 0.025, 80],
+  },
 };
 
 const stages = orderedValues("stage");
@@ -120,7 +136,8 @@ const operations = new Map();  // communication, in order of appearance
 function orderedValues(key) {
   const found = new Set(everything.flatMap((one) => one.activities.map((what) => what.tags[key])));
   found.delete(undefined);
-  return [...found].sort((a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a) < String(b) ? -1 : 1));
+  const numbers = [...found].every((value) => typeof value === "number");
+  return [...found].sort((a, b) => (numbers ? a - b : String(a) < String(b) ? -1 : 1));
 }
 
 function hueOf(stage) {
@@ -191,7 +208,7 @@ function setTheme(name) {
   }
   hatches = {
     wait: context.createPattern(hatch(plain.hatch, 6), "repeat"),
-    again: context.createPattern(hatch("rgba(10,20,40,0.42)", 5), "repeat"),
+    again: context.createPattern(hatch(AGAIN, 5), "repeat"),
   };
   fillLegend();
   draw();
@@ -226,7 +243,8 @@ function labelsOf(timeline, what) {
   const short = mb === undefined ? what.op : String(mb);
   const labels = what.kind === "pass" ? [short] : [what.op];
   if (mb !== undefined) labels.unshift(`${what.op} ${mb}`);
-  if (mb !== undefined && stage !== undefined && what.kind === "pass") labels.unshift(`${what.op} ${mb}  stage ${stage}`);
+  const staged = mb !== undefined && stage !== undefined && what.kind === "pass";
+  if (staged) labels.unshift(`${what.op} ${mb}  stage ${stage}`);
   what.labels = labels;
   return labels;
 }
@@ -328,7 +346,8 @@ function laneHeight(row, lane, stretch) {
 function fillLabels() {
   const parts = [];
   for (const timeline of timelines) {
-    if (timelines.length > 1) parts.push(positioned(element("div", "panel-label", timeline.title || "Timeline"), timeline.top, 24));
+    const title = element("div", "panel-label", timeline.title || "Timeline");
+    if (timelines.length > 1) parts.push(positioned(title, timeline.top, 24));
     for (const row of timeline.rows) parts.push(rowLabel(row));
   }
   $("labels").replaceChildren(...parts);
@@ -346,7 +365,8 @@ function rowLabel(row) {
   const first = row.lanes[0], name = `${/[-,]/.test(row.devices) ? "devices" : "device"} ${row.devices}`;
   device.style.height = `${Math.min(first ? first.height + 4 : row.bottom - row.top - 1, 60)}px`;
   const what = element("span", "what"), idle = element("span", "idle", percent(row.idle));
-  what.append(element("span", "word", name.slice(0, -row.devices.length)), row.devices);
+  if (name.length < 13) what.append(element("span", "word", name.slice(0, -row.devices.length)));
+  what.append(row.devices);
   what.title = name;
   idle.title = `idle ${percent(row.idle)} of the step`;
   if (row.lanes.length > 1 || row.memory) device.append(collapseButton(row, name)); else what.style.marginLeft = "23px";
@@ -441,8 +461,9 @@ function reveal(bar) {
     const middle = (start + end) / 2, wide = Math.max(span, (end - start) * 1.2);
     setRange(middle - wide / 2, middle + wide / 2);
   }
+  const bottom = lane.top + lane.height;
   if (lane.top < scroller.scrollTop) scroller.scrollTop = lane.top - 8;
-  else if (lane.top + lane.height > scroller.scrollTop + view.height) scroller.scrollTop = lane.top + lane.height - view.height + 8;
+  else if (bottom > scroller.scrollTop + view.height) scroller.scrollTop = bottom - view.height + 8;
 }
 
 // ------------------------------------------------------------------------------------------------------------- drawing
@@ -485,7 +506,9 @@ function drawRow(timeline, row, top, steps) {
   context.fillStyle = plain.grid;
   context.fillRect(0, Math.round(row.top - top), view.width, 1);
   context.fillStyle = plain.idle;
-  for (const lane of row.lanes) context.fillRect(left, Math.round(lane.top - top), right - left, Math.round(lane.height));
+  for (const lane of row.lanes) {
+    context.fillRect(left, Math.round(lane.top - top), right - left, Math.round(lane.height));
+  }
   context.fillStyle = plain.grid;
   for (const time of steps.times) context.fillRect(Math.round(toX(time)), row.top - top, 1, row.bottom - row.top);
   for (const lane of row.lanes) {
@@ -505,8 +528,9 @@ function drawEnd(timeline, top) {
 function band(lane, track, top) {
   const inset = lane.ghost && lane.height > 10 ? 3 : 0;
   const each = (lane.height - 2 * inset) / lane.tracks.length;
-  const y = Math.round(lane.top - top + inset + track * each);
-  return [y, Math.max(1, Math.round(lane.top - top + inset + (track + 1) * each) - y - (lane.tracks.length > 1 && each > 4 ? 1 : 0))];
+  const from = lane.top - top + inset, gap = lane.tracks.length > 1 && each > 4 ? 1 : 0;
+  const y = Math.round(from + track * each);
+  return [y, Math.max(1, Math.round(from + (track + 1) * each) - y - gap)];
 }
 
 function drawLane(timeline, lane, top) {
@@ -635,6 +659,7 @@ function drawMemory(memory, length, top) {
     context.lineTo(next, y);
     context.lineTo(next, highest);
     y = level(k);
+    context.lineTo(next, y);
     x = next;
   }
   const right = Math.max(x, Math.min(view.width, toX(length)));
@@ -694,7 +719,9 @@ function arrow(timeline, from, to, top, width) {
   context.stroke();
   context.beginPath();
   context.moveTo(tipX, tipY);
-  for (const turn of [-0.4, 0.4]) context.lineTo(tipX - size * Math.cos(angle + turn), tipY - size * Math.sin(angle + turn));
+  for (const side of [angle - 0.4, angle + 0.4]) {
+    context.lineTo(tipX - size * Math.cos(side), tipY - size * Math.sin(side));
+  }
   context.fill();
 }
 
@@ -761,7 +788,8 @@ function drawOverview(pen) {
   pen.fillStyle = plain.grid;
   pen.fillRect(0, 0, view.width, 3);
   pen.fillStyle = plain.ring;
-  pen.fillRect(Math.max(0, view.from / total * view.width), 0, Math.max(3, (view.to - view.from) / total * view.width), 3);
+  const scale = view.width / total;
+  pen.fillRect(Math.max(0, view.from * scale), 0, Math.max(3, (view.to - view.from) * scale), 3);
 }
 
 function drawPointerTime(pen, step) {
@@ -775,7 +803,7 @@ function drawPointerTime(pen, step) {
   pen.fillText(text, x + 5, 13);
 }
 
-// ---------------------------------------------------------------------------------------------------- bars under a point
+// -------------------------------------------------------------------------------------------------- bars under a point
 
 // x and y of the plot.
 function barAt(x, y) {
@@ -790,7 +818,8 @@ function barAt(x, y) {
 
 // The bar itself, or one that is so thin that the pointer misses it by a pixel or two.
 function barInLane(timeline, lane, x, y) {
-  const track = lane.tracks[Math.min(lane.tracks.length - 1, Math.floor((y - lane.top) / lane.height * lane.tracks.length))];
+  const count = lane.tracks.length, number = Math.floor((y - lane.top) / lane.height * count);
+  const track = lane.tracks[Math.min(count - 1, number)];
   if (!track) return null;
   const time = toTime(x), near = 3 * (view.to - view.from) / view.width;
   let best = -1, distance = near;
@@ -822,8 +851,13 @@ function showTooltip(x, y, content) {
   card.style.top = `${Math.max(4, top)}px`;
 }
 
+function inPlot(event) {
+  const box = canvas.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}
+
 function hover(event) {
-  const box = plot.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top - scroller.scrollTop;
+  const [x, y] = inPlot(event);
   pointer = { x, y };
   hovered = barAt(x, y);
   const memory = hovered ? null : memoryAt(x, y);
@@ -874,6 +908,7 @@ plot.addEventListener("wheel", (event) => {
 
 plot.addEventListener("pointerdown", (event) => {
   if (event.button !== 0) return;
+  leaving = false;
   drag = { x: event.clientX, y: event.clientY, from: view.from, to: view.to, top: scroller.scrollTop, moved: false };
   plot.setPointerCapture(event.pointerId);
 });
@@ -893,10 +928,8 @@ plot.addEventListener("pointermove", (event) => {
 
 plot.addEventListener("pointerup", (event) => {
   if (drag && !drag.moved) {
-    const box = plot.getBoundingClientRect();
-    const bar = barAt(event.clientX - box.left, event.clientY - box.top - scroller.scrollTop);
     focused = null;
-    select(bar);
+    select(barAt(...inPlot(event)));
   }
   drag = null;
   plot.classList.remove("dragging");
@@ -920,13 +953,14 @@ function inTimeOrder(timeline, lane) {
 }
 
 function stepFocus(way) {
-  if (!focused) {
+  const from = focused || selected;
+  if (!from) {
     const timeline = timelines.find((one) => one.lanes.length);
     if (!timeline || way < 0) return false;
     const order = inTimeOrder(timeline, timeline.lanes[0]);
     return focusBar(timeline, order.find((i) => timeline.end[i] > view.from) ?? order[0]);
   }
-  const { timeline, i } = focused, order = inTimeOrder(timeline, timeline.lanes[timeline.laneOf[i]]);
+  const { timeline, i } = from, order = inTimeOrder(timeline, timeline.lanes[timeline.laneOf[i]]);
   const next = order[order.indexOf(i) + way];
   return next === undefined ? false : focusBar(timeline, next);
 }
@@ -1027,7 +1061,8 @@ function matches(timeline, i) {
 
 function activityHas(what, word) {
   const tags = Object.entries(what.tags).map(([key, value]) => `${key}=${value}`.toLowerCase());
-  if (/^\w+=/.test(word)) return tags.includes(word) || word === `op=${what.op}`.toLowerCase() || word === `pass=${what.op}`.toLowerCase();
+  const op = what.op.toLowerCase();
+  if (/^\w+=/.test(word)) return tags.includes(word) || word === `op=${op}` || word === `pass=${op}`;
   return [what.op, what.name, what.line, ...tags].some((text) => text.toLowerCase().includes(word));
 }
 
@@ -1074,11 +1109,12 @@ function fillHeader() {
 function factsOf(timeline, k, name) {
   const line = element("div");
   const devices = timeline.devices.reduce((sum, its) => sum + its.length, 0);
-  line.append(element("dt", "name", timelines.length > 1 ? name : `${devices.toLocaleString("en")} device${devices > 1 ? "s" : ""}`));
+  const counted = `${devices.toLocaleString("en")} device${devices > 1 ? "s" : ""}`;
+  line.append(element("dt", "name", timelines.length > 1 ? name : counted));
   const versus = k ? [timelines[0].length, "of the first"] : estimated ? [estimated.length, "of the estimate"] : null;
   const compared = versus && versus[0] ? ` (${percent(timeline.length / versus[0])} ${versus[1]})` : "";
   line.append(fact("step", timeText(timeline.length), compared), fact("idle", percent(timeline.idle), ""));
-  const peak = Math.max(0, ...timeline.rows.map((row) => (row.memory ? row.memory.peak : 0)));
+  const peak = peakOf(timeline);
   line.append(peak ? fact("memory", bytesText(peak), "") : element("dd"));
   line.append(exposedFact(timeline));
   return line;
@@ -1101,22 +1137,37 @@ function exposedFact(timeline) {
 }
 
 function fillLegend() {
-  const used = new Set(everything.flatMap((one) => one.activities.filter((what) => what.computes).map((what) => what.op)));
-  const parts = [];
+  const parts = [passEntries(), stageEntries(), communicationEntries(), otherEntries()];
+  $("legend").replaceChildren(...parts.filter(Boolean));
+}
+
+function passEntries() {
+  const used = new Set(everything.flatMap((one) => one.activities.filter((what) => what.computes).map(({ op }) => op)));
   const passes = Object.keys(PASSES).filter((pass) => used.has(pass));
-  if (passes.length) parts.push(entries("", passes.map((pass) => entry(`${pass} ${PASSES[pass]}`, `pass=${pass}`, passColour(pass, stages[0]), pass === "R" ? "R" : ""))));
-  if (stages.length) {
-    const shown = stages.slice(0, 16).map((stage) => entry(String(stage), `stage=${stage}`, passColour("B", stage)));
-    if (stages.length > 16) shown.push(element("span", "", `and ${stages.length - 16} more`));
-    parts.push(entries("stage", shown));
-  }
-  if (operations.size) parts.push(entries("communication", [...operations.keys()].map((op) => entry(op, `op=${op}`, communicationColour(op)))));
-  const plainEntries = [entry("idle", "", plain.idle, "thin box")];
-  if (timelines.some((one) => one.ready.some((time, i) => time > one.start[i]))) plainEntries.unshift(entry("waiting", "", plain.wait, "wait"));
-  if (timelines.some((one) => one.activities.some((what) => what.kind === "other"))) plainEntries.unshift(entry("other", "", oklch(...plain.other)));
-  if (estimated) plainEntries.push(entry("estimated", "", "transparent", "box"));
-  parts.push(entries("", plainEntries));
-  $("legend").replaceChildren(...parts);
+  const one = (pass) => entry(`${pass} ${PASSES[pass]}`, `pass=${pass}`, passColour(pass, stages[0]), pass);
+  return passes.length ? entries("", passes.map(one)) : null;
+}
+
+function stageEntries() {
+  const shown = stages.slice(0, 16).map((stage) => entry(String(stage), `stage=${stage}`, passColour("B", stage)));
+  if (stages.length > 16) shown.push(element("span", "", `and ${stages.length - 16} more`));
+  return stages.length ? entries("stage", shown) : null;
+}
+
+function communicationEntries() {
+  const shown = [...operations.keys()].map((op) => entry(op, `op=${op}`, communicationColour(op)));
+  return shown.length ? entries("communication", shown) : null;
+}
+
+function otherEntries() {
+  const others = timelines.some((one) => one.activities.some((what) => what.kind === "other"));
+  const waiting = timelines.some((one) => one.ready.some((time, i) => time > one.start[i]));
+  const shown = [];
+  if (others) shown.push(entry("other", "", oklch(...plain.other)));
+  if (waiting) shown.push(entry("waiting", "", plain.wait, "wait"));
+  shown.push(entry("idle", "", plain.idle, "thin box"));
+  if (estimated) shown.push(entry("estimated", "", "transparent", "box"));
+  return entries("", shown);
 }
 
 function entries(name, its) {
@@ -1127,7 +1178,9 @@ function entries(name, its) {
 
 function entry(text, words, colour, look = "") {
   const found = element(words ? "button" : "span", "entry"), swatch = element("span", "swatch");
-  swatch.style.background = look === "R" || look === "wait" ? `repeating-linear-gradient(135deg, ${plain.hatch} 0 1px, ${colour} 1px 4px)` : colour;
+  const lines = { R: AGAIN, wait: plain.hatch }[look];
+  const hatched = `repeating-linear-gradient(135deg, ${lines} 0 1px, transparent 1px 4px), ${colour}`;
+  swatch.style.background = lines ? hatched : colour;
   if (look.endsWith("box")) swatch.style.border = `1px solid ${look === "box" ? plain.ghost : plain.grid}`;
   found.append(swatch, element("span", "", text));
   if (words) {
@@ -1204,10 +1257,12 @@ window.timelineView = {
   },
   // Colours of a rectangle, row by row.
   pixels(x, y, width = 1, height = 1) {
-    const box = canvas.getBoundingClientRect(), ratio = canvas.width / view.width, copy = document.createElement("canvas");
+    const box = canvas.getBoundingClientRect(), ratio = canvas.width / view.width;
+    const left = Math.floor((x - box.left) * ratio), top = Math.floor((y - box.top) * ratio);
+    const copy = document.createElement("canvas");
     [copy.width, copy.height] = [width, height];
     const pen = copy.getContext("2d", { willReadFrequently: true });
-    pen.drawImage(canvas, Math.floor((x - box.left) * ratio), Math.floor((y - box.top) * ratio), width, height, 0, 0, width, height);
+    pen.drawImage(canvas, left, top, width, height, 0, 0, width, height);
     const bytes = pen.getImageData(0, 0, width, height).data;
     const hex = (k) => bytes[k].toString(16).padStart(2, "0");
     return Array.from({ length: width * height }, (_, k) => `#${hex(4 * k)}${hex(4 * k + 1)}${hex(4 * k + 2)}`);
