@@ -434,10 +434,15 @@ def test_communication_collapses(browser: Browser) -> None:
     height = browser.ask("view.box(0, arguments[0]).height", SMALL["send"])
     browser.driver.find_element("css selector", ".device button").click()
     assert browser.ask("view.box(0, arguments[0]).height", SMALL["send"]) < height / 2
-    assert browser.ask("view.box(0, arguments[0]).height", SMALL["recv"]) > 4
+    assert browser.ask("view.box(0, arguments[0]).height", SMALL["recv"]) > 10
     assert browser.ask("document.activeElement.getAttribute('aria-expanded')") == "false"
     browser.keys("c")
-    assert browser.ask("view.box(0, arguments[0]).height", SMALL["recv"]) <= 4
+    assert browser.ask("view.box(0, arguments[0]).height", SMALL["recv"]) < 10
+    box = browser.ask("view.box(0, arguments[0])", SMALL["recv"])
+    moving = browser.at(box["x"] + 0.9 * box["width"], box["y"] + 2)
+    assert moving["index"] == SMALL["recv"]
+    assert browser.colour(box["x"] + 0.8 * box["width"], box["y"] + 2) == moving["colour"]
+    assert browser.ask("view.at(arguments[0], arguments[1])", box["x"] + 9, box["y"] + 2) is None  # it waits
 
 
 def test_messages_are_arrows(browser: Browser) -> None:

@@ -8,6 +8,7 @@ const data = JSON.parse($("data").textContent);
 const PASSES = { F: "forward", R: "forward again", B: "backward", I: "input gradient", W: "weight gradient" };
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 const SMALL = FONT.replace("11px", "9.5px");
+const STRIP = 5;  // the height of a collapsed lane
 const PIXELS_PER_MESSAGE = 30;  // more arrows than that hide the bars
 
 // ---------------------------------------------------------------------------------------------------------- timelines
@@ -339,7 +340,7 @@ function place(stretch) {
 function laneHeight(row, lane, stretch) {
   const tracks = Math.max(1, lane.tracks.length);
   if (lane === row.lanes[0]) return Math.max(24, Math.min(tracks, 6) * 11) * stretch;
-  if (row.collapsed) return 4;
+  if (row.collapsed) return STRIP;
   return Math.max(13, Math.min(tracks, 8) * 8) * stretch;
 }
 
@@ -526,6 +527,7 @@ function drawEnd(timeline, top) {
 
 // With an estimate behind them, bars leave room above and below for its outlines.
 function band(lane, track, top) {
+  if (lane.height === STRIP) return [Math.round(lane.top - top), STRIP];  // all tracks in one
   const inset = lane.ghost && lane.height > 10 ? 3 : 0;
   const each = (lane.height - 2 * inset) / lane.tracks.length;
   const from = lane.top - top + inset, gap = lane.tracks.length > 1 && each > 4 ? 1 : 0;
@@ -567,7 +569,9 @@ function drawLane(timeline, lane, top) {
 }
 
 function drawBar(timeline, i, y, height, lit) {
-  const x = toX(timeline.start[i]), right = Math.min(view.width + 4, toX(timeline.end[i]));
+  // A strip has no room for what waits.
+  const x = toX(height > STRIP ? timeline.start[i] : timeline.ready[i]);
+  const right = Math.min(view.width + 4, toX(timeline.end[i]));
   const from = Math.max(-4, Math.round(x)), to = Math.round(right);
   // Neighbours are told apart by a gap of a pixel.
   const width = Math.max(1, to - from - (to - from > 3 ? 1 : 0));
@@ -577,7 +581,7 @@ function drawBar(timeline, i, y, height, lit) {
   context.fillRect(from, y, width, height);
   if (what.op === "R" && what.computes && width > 3) fillHatched(hatches.again, from, y, width, height);
   let inner = from;
-  if (timeline.ready[i] > timeline.start[i]) {
+  if (height > STRIP && timeline.ready[i] > timeline.start[i]) {
     const ready = Math.min(from + width, Math.max(from, Math.round(toX(timeline.ready[i]))));
     if (ready > from) drawWaiting(from, y, ready - from, height);
     inner = ready;
@@ -772,14 +776,16 @@ function drawAxis({ step, times }) {
   pen.fillRect(0, 0, view.width, 26);
   pen.font = FONT;
   pen.textBaseline = "middle";
+  const here = pointer && pointerLabel(pen, step);
+  pen.fillStyle = plain.muted;
   for (const time of times) {
-    const x = Math.round(toX(time)), text = axisText(time, step), half = pen.measureText(text).width / 2;
-    pen.fillStyle = plain.muted;
+    const x = Math.round(toX(time)), text = axisText(time, step), width = pen.measureText(text).width;
+    const left = Math.min(Math.max(2, x - width / 2), view.width - width - 2);
     pen.fillRect(x, 21, 1, 5);
-    pen.fillText(text, Math.min(Math.max(2, x - half), view.width - 2 * half - 2), 12);
+    if (!here || left > here.x + here.width + 4 || left + width < here.x - 4) pen.fillText(text, left, 12);
   }
   drawOverview(pen);
-  if (pointer) drawPointerTime(pen, step);
+  if (here) drawPointerTime(pen, here);
 }
 
 // Which part of the step is in sight.
@@ -792,11 +798,12 @@ function drawOverview(pen) {
   pen.fillRect(Math.max(0, view.from * scale), 0, Math.max(3, (view.to - view.from) * scale), 3);
 }
 
-function drawPointerTime(pen, step) {
+function pointerLabel(pen, step) {
   const text = axisText(Math.max(0, toTime(pointer.x)), step / 100), width = pen.measureText(text).width + 10;
-  const x = Math.min(Math.max(0, pointer.x - width / 2), view.width - width);
-  pen.fillStyle = plain.paper;
-  pen.fillRect(x - 30, 4, width + 60, 16);  // no halves of other labels beside it
+  return { text, width, x: Math.min(Math.max(0, pointer.x - width / 2), view.width - width) };
+}
+
+function drawPointerTime(pen, { text, x, width }) {
   pen.fillStyle = plain.text;
   pen.fillRect(x, 4, width, 17);
   pen.fillStyle = plain.paper;
@@ -819,14 +826,15 @@ function barAt(x, y) {
 // The bar itself, or one that is so thin that the pointer misses it by a pixel or two.
 function barInLane(timeline, lane, x, y) {
   const count = lane.tracks.length, number = Math.floor((y - lane.top) / lane.height * count);
-  const track = lane.tracks[Math.min(count - 1, number)];
-  if (!track) return null;
+  const strip = lane.height === STRIP, begin = strip ? timeline.ready : timeline.start;
+  const tracks = strip ? lane.tracks : lane.tracks.slice(Math.min(count - 1, number), number + 1);
   const time = toTime(x), near = 3 * (view.to - view.from) / view.width;
   let best = -1, distance = near;
-  for (let i = firstAfter(timeline, track, time - near); i < track.after && timeline.start[i] <= time + near; i++) {
-    const away = Math.max(timeline.start[i] - time, time - timeline.end[i], 0);
-    if (away < distance) [best, distance] = [i, away];
-    if (!away) break;
+  for (const track of tracks) {
+    for (let i = firstAfter(timeline, track, time - near); i < track.after && timeline.start[i] <= time + near; i++) {
+      const away = Math.max(begin[i] - time, time - timeline.end[i], 0);
+      if (away < distance) [best, distance] = [i, away];
+    }
   }
   return best < 0 ? null : { timeline, i: best };
 }
