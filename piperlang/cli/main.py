@@ -43,6 +43,8 @@ COMMANDS = {
     "fuzz": "compare random schedules with plain PyTorch",
     "orders": "show the order of passes per device",
     "simulate": "simulate a step on a described machine, or with measured times",
+    "view": "draw a simulated step as a page, a picture or a trace",
+    "compare": "compare schedules of a model in simulated steps",
     "profile": "measure what each instruction takes on workers",
     "repl": "apply directives one at a time, interactively",
     "explain": "explain a diagnostic code",
@@ -247,7 +249,15 @@ def _import_path(folders: Sequence[str]) -> Iterator[None]:
 def _refuse_models(parser: Parser, words: list[str]) -> None:
     """A model passed to a command that takes only schedules or plans."""
     kinds = set(re.findall(r"\.(py|piper|plan)\b", parser.operands()))
-    model = next((word for word in words if word.endswith(".py") and "=" not in word), None)
+    before = ("", *words)
+    model = next(
+        (
+            word
+            for word, flag in zip(words, before, strict=False)
+            if word.endswith(".py") and "=" not in word and flag != "--model"
+        ),
+        None,
+    )
     if model is not None and kinds and "py" not in kinds:
         raise error("P0902", f"`{parser.prog}` takes no model", help=f"remove {model}: {parser.usage}")
 

@@ -11,12 +11,14 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from piperlang.cli.report import add_parameters, open_script, paint, parameters, say
+from piperlang.cli.report import add_parameters, check_output, open_script, paint, parameters, say
 from piperlang.diagnostics import PiperError, error
 from piperlang.directives.order import Order
 from piperlang.elaborate.lanes import Lane
 from piperlang.pipeline import outline
+from piperlang.simulate.timeline import Timeline
 from piperlang.simulate.unit import simulate
 from piperlang.view.grid import chain_text, grid, plain, summary
 
@@ -27,9 +29,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help='{"devices": [{"device": 0, "order": [[item, ...], ...]}]}')
     shape.add_argument("--csv", action="store_true", help="print a row per item: device, step, stage, pass, mb")
+    shape.add_argument("--svg", metavar="FILE", help="draw it, width is duration: a picture for papers and talks")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.svg:
+        check_output(Path(options.svg), "--svg")
     source, path = open_script(options.script)
     found = outline(source, path, parameters(options), say=say)
     if found.problems:
@@ -48,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
         _json(lanes, found.outline.chains)
     elif options.csv:
         _csv(lanes)
+    elif options.svg:
+        _svg(Path(options.svg), timeline, Path(source.name).name)
     else:
         width = shutil.get_terminal_size((140, 24)).columns
         if timeline.ran:
@@ -64,6 +71,16 @@ def _json(lanes: Sequence[Lane], chains: Sequence[Order]) -> None:
         data["chains"] = [[[str(item) for item in step.items] for step in chain.steps] for chain in chains]
     json.dump(data, sys.stdout)
     print()
+
+
+def _svg(path: Path, timeline: Timeline, title: str) -> None:
+    from piperlang.view.gantt import gantt
+
+    try:
+        path.write_text(gantt(timeline, title), encoding="utf-8")
+    except OSError as problem:
+        raise error("P0902", f"`--svg {path}` cannot be written", notes=[str(problem)], help="check the path") from None
+    print(f"{path}: {len(timeline.rows)} devices, {timeline.length:g} units")
 
 
 def _csv(lanes: Sequence[Lane]) -> None:

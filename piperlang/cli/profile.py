@@ -30,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_parameters(parser)
     add_precision(parser)
     add_on_nan(parser)
+    parser.set_defaults(executor="ray")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,7 +39,6 @@ def run(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise error("P0902", f"`--steps {options.steps}` records nothing", help="record at least one step")
     file = load_both(options.model, options.script, options.precision, options.seed)
-    options.executor = "ray"
     backend = chosen_backend(options)
     if backend.name == "threads":
         raise error("P0902", "`--backend threads` has no workers to measure", help="omit --backend")

@@ -6,15 +6,22 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, scheduled
-from piperlang.cli.report import add_parameters, report
+from piperlang.cli.report import add_parameters
+from piperlang.diagnostics import PiperError
+from piperlang.ir.graph import Graph
 from piperlang.pipeline import representative
 from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
+from piperlang.simulate.execute import SimulatedStep
 from piperlang.simulate.machine_files import load as load_machine
 from piperlang.simulate.machine_files import names
 from piperlang.simulate.measured import load as load_profile
+
+if TYPE_CHECKING:
+    from piperlang.capture.program import Program
 
 NAMED = 3
 """How many of a long list are named."""
@@ -28,15 +35,20 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL.py")
-    parser.add_argument("script", metavar="SCHEDULE.piper")
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Options that say what instructions take."""
     add_machine(parser)
     parser.add_argument("--profile", metavar="FILE", help="use the times that `piperc profile` has measured")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_parameters(parser)
     add_precision(parser)
     add_on_nan(parser)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL.py")
+    parser.add_argument("script", metavar="SCHEDULE.piper")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_costs(parser)
 
 
 def _some(names: list[str]) -> str:
@@ -44,33 +56,52 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
+class SimulatedScript(NamedTuple):
+    """A step of a script that was simulated."""
+
+    step: SimulatedStep
+    graph: Graph
+    where: str
+    """What it was simulated on."""
+    memory: float
+    """Of a device there, in bytes; 0 if unknown."""
+
+
 def run(options: argparse.Namespace) -> int:
+    file = load_both(options.model, options.script, options.precision)
+    found = simulate(options, captured(file), options.script, file.max_norm)
+    from piperlang.simulate.result import as_json, text
+
+    step, _, where, memory = found
+    print(json.dumps(as_json(step, memory)) if options.json else text(step, where, memory))
+    return 0
+
+
+def simulate(options: argparse.Namespace, traced: Program, script: str, max_norm: float | None) -> SimulatedScript:
+    """Raises the problems of the script."""
     profile = load_profile(Path(options.profile)) if options.profile is not None else None
     machine = load_machine(options.machine or ("h100" if profile is None else "cpu"))
-    file = load_both(options.model, options.script, options.precision)
-    found = scheduled(captured(file), options)
+    found = scheduled(traced, argparse.Namespace(**{**vars(options), "script": script}))
     if found.problems:
-        report(found.problems, options.format)
-        return 1
+        raise PiperError(*found.problems)
     with doing("building the graph"):
         graph = found.graph()
     with doing("planning", "planned") as planning:
-        plan, classes = representative(graph, file.max_norm, options.on_nan != "continue")
+        plan, classes = representative(graph, max_norm, options.on_nan != "continue")
         devices = counted(sum(map(len, classes)), "device")
         planning.detail = f"{devices}, {len(classes)} that differ"
     with doing("simulating", "simulated"):
         from piperlang.simulate.costs import CostModel, MachineCosts
         from piperlang.simulate.measured import MeasuredCosts
-        from piperlang.simulate.result import as_json, simulated, text
+        from piperlang.simulate.result import simulated
 
-        costs: CostModel = MachineCosts(plan, graph, machine)
-        where = machine.name
-        if profile is not None:
-            costs = measured = MeasuredCosts(plan, graph, profile, machine)
-            where = f"{profile.about.get('device', 'a device')}, as measured under {profile.about.get('script')}"
-        step = simulated(plan, graph, costs, classes)
-    if profile is not None and measured.unknown:
+        if profile is None:
+            costs: CostModel = MachineCosts(plan, graph, machine)
+            step = simulated(plan, graph, costs, classes, Path(script).name)
+            return SimulatedScript(step, graph, machine.name, machine.memory)
+        costs = measured = MeasuredCosts(plan, graph, profile, machine)
+        step = simulated(plan, graph, costs, classes, Path(script).name)
+    if measured.unknown:
         emit(Notice(f"not measured, and estimated from what was: {_some(sorted(measured.unknown))}", warning=True))
-    memory = machine.memory if profile is None else 0.0
-    print(json.dumps(as_json(step, memory)) if options.json else text(step, where, memory))
-    return 0
+    where = f"{profile.about.get('device', 'a device')}, as measured under {profile.about.get('script')}"
+    return SimulatedScript(step, graph, where, 0.0)

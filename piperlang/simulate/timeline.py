@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from piperlang.core.selector import TagValue
+from piperlang.plan.instructions import COLLECTIVES
 
 PASSES = ("F", "B", "I", "W", "R")
 """Operations that compute; R is a forward again."""
+
+COMMUNICATION = frozenset(("send", "recv", *COLLECTIVES))
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
 """(time, bytes), from each time to the next."""
@@ -30,6 +33,10 @@ class Activity:
     @property
     def computes(self) -> bool:
         return self.op in PASSES
+
+    @property
+    def communicates(self) -> bool:
+        return self.op in COMMUNICATION
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +96,7 @@ class Timeline:
             computing = union((one.start, one.end) for one in ran if one.what.computes)
             streams: dict[str, list[tuple[float, float]]] = {}
             for one in ran:
-                if not one.what.computes and one.what.bytes:
+                if one.what.communicates:
                     streams.setdefault(stream_name(one.stream), []).append((one.start + one.waited, one.end))
             for stream, spans in streams.items():
                 alone = measure(minus(union(spans), computing))
@@ -97,9 +104,20 @@ class Timeline:
         return dict(sorted(found.items()))
 
 
+def numbers(devices: Sequence[int]) -> str:
+    """`0-3, 8`"""
+    spans: list[list[int]] = []
+    for device in sorted(devices):
+        if spans and spans[-1][-1] == device - 1:
+            spans[-1][1:] = [device]
+        else:
+            spans.append([device])
+    return ", ".join("-".join(map(str, span)) for span in spans)
+
+
 def stream_name(stream: str) -> str:
     """As the script says it: every direction of a transfer has a stream of its own."""
-    return stream.rstrip(">").partition("<")[0]
+    return stream.partition("<")[0].partition(">")[0]
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

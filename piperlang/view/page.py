@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from piperlang.plan.estimate.summary import time_text
-from piperlang.simulate.timeline import Activity, Ran, Timeline, stream_name
+from piperlang.simulate.timeline import Activity, Ran, Timeline, numbers, stream_name
 
 FILES = Path(__file__).parent / "page"
 DIGITS = 9
@@ -81,7 +81,7 @@ def _encoded(timeline: Timeline) -> dict[str, Any]:
         "scale": scale,
         "idle": timeline.idle_share(),
         "exposed": timeline.exposed(),
-        "rows": [[_devices(devices), share] for devices, share in zip(timeline.rows, idle, strict=True)],
+        "rows": [[numbers(devices), share] for devices, share in zip(timeline.rows, idle, strict=True)],
         "devices": [sorted(devices) for devices in timeline.rows],
         "lanes": [[row, stream, _computing(lanes[row, stream])] for row, stream in ordered],
         "tracks": tracks,
@@ -152,17 +152,6 @@ def _microbatch_tag(activities: Sequence[Sequence[Any]]) -> str:
     return "mb" if "mb" in keys else next((key for key in keys if key != "stage"), "")
 
 
-def _devices(devices: Sequence[int]) -> str:
-    """`0-3, 8`"""
-    spans: list[list[int]] = []
-    for device in sorted(devices):
-        if spans and spans[-1][-1] == device - 1:
-            spans[-1][1:] = [device]
-        else:
-            spans.append([device])
-    return ", ".join("-".join(map(str, span)) for span in spans)
-
-
 # ------------------------------------------------------------------------------------------------------------- text
 
 
@@ -173,7 +162,7 @@ def _summary(timeline: Timeline) -> str:
         passes[one.what.op] = passes.get(one.what.op, 0) + 1
     counts = ", ".join(f"{count:,} {op}" for op, count in passes.items())
     rows = [
-        f"<li>Device {_devices(devices)}: {share:.1%} idle</li>"
+        f"<li>Device {numbers(devices)}: {share:.1%} idle</li>"
         for devices, share in zip(timeline.rows, timeline.idle(), strict=True)
     ]
     return (

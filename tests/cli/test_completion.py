@@ -147,7 +147,7 @@ def complete(request: pytest.FixtureRequest) -> Complete:
         ("piperc explain P090", {code for code in CODES if code.startswith("P090")}),
         ("piperc completion ", {"bash", "zsh", "fish"}),
         ("piperc graph model.py other.piper --sv", {"--svg"}),
-        ("piperc orders --sv", set()),
+        ("piperc orders --num", set()),
     ],
 )
 def test_what_is_offered(complete: Complete, line: str, offered: set[str]) -> None:

@@ -1,0 +1,85 @@
+"""Compare schedules of one model in simulated steps: time, idle time, exposed communication, memory and bytes.
+`-o FILE` draws the first two side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from piperlang.cli.model import captured, load_both
+from piperlang.cli.report import check_output, open_script
+from piperlang.cli.simulate import SimulatedScript, add_costs, simulate
+from piperlang.cli.view import write
+from piperlang.diagnostics import error
+from piperlang.elaborate.modules import from_source
+from piperlang.plan.estimate.summary import bytes_text, time_text
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scripts", metavar="SCHEDULE.piper", nargs="+")
+    parser.add_argument("--model", metavar="MODEL.py", required=True)
+    parser.add_argument("-o", "--output", metavar="FILE", help="a .html page with the first two side by side")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    add_costs(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if len(options.scripts) < 2:
+        raise error("P0902", "one schedule cannot be compared", help="name at least two scripts")
+    output = Path(options.output) if options.output is not None else None
+    if output is not None:
+        if output.suffix != ".html":
+            raise error("P0902", f"`-o {output}`: unknown kind of file", help="end it with .html")
+        check_output(output, "-o")
+    for script in options.scripts:
+        from_source(*open_script(script))
+    file = load_both(options.model, options.scripts[0], options.precision)
+    traced = captured(file)
+    found = [simulate(options, traced, script, file.max_norm) for script in options.scripts]
+    rows = [_row(script, one) for script, one in zip(options.scripts, found, strict=True)]
+    print(json.dumps(rows) if options.json else _table(rows))
+    if output is not None:
+        write(found[:2], output)
+    return 0
+
+
+def _row(script: str, found: SimulatedScript) -> dict[str, Any]:
+    from piperlang.simulate.result import as_json
+
+    data, timeline = as_json(found.step, found.memory), found.step.timeline
+    return {
+        "script": script,
+        "devices": data["devices"],
+        "seconds": data["seconds"],
+        "idle": data["idle"]["mean"],
+        "exposed": sum(data["exposed"].values()),
+        "memory": data["memory"]["peak"],
+        "bytes": sum(len(timeline.rows[one.row]) * one.what.bytes for one in timeline.ran),
+    }
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    best = min(row["seconds"] for row in rows)
+    lines = [["schedule", "devices", "step", "of the best", "idle", "exposed", "memory", "sent"]]
+    for row in rows:
+        lines.append(
+            [
+                row["script"],
+                f"{row['devices']:,}",
+                time_text(row["seconds"]),
+                f"{row['seconds'] / best:.2f}",
+                f"{100 * row['idle']:.0f}%",
+                time_text(row["exposed"]),
+                bytes_text(row["memory"]),
+                bytes_text(row["bytes"]),
+            ]
+        )
+    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+    shown = []
+    for name, *figures in lines:
+        cells = [f"{cell:>{width}}" for cell, width in zip(figures, widths[1:], strict=True)]
+        shown.append("  ".join([f"{name:<{widths[0]}}", *cells]))
+    return "\n".join(shown)

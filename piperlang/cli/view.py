@@ -1,0 +1,74 @@
+"""Draw a simulated step of a model under one schedule, or under two side by side. The ending of the file says how:
+.html is a page to explore, .svg a picture for papers and talks, .json a trace for Perfetto or Chrome."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from piperlang.cli.model import captured, doing, load_both
+from piperlang.cli.report import check_output, open_script
+from piperlang.cli.simulate import SimulatedScript, add_costs, simulate
+from piperlang.diagnostics import error
+from piperlang.elaborate.modules import from_source
+from piperlang.progress import Notice, emit
+
+KINDS = (".html", ".svg", ".json")
+LARGEST_GRAPH = 400
+"""Nodes of a graph that is still readable as a picture."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL.py")
+    parser.add_argument("script", metavar="SCHEDULE.piper")
+    parser.add_argument("other", metavar="OTHER.piper", nargs="?", help="a schedule to compare it with")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="timeline.html", help="the file (default: timeline.html)"
+    )
+    add_costs(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    output = Path(options.output)
+    if output.suffix not in KINDS:
+        raise error("P0902", f"`-o {output}`: unknown kind of file", help=f"end it with {', '.join(KINDS)}")
+    check_output(output, "-o")
+    if options.other is not None:
+        if output.suffix != ".html":
+            raise error("P0902", f"`-o {output}` shows one schedule", help="use a .html file to compare two")
+        from_source(*open_script(options.other))
+    file = load_both(options.model, options.script, options.precision)
+    traced = captured(file)
+    scripts = [options.script, *([options.other] if options.other is not None else [])]
+    found = [simulate(options, traced, script, file.max_norm) for script in scripts]
+    write(found, output)
+    return 0
+
+
+def write(found: Sequence[SimulatedScript], output: Path) -> None:
+    with doing(f"writing {output}"):
+        try:
+            output.write_text(drawn(found, output.suffix), encoding="utf-8")
+        except OSError as problem:
+            raise error(
+                "P0902", f"cannot write {output}", notes=[str(problem)], help="choose another file with -o"
+            ) from None
+    emit(Notice(f"saved {output}"))
+
+
+def drawn(found: Sequence[SimulatedScript], kind: str) -> str:
+    timelines = [one.step.timeline for one in found]
+    if kind == ".svg":
+        from piperlang.view.gantt import gantt
+
+        return gantt(timelines[0])
+    if kind == ".json":
+        from piperlang.view.trace import trace
+
+        return trace(timelines[0])
+    from piperlang.view.graph_svg import draw
+    from piperlang.view.page import page
+
+    graph = found[0].graph
+    return page(timelines, graph=draw(graph) if len(graph.nodes) <= LARGEST_GRAPH else "")

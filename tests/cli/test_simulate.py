@@ -1,0 +1,82 @@
+"""`piperc simulate`, `view`, `compare` and `profile`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from piperlang.cli.main import main
+from piperlang.simulate.measured import load
+from tests.support import ROOT
+from tests.support.traced import traced_once
+
+MODEL = str(ROOT / "examples" / "01_mlp" / "model.py")
+ONE, OTHER = (str(ROOT / "examples" / "01_mlp" / name) for name in ("both.piper", "pipeline.piper"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    with traced_once():
+        yield
+
+
+def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", MODEL, ONE, "--machine", "cpu", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["devices"] == 4
+    assert 0 < data["seconds"] < 1
+    assert sum(part["seconds"] for part in data["critical_path"]) == pytest.approx(data["seconds"])
+    assert any(part["line"] for part in data["critical_path"])
+    assert main(["simulate", MODEL, ONE]) == 0
+    assert "simulated, on NVIDIA H100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["html", "svg", "json"])
+def test_view(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"step.{kind}"
+    assert main(["view", MODEL, ONE, "-o", str(path)]) == 0
+    assert "stage=0" in path.read_text()
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "both.html"
+    assert main(["compare", ONE, OTHER, "--model", MODEL, "--machine", "cpu", "-o", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["schedule", ONE, OTHER]
+    assert path.read_text().count("both.piper") >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["simulate", MODEL, ONE, "--machine", "h1000"], "there is no machine `h1000`"),
+        (["simulate", MODEL, ONE, "--profile", "none.json"], "none.json"),
+        (["view", MODEL, ONE, "-o", "step.png"], "unknown kind of file"),
+        (["view", MODEL, ONE, OTHER, "-o", "step.svg"], "shows one schedule"),
+        (["compare", ONE, "--model", MODEL], "one schedule cannot be compared"),
+        (["profile", MODEL, ONE, "--steps", "0"], "records nothing"),
+        (["orders", ONE, "--svg", "/nowhere/o.svg"], "cannot be written"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_profile_predicts_another_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "times.json"
+    assert main(["profile", MODEL, OTHER, "--steps", "3", "-o", str(path)]) == 0
+    assert "measured" in capsys.readouterr().out
+    found = load(path)
+    assert found.passes
+    assert all(seconds > 0 for seconds in found.passes.values())
+    assert found.transfers["message"]
+    assert main(["simulate", MODEL, OTHER, "--profile", str(path), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert 0.3 < again["seconds"] / found.about["seconds"] < 3  # a busy machine; benchmarks/simulator.py is precise
+    path.write_text(path.read_text().replace('"passes"', '"other"'))
+    assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1
+    assert "cannot be used" in capsys.readouterr().err
