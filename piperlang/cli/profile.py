@@ -8,6 +8,7 @@ from pathlib import Path
 
 from piperlang.cli.backend import add_backend, chosen_backend
 from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
+from piperlang.cli.parsing import COUNT, SEED
 from piperlang.cli.report import add_parameters, check_output, report
 from piperlang.diagnostics import error
 from piperlang.plan.estimate.summary import time_text
@@ -20,8 +21,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where the times are saved (default: MODEL.profile.json)"
     )
-    parser.add_argument("--steps", type=int, default=10, help="how many steps are recorded (default: 10)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=COUNT, default=10, help="how many steps are recorded (default: 10)")
+    parser.add_argument("--seed", type=SEED, default=0, help="random seed of weights, data and dropout (default: 0)")
     parser.add_argument("--address", metavar="HOST:PORT", help="use the Ray cluster at this address")
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="compile passes with Inductor (default: on CUDA)"
@@ -36,8 +37,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     output = Path(options.output or f"{Path(options.model).stem}.profile.json")
     check_output(output, "-o")
-    if options.steps < 1:
-        raise error("P0902", f"`--steps {options.steps}` records nothing", help="record at least one step")
     file = load_both(options.model, options.script, options.precision, options.seed)
     backend = chosen_backend(options)
     if backend.name == "threads":

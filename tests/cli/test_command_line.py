@@ -34,11 +34,11 @@ def ran(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 @pytest.mark.parametrize(
     ("words", "message", "help"),
     [
-        ("orders S.piper --svg f", "`piperc orders` has no option `--svg`", "it is an option of `piperc graph`"),
+        ("orders S.piper --after 3", "`piperc orders` has no option `--after`", "it is an option of `piperc graph`"),
         (
             "check S.piper --steps 3",
             "`piperc check` has no option `--steps`",
-            "it is an option of `piperc train` and `piperc run`",
+            "it is an option of `piperc train`, `piperc run` and `piperc profile`",
         ),
         ("M.py S.piper --step 3", "abbreviated option `--step`", "did you mean `--steps`?"),
         (

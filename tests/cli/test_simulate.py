@@ -57,7 +57,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["view", MODEL, ONE, "-o", "step.png"], "unknown kind of file"),
         (["view", MODEL, ONE, OTHER, "-o", "step.svg"], "shows one schedule"),
         (["compare", ONE, "--model", MODEL], "one schedule cannot be compared"),
-        (["profile", MODEL, ONE, "--steps", "0"], "records nothing"),
+        (["profile", MODEL, ONE, "--backend", "threads"], "threads"),
         (["orders", ONE, "--svg", "/nowhere/o.svg"], "cannot be written"),
     ],
 )
