@@ -19,13 +19,19 @@ from piperlang.directives.order import Order
 from piperlang.elaborate.lanes import Lane
 from piperlang.pipeline import outline
 from piperlang.simulate.timeline import Timeline
-from piperlang.simulate.unit import simulate
-from piperlang.view.grid import chain_text, grid, plain, summary
+from piperlang.simulate.unit import live, parse_costs, simulate
+from piperlang.view.grid import MOST_ROWS, chain_text, grid, plain, summary
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="FILE.piper", help="`-` reads standard input")
     add_parameters(parser)
+    parser.add_argument(
+        "--cost",
+        metavar="F=1,W=2,stage3=2",
+        default="",
+        help="units that passes take (default: F=I=W=1, B=2), and factors of tags",
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help='{"devices": [{"device": 0, "order": [[item, ...], ...]}]}')
     shape.add_argument("--csv", action="store_true", help="print a row per item: device, step, stage, pass, mb")
@@ -35,6 +41,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.svg:
         check_output(Path(options.svg), "--svg")
+    try:
+        costs = parse_costs(word.strip() for word in options.cost.split(",") if word.strip())
+    except ValueError as problem:
+        raise error("P0902", f"`--cost {options.cost}`: {problem}", help="write `--cost F=1,B=2,stage3=2`") from None
     source, path = open_script(options.script)
     found = outline(source, path, parameters(options), say=say)
     if found.problems:
@@ -48,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             "no `order` statement was reached",
             help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`",
         )
-    timeline = simulate(lanes)
+    timeline = simulate(lanes, costs)
     if options.json:
         _json(lanes, found.outline.chains)
     elif options.csv:
@@ -59,10 +69,18 @@ def run(options: argparse.Namespace) -> int:
         width = shutil.get_terminal_size((140, 24)).columns
         if timeline.ran:
             print(grid(lanes, timeline, width, paint(sys.stdout)))
-            print(f"\n{summary(lanes, timeline)}")
+            print(f"\n{summary(lanes, timeline, costs)}")
+            print(f"live activations: {_kept(timeline)}")
         for chain in found.outline.chains:
             print(f"also: {chain_text(chain)}")
     return 0
+
+
+def _kept(timeline: Timeline) -> str:
+    """`4, 3, 2, 1 at most, by device`"""
+    most = live(timeline)
+    shown = ", ".join(map(str, most[:MOST_ROWS])) + (", ..." if len(most) > MOST_ROWS else "")
+    return f"{shown} at most, by device; one is a stage's of a microbatch"
 
 
 def _json(lanes: Sequence[Lane], chains: Sequence[Order]) -> None:

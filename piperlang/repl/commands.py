@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,14 +29,12 @@ from piperlang.repl.core import SessionCore, needs_model, write
 from piperlang.repl.show import Row, Shown
 from piperlang.repl.state import Estimate, State
 from piperlang.repl.why import explain as explain_order
-from piperlang.simulate.unit import UnitCosts
+from piperlang.simulate.unit import UnitCosts, parse_costs
 from piperlang.source import Source
-from piperlang.syntax.words import PASSES
 from piperlang.view.grid import chain_text
 
 LINES = 60
 """Maximum number of lines of a listing; files are written in full."""
-LONGEST_COST = 100
 EXECUTORS = ("inline", "ray")
 
 
@@ -513,25 +510,10 @@ def _estimated(session: SessionCore, name: str) -> Estimate:
 
 
 def _costs(argument: str, now: UnitCosts) -> UnitCosts:
-    passes, factors = dict(now.passes), dict(now.factors)
-    named: set[str] = set()
-    for word in argument.split():
-        whole = re.fullmatch(r"(\w+)=(?:([\w.]+):)?(\d+)", word)
-        if whole is None or not 1 <= int(whole[3]) <= LONGEST_COST:
-            raise usage(":cost", f"`{word}` is not a cost; expected 1 to {LONGEST_COST}", argument)
-        key, value, units = whole[1], whole[2], int(whole[3])
-        if value is not None:
-            factors[key, int(value) if value.isdecimal() else value] = units
-        elif key in PASSES:
-            passes[key] = units
-            named.add(key)
-        else:
-            raise usage(
-                ":cost", f"`{key}` is not a pass: {', '.join(PASSES)}; a tag has a value, `{key}=0:{units}`", argument
-            )
-    if named & {"I", "W"} and "B" not in named:
-        passes["B"] = passes["I"] + passes["W"]
-    return UnitCosts(passes, factors)
+    try:
+        return parse_costs(argument.split(), now)
+    except ValueError as problem:
+        raise usage(":cost", str(problem), argument) from None
 
 
 def _check_tags(session: SessionCore, costs: UnitCosts, argument: str) -> None:

@@ -7,9 +7,11 @@ items of one step run one after the other, whichever is ready first."""
 from __future__ import annotations
 
 import heapq
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
@@ -17,6 +19,7 @@ from piperlang.core.selector import TagValue
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate.lanes import Item, Lane
 from piperlang.simulate.timeline import Activity, Ran, Timeline
+from piperlang.syntax.words import PASSES
 
 Event: TypeAlias = tuple[str, object, object]
 """A result that others wait for: a forward, a gradient (of B or I) or a weight gradient, of (stage, microbatch)."""
@@ -49,6 +52,47 @@ class UnitCosts:
 
 
 UNIT = UnitCosts()
+LONGEST = 100
+"""Units that a pass may take."""
+
+
+def parse_costs(words: Iterable[str], now: UnitCosts = UNIT) -> UnitCosts:
+    """`F=2`, and `stage=3:2` or `stage3=2` for passes with a tag, which take so many times as long. Raises
+    ValueError."""
+    passes, factors = dict(now.passes), dict(now.factors)
+    named: set[str] = set()
+    for word in words:
+        whole = re.fullmatch(r"([A-Za-z_]\w*?)(?:=([\w.]+):|(\d+)=|=)(\d+)", word)
+        if whole is None or not 1 <= int(whole[4]) <= LONGEST:
+            raise ValueError(f"`{word}` is not a cost; expected 1 to {LONGEST}")
+        key, value, units = whole[1], whole[2] or whole[3], int(whole[4])
+        if value is not None:
+            factors[key, int(value) if value.isdecimal() else value] = units
+        elif key in PASSES:
+            passes[key] = units
+            named.add(key)
+        else:
+            raise ValueError(f"`{key}` is not a pass: {', '.join(PASSES)}; a tag has a value, `{key}=0:{units}`")
+    if named & {"I", "W"} and "B" not in named:
+        passes["B"] = passes["I"] + passes["W"]
+    return UnitCosts(passes, factors)
+
+
+def live(timeline: Timeline) -> list[int]:
+    """By row, the most microbatches of a stage whose activations are kept at once: from the begin of their forward to
+    the end of the backward, or of its last half."""
+    changes: list[list[tuple[float, int]]] = [[] for _ in timeline.rows]
+    halves = {(one.row, *_key(dict(one.what.tags))) for one in timeline.ran if one.what.op == "W"}
+    for one in timeline.ran:
+        if one.what.op == "F":
+            changes[one.row].append((one.start, 1))
+        elif one.what.op in ("B", "W") or (one.row, *_key(dict(one.what.tags))) not in halves:
+            changes[one.row].append((one.end, -1))
+    found = []
+    for its in changes:
+        kept = [0, *accumulate(change for _, change in sorted(its))]  # what is freed goes before what is made
+        found.append(max(kept))
+    return found
 
 
 def simulate(lanes: Sequence[Lane], cost: UnitCosts = UNIT) -> Timeline:

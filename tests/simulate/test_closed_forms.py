@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piperlang.simulate.unit import simulate
+from piperlang.simulate.unit import UNIT, live, parse_costs, simulate
 from tests.support.schedules import SCHEDULES
 
 F, I, W = 1, 1, 1
@@ -30,3 +30,23 @@ def test_lengths(name: str, ranks: int) -> None:
         found = simulate(schedule.lanes(ranks, micro))
         assert found.length == micro * chunks * (F + B) + BUBBLES[name](ranks)
         assert found.idle_share() == pytest.approx(BUBBLES[name](ranks) / found.length)
+
+
+def test_live_activations() -> None:
+    """1F1B keeps as many as there are ranks below it, GPipe all, and ZB-H1 no more than 1F1B."""
+    assert live(simulate(SCHEDULES["one_f_one_b"].lanes(4, 8))) == [4, 3, 2, 1]
+    assert live(simulate(SCHEDULES["gpipe"].lanes(4, 8))) == [8, 8, 8, 8]
+    assert live(simulate(SCHEDULES["zero_bubble"].lanes(4, 8))) == [4, 4, 4, 4]
+
+
+def test_costs() -> None:
+    costs = parse_costs(["F=2", "stage3=4", "kind=expert:3"])
+    assert (costs.passes["F"], costs.passes["B"]) == (2, 2)
+    assert costs.factors == {("stage", 3): 4, ("kind", "expert"): 3}
+    assert parse_costs(["I=2", "W=3"]).passes["B"] == 5
+    assert parse_costs([]) == UNIT
+    longer = simulate(SCHEDULES["one_f_one_b"].lanes(4, 8), parse_costs(["stage3=2"]))
+    assert longer.length > simulate(SCHEDULES["one_f_one_b"].lanes(4, 8)).length
+    for wrong in ("F=0", "F=101", "X=1", "F", "=3", "F=-1", "F=1.5"):
+        with pytest.raises(ValueError, match="not a"):
+            parse_costs([wrong])
