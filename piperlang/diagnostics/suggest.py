@@ -17,6 +17,9 @@ def nearest(word: str, legal: Iterable[str]) -> str | None:
     for option in options:
         if option.lower() == word.lower():
             return option
+    for option in options:  # two letters swapped: `form` is `from`, not `for`
+        if len(option) == len(word) and sorted(option) == sorted(word) and distance(word, option, 1) == 1:
+            return option
     for option in options:
         if len(option) > 1 and len(word) > 1 and (word.startswith(option) or option.startswith(word)):
             return option

@@ -109,6 +109,7 @@ def test_a_label_outside_the_line_does_not_break_rendering() -> None:
         ("xyz", ["place"], None),
         ("Stage", ["stage"], "stage"),
         ("palce", ["place"], "place"),
+        ("form", ["for", "from"], "from"),
         ("a", ["b"], None),
     ],
 )
