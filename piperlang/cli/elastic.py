@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from piperlang.cli.loop import TrainingLoop
 from piperlang.cli.model import Batches, doing, recorded_plan, scheduled
 from piperlang.cli.resume import Resumed, newest_whole
-from piperlang.cli.run_folder import note_restart, open_folder, removed_if_interrupted, write_about
+from piperlang.cli.run_folder import note_restart, open_folder, owned, removed_if_interrupted, write_about
 from piperlang.diagnostics import PiperError, error
 from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
@@ -87,7 +87,7 @@ def train(
                 help="name scripts for fewer and fewer devices",
             )
     folder, new = open_folder(schedules[0].options, run_before)
-    with removed_if_interrupted(folder) if new else nullcontext():
+    with removed_if_interrupted(folder) if new else nullcontext(), owned(folder):
         for schedule, following in zip(schedules, [*schedules[1:], None], strict=True):
             options, found, plan = schedule
             write_about(folder, options, plan, found.directives, run_before)

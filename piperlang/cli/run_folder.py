@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import errno
+import fcntl
 import json
 import os
+import platform
 import shutil
 import sys
 import time
@@ -38,6 +40,8 @@ PATIENCE = 600.0
 """Seconds to wait for room on the disk, for what would be lost."""
 _RECORDS = (METRICS, RESTARTS, VERSIONS, WEIGHTS, AVERAGES, "verified.json")
 _CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+"""Kept by the job that trains here."""
 OUTPUT = "output"
 """What workers print."""
 
@@ -98,6 +102,48 @@ def open_folder(options: argparse.Namespace, resumed: Resumed | None) -> tuple[P
 
 
 @contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """No other job trains in the folder meanwhile: it would cut the rows of this one, and remove its checkpoints. The
+    lock ends with this process, however that ends."""
+    path = folder.absolute() / LOCK
+    file = _locked(path, folder)
+    with file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, folder: Path) -> TextIO:
+    while True:
+        with writing(path, "nothing, training has not begun"):
+            file = path.open("a+")
+        try:
+            # Of the process, not of the file: processes that the user's code forks do not keep it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno not in (errno.EACCES, errno.EAGAIN):
+                return file  # a file system without locks
+            file.seek(0)
+            who = file.read().strip()
+            file.close()
+            raise error(
+                "P0902",
+                f"a job is training in {folder}",
+                notes=[who] if who else [],
+                help="wait until it has ended, or choose another folder with --out",
+            ) from None
+        with suppress(OSError):
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                return file
+        file.close()  # the job that had it has ended just now, and removed it
+
+
+@contextmanager
 def removed_if_interrupted(folder: Path) -> Iterator[None]:
     """A job that is interrupted before its first step leaves no folder. One that fails leaves what tells why; the next
     one may use the folder."""
@@ -141,8 +187,6 @@ def write_about(
 ) -> None:
     """What is written before training. Results of another run in the folder are removed, so that nothing in it is taken
     for a result of this one."""
-    import platform
-
     import torch
 
     from piperlang.elaborate.resolved import resolved

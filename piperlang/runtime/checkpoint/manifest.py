@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.runtime.checkpoint import tree
 from piperlang.runtime.checkpoint.ranges import IndexRange, tiles
 from piperlang.runtime.checkpoint.tree import DTYPES
@@ -101,12 +102,20 @@ class Manifest:
         return self.trees.get(f"state {weight}")
 
 
-class Damaged(Exception):
-    """A checkpoint that cannot be used, and the file that shows it."""
+class Damaged(PiperError):
+    """A checkpoint that cannot be used, and the file that shows it. Most who read one say which it is; where nobody
+    does, as in a worker whose checkpoint was removed after it was verified, this is the diagnostic."""
 
     def __init__(self, file: str, why: str) -> None:
-        super().__init__(f"{file}: {why}")
+        message, help = f"the checkpoint cannot be used: {file}: {why}", "`piperc ckpt verify` checks all of a run"
+        super().__init__(Diagnostic("P0611", message, helps=(help,)))
         self.file, self.why = file, why
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.why}"
+
+    def __reduce__(self) -> tuple[type[Damaged], tuple[str, str]]:  # type: ignore[override]
+        return Damaged, (self.file, self.why)
 
 
 def dump(manifest: Manifest) -> bytes:
