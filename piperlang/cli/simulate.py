@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
 def simulate(options: argparse.Namespace, traced: Program, script: str, max_norm: float | None) -> SimulatedScript:
     """Raises the problems of the script."""
     profile = load_profile(Path(options.profile)) if options.profile is not None else None
-    machine = load_machine(options.machine or ("h100" if profile is None else "cpu"))
+    default = "h100" if profile is None else "cpu"
+    machine = load_machine(options.machine if options.machine is not None else default)
     found = scheduled(traced, argparse.Namespace(**{**vars(options), "script": script}))
     if found.problems:
         raise PiperError(*found.problems)

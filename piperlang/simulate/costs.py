@@ -23,6 +23,7 @@ from piperlang.plan.instructions import (
     Offload,
     ReduceGradients,
     Routing,
+    Send,
     Update,
 )
 from piperlang.plan.plan import DevicePlan, Plan
@@ -56,6 +57,9 @@ class CostModel(Protocol):
     def cost(self, device: DevicePlan, x: Instruction) -> InstructionCost:
         """Of anything but a send or a receive."""
 
+    def sending(self, device: DevicePlan, x: Send) -> float:
+        """Seconds until a send that is buffered has ended."""
+
     def message(self, source: int, target: int, size: float) -> InstructionCost:
         """Of a message of `size` bytes between two devices."""
 
@@ -79,7 +83,7 @@ class MachineCosts:
         match x:
             case Compute(program=program):
                 if program not in self._programs:
-                    self._programs[program] = self._compute(program)
+                    self._programs[program] = self.of_pass(program)
                 return self._programs[program]
             case Collective(group=group):
                 return self._collective(x, sent(device, x, self.plan), self.plan.groups[group].members)
@@ -92,7 +96,7 @@ class MachineCosts:
                 )
         return NOTHING
 
-    def _compute(self, number: int) -> InstructionCost:
+    def of_pass(self, number: int) -> InstructionCost:
         program, machine = self.plan.programs[number], self.machine
         chunk = self.graph.model.chunks[program.chunk]
         work = chunk.passes["F" if program.op == "R" else program.op]
@@ -103,6 +107,9 @@ class MachineCosts:
         return InstructionCost(machine.launch, share * seconds, "compute")
 
     # ----------------------------------------------------------------------------------------------- communication
+
+    def sending(self, device: DevicePlan, x: Send) -> float:
+        return self.machine.launch
 
     def message(self, source: int, target: int, size: float) -> InstructionCost:
         name, link = self._link((source, target))

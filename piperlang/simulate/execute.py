@@ -248,8 +248,11 @@ class _Execution:
             message.sender = row, i
             message.cost = self.costs.message(self.plan.devices[row].device, peer, max(self.sizes[key]))
             self._carry(message, now)
-        if not self.costs.machine.rendezvous or not peers:
+        if not peers:
             self._end(row, i, now)
+        elif not self.costs.machine.rendezvous:
+            taken = self.costs.sending(self.plan.devices[row], x)
+            self._at(now + taken, lambda then: self._end(row, i, then))
 
     def _receive(self, row: int, i: int, x: Receive, now: float) -> None:
         keys = dict.fromkeys((self.row[one.peer], row, one.tag) for one in x.messages)

@@ -57,7 +57,13 @@ def _machine(data: dict[str, Any], name: str) -> Machine:
             given[key] = value
         else:
             number = _number(name, data, "", key)
-            given[key] = int(number) if isinstance(kinds[key].default, int) else number
+            whole = isinstance(kinds[key].default, int)
+            if whole and number != int(number):
+                raise _invalid(name, f"`{key}` is {number:g}, and must be a whole number")
+            given[key] = int(number) if whole else number
+    missing = [key for key in ("flops", "memory_bandwidth", "memory", "node", "network") if key not in given]
+    if missing:
+        raise _invalid(name, f"it has no `{missing[0]}`")
     return Machine(**given)
 
 

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
 from piperlang.ir.graph import Graph
+from piperlang.plan.codec import InvalidRecord, reader
 from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.estimate.summary import sent
 from piperlang.plan.instructions import Collective, Compute, Instruction, Receive, Send, Update
@@ -26,6 +27,10 @@ from piperlang.simulate.costs import InstructionCost, MachineCosts
 from piperlang.simulate.timeline import Timeline
 
 FORMAT, VERSION = "piperlang profile", 1
+LONGEST = 1e6
+"""Seconds that an instruction may have taken."""
+AT = ", samples: "
+"""Before the number of samples, at the end of what a pass is called."""
 MESSAGE = "message"
 """What a transfer between two devices is called among the kinds of communication."""
 
@@ -57,26 +62,27 @@ def load(path: Path) -> Profile:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise unreadable(path, problem) from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise _unusable(path, f"it is no JSON: {problem}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise _unusable(path, f'a profile says `"format": "{FORMAT}"`')
     if data.get("version") != VERSION:
         raise _unusable(path, f"it is of version {data.get('version')}, and this piperlang reads version {VERSION}")
     try:
-        return Profile(
-            {str(key): float(value) for key, value in data["passes"].items()},
-            {str(key): float(value) for key, value in data["local"].items()},
-            {str(key): [(float(a), float(b)) for a, b in rows] for key, rows in data["transfers"].items()},
-            {str(key): float(value) for key, value in data["issued"].items()},
-            float(data["before"]),
-            float(data["after"]),
-            bool(data["rendezvous"]),
-            int(data["side_by_side"]),
-            dict(data["about"]),
+        found: Profile = reader(Profile)(
+            {key: value for key, value in data.items() if key not in ("format", "version")}
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise _unusable(path, f"{type(problem).__name__}: {problem}") from None
+    except InvalidRecord as problem:
+        raise _unusable(path, str(problem)) from None
+    rows = [row for its in found.transfers.values() for row in its]
+    times = [*found.passes.values(), *found.local.values(), *found.issued.values(), found.before, found.after]
+    if not found.passes or not all(found.transfers.values()) or found.side_by_side < 1:
+        raise _unusable(path, "it has nothing that was measured")
+    if not all(isfinite(number) and 0 <= number <= LONGEST for number in (*times, *(one for _, one in rows))):
+        raise _unusable(path, f"a time is not between 0 and {LONGEST:g} s")
+    if not all(isfinite(size) and size >= 0 for size, _ in rows):
+        raise _unusable(path, "a number of bytes is negative")
+    return found
 
 
 def _unusable(path: Path, why: str) -> PiperError:
@@ -97,14 +103,19 @@ class Keys:
             self.chunks.append(f"{chunk} #{count[str(chunk)]}")
             count[str(chunk)] += 1
 
-    def of_pass(self, program: int, samples: int | None = None) -> str:
+    def of_pass(self, program: int) -> str:
+        """With the work of a sample: the same stage of another model is something else."""
         its = self.plan.programs[program]
+        work = self.graph.model.chunks[its.chunk].passes["F" if its.op == "R" else its.op]
         divided = "".join(f", {one.style} {one.size}" for one in its.sharding[0])
-        return f"{its.op} of {self.chunks[its.chunk]}, {samples or its.samples} samples{divided}"
+        each = f"{work.flops / self.graph.model.samples:.4g} flops"
+        return f"{its.op} of {self.chunks[its.chunk]}, {each}{divided}{AT}{its.samples}"
 
     def of_local(self, device: DevicePlan, x: Instruction) -> str:
         if isinstance(x, Update):
             return f"update of {self._elements(device, x)} elements"
+        if isinstance(x, Send):
+            return f"send of {sum(prod(one.shape) for one in x.messages)} elements"
         shape = getattr(x, "shape", None)
         return f"{x.op} of {prod(shape)} elements" if shape is not None else x.op
 
@@ -154,7 +165,7 @@ def profile(
                 elif isinstance(x, Receive):
                     if id(one) in sizes:
                         transfers[MESSAGE][sizes[id(one)]].append(seconds)
-                elif not isinstance(x, Send):
+                else:
                     local[keys.of_local(device, x)].append(seconds)
     return Profile(
         {key: median(values) for key, values in passes.items()},
@@ -190,6 +201,14 @@ class MeasuredCosts:
         """What was not measured."""
         self._passes: dict[int, InstructionCost] = {}
         self._faster = self._calibrated()
+        known = {key.rpartition(AT)[0] for key in found.passes}
+        if not any(self.keys.of_pass(number).rpartition(AT)[0] in known for number in range(len(plan.programs))):
+            raise error(
+                "P0902",
+                "the profile has no pass of this model under this schedule",
+                notes=[f"it was measured with {found.about.get('model')} under {found.about.get('script')}"],
+                help="measure one of its own with `piperc profile`",
+            )
 
     def host(self, x: Instruction) -> float:
         return self.profile.issued.get(x.op, 0.0)
@@ -209,6 +228,9 @@ class MeasuredCosts:
         self.unknown.add(key)
         return self.guess.cost(device, x)
 
+    def sending(self, device: DevicePlan, x: Send) -> float:
+        return self.profile.local.get(self.keys.of_local(device, x), self.machine.launch)
+
     def message(self, source: int, target: int, size: float) -> InstructionCost:
         guess = self.guess.message(source, target, size)
         seconds = self._transfer(MESSAGE, size)
@@ -219,9 +241,25 @@ class MeasuredCosts:
         known = self.profile.passes.get(key)
         if known is None:
             self.unknown.add(key)
-            guess = self.guess._compute(program)
+            known = self._of_other_samples(key)
+        if known is None:
+            guess = self.guess.of_pass(program)
             known = (guess.alone + guess.shared) * self._faster
         return InstructionCost(0.0, known, "compute")
+
+    def _of_other_samples(self, key: str) -> float | None:
+        """The same pass of another number of samples: more take longer, but none less than the shortest pass."""
+        what, _, count = key.rpartition(AT)
+        others = {
+            int(samples): seconds
+            for (name, _, samples), seconds in ((one.rpartition(AT), s) for one, s in self.profile.passes.items())
+            if name == what
+        }
+        if not others:
+            return None
+        near = min(others, key=lambda samples: abs(samples - int(count)))
+        least = min(self.profile.passes.values())
+        return least + (others[near] - least) * int(count) / near
 
     def _calibrated(self) -> float:
         """How much longer passes took than the machine's description says, where both are known."""
@@ -229,7 +267,7 @@ class MeasuredCosts:
         for number in range(len(self.plan.programs)):
             known = self.profile.passes.get(self.keys.of_pass(number))
             if known is not None:
-                guess = self.guess._compute(number)
+                guess = self.guess.of_pass(number)
                 took, said = took + known, said + guess.alone + guess.shared
         return took / said if said else 1.0
 

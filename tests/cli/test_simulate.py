@@ -77,6 +77,28 @@ def test_a_profile_predicts_another_schedule(tmp_path: Path, capsys: pytest.Capt
     assert main(["simulate", MODEL, OTHER, "--profile", str(path), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert 0.3 < again["seconds"] / found.about["seconds"] < 3  # a busy machine; benchmarks/simulator.py is precise
-    path.write_text(path.read_text().replace('"passes"', '"other"'))
+    # Another number of samples in a pass: taken from what was measured, not from nowhere.
+    assert main(["simulate", MODEL, ONE, "--profile", str(path), "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert 0.2 < other["seconds"] / again["seconds"] < 5
+    good = json.loads(path.read_text())
+    for key, value in (
+        ("passes", {}),
+        ("passes", {"F": -1.0}),
+        ("passes", {"F": 1e308}),
+        ("passes", []),
+        ("before", float("nan")),
+        ("side_by_side", 0),
+        ("transfers", {"message": []}),
+        ("transfers", {"message": [[-5.0, 1.0]]}),
+        ("version", 99),
+    ):
+        path.write_text(json.dumps({**good, key: value}))
+        assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1, key
+        assert "error[P0505]" in capsys.readouterr().err
+    path.write_text("[" * 100_000)
     assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1
-    assert "cannot be used" in capsys.readouterr().err
+    path.write_text(json.dumps({**good, "passes": {"F of stage=0 #0, 3 flops, samples: 4": 0.1}}))
+    capsys.readouterr()
+    assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 2
+    assert "the profile has no pass of this model" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import schedule
 from piperlang.plan.estimate.machine import Interconnect, Machine
-from piperlang.plan.instructions import Compute, Instruction
+from piperlang.plan.instructions import Compute, Instruction, Send
 from piperlang.plan.linearize import alike
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import DevicePlan, Plan
@@ -72,6 +72,9 @@ class Units(MachineCosts):
 
     def message(self, source: int, target: int, size: float) -> InstructionCost:
         return NOTHING
+
+    def sending(self, device: DevicePlan, x: Send) -> float:
+        return 0.0
 
     def host(self, x: Instruction) -> float:
         return 0.0
@@ -172,6 +175,8 @@ def test_machines(name: str) -> None:
         ("rendezvous = 1", "`rendezvous` is 1"),
         ("[node]\nbandwidth = 1", "`node.latency` must be a number"),
         ("= 3", "it is no TOML"),
+        ("", "it has no `flops`"),
+        ("devices_per_node = 1.5", "must be a whole number"),
     ],
 )
 def test_a_file_that_describes_no_machine(content: str, said: str, tmp_path: Path) -> None:
