@@ -186,6 +186,7 @@ def test_a_driver_that_nobody_buries(tmp_path: Path) -> None:
         driver.wait()
 
 
+@pytest.mark.slow
 def test_a_cluster_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,7 +278,8 @@ def test_an_interrupt_during_start_up(delay: float, temporary: Path, tmp_path: P
     interrupted(job, temporary)
 
 
-@pytest.mark.parametrize("delay", [1.0, *(pytest.param(i / 2, marks=pytest.mark.slow) for i in range(12))])
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [i / 2 for i in range(12)])
 def test_sigterm_during_start_up(delay: float, temporary: Path, tmp_path: Path) -> None:
     """Ray has handlers of its own for it while it starts."""
     job = endless(temporary, tmp_path)
