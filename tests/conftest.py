@@ -70,7 +70,7 @@ ONE_IN = {
     "test_job.py": {"test_random_schedules_train_as_one_device_would": 3, "test_trains_as_one_device_would": 2},
     "test_loading.py": {"test_in_workers": 2, "test_rejected": 2, "test_slices": 2, "test_what_cannot_be_sliced": 2},
     "test_localize.py": {"test_attention_by_heads": 2, "test_experts": 2},
-    "test_matrix.py": {"test_equals_the_single_device": 2},
+    "test_matrix.py": {"test_equals_the_single_device": 3},
     "test_memory.py": {"test_gradients_of_zero": 2, "test_weights_and_states_of_zero": 3},
     "test_mistakes.py": {"test_one_diagnostic_that_says_what_and_how_to_repair_it": 2},
     "test_never_wrong.py": {
@@ -103,6 +103,7 @@ ONE_IN = {
         "test_commands_that_only_trace": 2,
         "test_training_ends_with_a_diagnostic": 4,
     },
+    "test_whole_sums.py": {"test_simulated": 2, "test_workers": 2},
     "test_whole.py": {
         "test_divided_and_whole_batches_give_the_same": 2,
         "test_stages_that_have_different_parts_of_the_batch": 3,

@@ -108,9 +108,9 @@ def owned(folder: Path) -> Iterator[None]:
     path = folder.absolute() / LOCK
     file = _locked(path, folder)
     with file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
+        with suppress(OSError):  # a full disk; the lock is there without it
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
         try:
             yield
         finally:
