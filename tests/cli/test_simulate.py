@@ -11,6 +11,7 @@ import pytest
 from piperlang.cli.main import main
 from piperlang.simulate.measured import load
 from tests.support import ROOT
+from tests.support.jobs import Lent
 from tests.support.traced import traced_once
 
 MODEL = str(ROOT / "examples" / "01_mlp" / "model.py")
@@ -66,7 +67,7 @@ def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str
     assert said in capsys.readouterr().err
 
 
-def test_a_profile_predicts_another_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "times.json"
     assert main(["profile", MODEL, OTHER, "--steps", "3", "-o", str(path)]) == 0
     assert "measured" in capsys.readouterr().out
