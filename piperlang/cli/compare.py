@@ -11,7 +11,7 @@ from typing import Any
 
 from piperlang.cli.model import captured, load_both
 from piperlang.cli.report import check_output, open_script
-from piperlang.cli.simulate import SimulatedScript, add_costs, simulate
+from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, simulate
 from piperlang.cli.view import write
 from piperlang.diagnostics import error
 from piperlang.elaborate.modules import from_source
@@ -36,9 +36,10 @@ def run(options: argparse.Namespace) -> int:
         check_output(output, "-o")
     for script in options.scripts:
         from_source(*open_script(script))
+    chosen = chosen_costs(options)
     file = load_both(options.model, options.scripts[0], options.precision)
     traced = captured(file)
-    found = [simulate(options, traced, script, file.max_norm) for script in options.scripts]
+    found = [simulate(options, chosen, traced, script, file.max_norm) for script in options.scripts]
     rows = [_row(script, one) for script, one in zip(options.scripts, found, strict=True)]
     print(json.dumps(rows) if options.json else _table(rows))
     if output is not None:

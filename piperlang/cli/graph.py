@@ -14,8 +14,8 @@ from pathlib import Path
 
 from piperlang.cli.model import add_precision, captured, doing, load_both, scheduled
 from piperlang.cli.parsing import POSITION
-from piperlang.cli.report import add_parameters, check_output
-from piperlang.diagnostics import PiperError, error
+from piperlang.cli.report import add_parameters, check_output, write_output
+from piperlang.diagnostics import PiperError
 from piperlang.ir.text import as_json, brief, text
 
 
@@ -42,22 +42,10 @@ def run(options: argparse.Namespace) -> int:
     if options.svg:
         from piperlang.view.graph_svg import draw
 
-        _write(Path(options.svg), draw(graph))
+        write_output(Path(options.svg), draw(graph), "--svg")
         print(f"{options.svg}: {len(graph.nodes):,} nodes")
     elif options.json:
         print(json.dumps(as_json(graph)))
     else:
         print(text(graph) if options.verbose else brief(graph), end="")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise error(
-            "P0902",
-            f"`--svg {path}` cannot be written",
-            notes=[(problem.strerror or "").lower()],
-            help="check the path",
-        ) from None

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from piperlang.cli.report import add_parameters, check_output, open_script, paint, parameters, say
+from piperlang.cli.report import add_parameters, check_output, open_script, paint, parameters, say, write_output
 from piperlang.diagnostics import PiperError, error
 from piperlang.directives.order import Order
 from piperlang.elaborate.lanes import Lane
@@ -94,10 +94,7 @@ def _json(lanes: Sequence[Lane], chains: Sequence[Order]) -> None:
 def _svg(path: Path, timeline: Timeline, title: str) -> None:
     from piperlang.view.gantt import gantt
 
-    try:
-        path.write_text(gantt(timeline, title), encoding="utf-8")
-    except OSError as problem:
-        raise error("P0902", f"`--svg {path}` cannot be written", notes=[str(problem)], help="check the path") from None
+    write_output(path, gantt(timeline, title), "--svg")
     print(f"{path}: {len(timeline.rows)} devices, {timeline.length:g} units")
 
 

@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 
 from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
-from piperlang.cli.report import add_parameters, check_output, report
-from piperlang.diagnostics import error
+from piperlang.cli.report import add_parameters, check_output, report, write_output
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +38,5 @@ def run(options: argparse.Namespace) -> int:
         from piperlang.plan.files import dump
 
         with doing(f"writing {options.output}"):
-            try:
-                Path(options.output).write_text(dump(plan), encoding="utf-8")
-            except OSError as problem:
-                raise error(
-                    "P0902", f"cannot write {options.output}", notes=[str(problem)], help="choose another file with -o"
-                ) from None
+            write_output(Path(options.output), dump(plan), "-o")
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from piperlang.cli.backend import add_backend, chosen_backend
 from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SEED
-from piperlang.cli.report import add_parameters, check_output, report
+from piperlang.cli.report import add_parameters, check_output, report, write_output
 from piperlang.diagnostics import error
 from piperlang.plan.estimate.summary import time_text
 from piperlang.progress import Notice, emit
@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> int:
     with job, doing(f"measuring {options.steps} steps", "measured"):
         result = profiled(job, graph, batches.others, options.steps)
     result.found.about |= {"model": options.model, "script": options.script, "seconds": result.seconds}
-    output.write_text(result.found.dump(), encoding="utf-8")
-    costs = MeasuredCosts(plan, graph, result.found, load_machine("cpu"))
+    write_output(output, result.found.dump(), "-o")
+    costs = MeasuredCosts(plan, graph, result.found, load_machine("cpu" if backend.name == "gloo" else "h100"))
     print(text(result.typical, simulated(plan, graph, costs).timeline))
     slower = 100 * (result.recording / result.seconds - 1)
     emit(Notice(f"a step takes {time_text(result.seconds)}; recording made it {slower:+.1f}% longer; saved {output}"))

@@ -170,6 +170,18 @@ def check_output(path: Path, flag: str) -> None:
     raise error("P0902", f"`{flag} {path}` cannot be written", notes=[problem], help="check the path")
 
 
+def write_output(path: Path, text: str, flag: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise error(
+            "P0902",
+            f"`{flag} {path}` cannot be written",
+            notes=[(problem.strerror or str(problem)).lower()],
+            help="check the path",
+        ) from None
+
+
 def parameters(options: argparse.Namespace) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in options.parameters:

@@ -13,11 +13,13 @@ from piperlang.cli.report import add_parameters
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import representative
+from piperlang.plan.estimate.machine import Machine
 from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
 from piperlang.simulate.execute import SimulatedStep
 from piperlang.simulate.machine_files import load as load_machine
 from piperlang.simulate.machine_files import names
+from piperlang.simulate.measured import Profile
 from piperlang.simulate.measured import load as load_profile
 
 if TYPE_CHECKING:
@@ -27,17 +29,13 @@ NAMED = 3
 """How many of a long list are named."""
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Options that say what instructions take."""
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help=f"{', '.join(names())}, or a TOML file that describes one (default: h100, and cpu with --profile)",
+        help=f"{', '.join(names())}, or a TOML file that describes one (default: h100; cpu for a profile of gloo)",
     )
-
-
-def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Options that say what instructions take."""
-    add_machine(parser)
     parser.add_argument("--profile", metavar="FILE", help="use the times that `piperc profile` has measured")
     add_parameters(parser)
     add_precision(parser)
@@ -56,6 +54,20 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
+class ChosenCosts(NamedTuple):
+    """What the options say that instructions take."""
+
+    machine: Machine
+    profile: Profile | None
+
+
+def chosen_costs(options: argparse.Namespace) -> ChosenCosts:
+    """Read before a model is loaded and traced, which may take minutes."""
+    profile = load_profile(Path(options.profile)) if options.profile is not None else None
+    default = "cpu" if profile is not None and profile.about.get("backend") == "gloo" else "h100"
+    return ChosenCosts(load_machine(options.machine if options.machine is not None else default), profile)
+
+
 class SimulatedScript(NamedTuple):
     """A step of a script that was simulated."""
 
@@ -68,8 +80,9 @@ class SimulatedScript(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> int:
+    chosen = chosen_costs(options)
     file = load_both(options.model, options.script, options.precision)
-    found = simulate(options, captured(file), options.script, file.max_norm)
+    found = simulate(options, chosen, captured(file), options.script, file.max_norm)
     from piperlang.simulate.result import as_json, text
 
     step, _, where, memory = found
@@ -77,11 +90,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def simulate(options: argparse.Namespace, traced: Program, script: str, max_norm: float | None) -> SimulatedScript:
+def simulate(
+    options: argparse.Namespace, chosen: ChosenCosts, traced: Program, script: str, max_norm: float | None
+) -> SimulatedScript:
     """Raises the problems of the script."""
-    profile = load_profile(Path(options.profile)) if options.profile is not None else None
-    default = "h100" if profile is None else "cpu"
-    machine = load_machine(options.machine if options.machine is not None else default)
+    machine, profile = chosen
     found = scheduled(traced, argparse.Namespace(**{**vars(options), "script": script}))
     if found.problems:
         raise PiperError(*found.problems)

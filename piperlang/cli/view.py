@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from piperlang.cli.model import captured, doing, load_both
-from piperlang.cli.report import check_output, open_script
-from piperlang.cli.simulate import SimulatedScript, add_costs, simulate
+from piperlang.cli.report import check_output, open_script, write_output
+from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, simulate
 from piperlang.diagnostics import error
 from piperlang.elaborate.modules import from_source
 from piperlang.progress import Notice, emit
@@ -38,22 +38,18 @@ def run(options: argparse.Namespace) -> int:
         if output.suffix != ".html":
             raise error("P0902", f"`-o {output}` shows one schedule", help="use a .html file to compare two")
         from_source(*open_script(options.other))
+    chosen = chosen_costs(options)
     file = load_both(options.model, options.script, options.precision)
     traced = captured(file)
     scripts = [options.script, *([options.other] if options.other is not None else [])]
-    found = [simulate(options, traced, script, file.max_norm) for script in scripts]
+    found = [simulate(options, chosen, traced, script, file.max_norm) for script in scripts]
     write(found, output)
     return 0
 
 
 def write(found: Sequence[SimulatedScript], output: Path) -> None:
     with doing(f"writing {output}"):
-        try:
-            output.write_text(drawn(found, output.suffix), encoding="utf-8")
-        except OSError as problem:
-            raise error(
-                "P0902", f"cannot write {output}", notes=[str(problem)], help="choose another file with -o"
-            ) from None
+        write_output(output, drawn(found, output.suffix), "-o")
     emit(Notice(f"saved {output}"))
 
 
