@@ -92,7 +92,7 @@ def train(
             options, found, plan = schedule
             write_about(folder, options, plan, found.directives, run_before)
             try:
-                TrainingLoop(options, file, found.captured, plan, folder, batches, backend, run_before).run()
+                TrainingLoop(options, file, found, plan, folder, batches, backend, run_before).run()
                 return
             except PiperError as problem:
                 (first, *_) = problem.diagnostics

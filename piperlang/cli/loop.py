@@ -22,6 +22,7 @@ from piperlang.cli.resume import Resumed, newest_whole
 from piperlang.cli.rows import MetricRows
 from piperlang.cli.run_folder import AVERAGES, OUTPUT, WEIGHTS, note_restart, patiently, save, write_text
 from piperlang.cli.saving import Saving
+from piperlang.cli.tracing import Tracing
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.interrupts import asked_first, end, uninterrupted, write
 from piperlang.progress import Notice, StepMetrics, emit, stepping
@@ -50,19 +51,21 @@ class TrainingLoop:
         self,
         options: argparse.Namespace,
         file: ModelFile,
-        cut: Any,
+        found: Any,
         plan: Plan,
         folder: Path,
         given: Batches,
         backend: Backend,
         run_before: Resumed | None,
     ) -> None:
-        self.options, self.file, self.cut, self.plan = options, file, cut, plan
+        self.options, self.file, self.plan = options, file, plan
+        self.cut, self.graph = found.captured, found.graph
         self.folder, self.given, self.backend, self.run_before = folder, given, backend, run_before
         self.at = folder.absolute()  # the user's code may change the working directory
         self.trained = 0
         """Steps since the last start, the one included whose row is not written yet."""
         self.restarts, self.strange = 0, False
+        self.tracing: Tracing | None = None
 
     def run(self) -> None:
         with doing("importing the runtime"):
@@ -140,6 +143,8 @@ class TrainingLoop:
         self.saving = Saving(options, self.job, self.plan, self.at, settings, before)
         self._check_folder()
         self.trained = 0
+        if options.trace is not None and (self.tracing is None or not self.tracing.done):
+            self.tracing = Tracing(options.trace, options.steps - self.saving.step, self.at)
         self.fed: Feeding = feeding(options.data, self.job, self.file, given, self.cut, options.seed)
         # Models that the user's code still holds cannot be used any more; the trained weights are elsewhere.
         kept = [WatchedModel(model.named_modules()) for model in refuse_use(traced_again=True)]
@@ -199,10 +204,14 @@ class TrainingLoop:
             for check in self.checks:
                 check()
             with doing("running the first step") if step == start else nullcontext():  # it may compile chunks
+                if self.tracing is not None:
+                    self.tracing.before(self.trained, self.job)
                 done = fed.step(ahead)
             if done.skipped:
                 self._skipped(step, done)
             self.trained += 1
+            if self.tracing is not None:
+                self.tracing.after(self.trained, self.job, self.plan, self.graph, self.backend)
             row = _row(step, done)
             self._look_at(row)
             if validated:

@@ -10,6 +10,7 @@ from piperlang.cli.backend import add_backend, chosen_backend
 from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SEED
 from piperlang.cli.report import add_parameters, check_output, report, write_output
+from piperlang.cli.simulate import machine_of
 from piperlang.diagnostics import error
 from piperlang.plan.estimate.summary import time_text
 from piperlang.progress import Notice, emit
@@ -53,7 +54,6 @@ def run(options: argparse.Namespace) -> int:
         from piperlang.runtime.driver.job import Job
         from piperlang.runtime.driver.profiling import profiled
         from piperlang.simulate.disagree import text
-        from piperlang.simulate.machine_files import load as load_machine
         from piperlang.simulate.measured import MeasuredCosts
         from piperlang.simulate.result import simulated
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         result = profiled(job, graph, batches.others, options.steps)
     result.found.about |= {"model": options.model, "script": options.script, "seconds": result.seconds}
     write_output(output, result.found.dump(), "-o")
-    costs = MeasuredCosts(plan, graph, result.found, load_machine("cpu" if backend.name == "gloo" else "h100"))
+    costs = MeasuredCosts(plan, graph, result.found, machine_of(backend))
     print(text(result.typical, simulated(plan, graph, costs).timeline))
     slower = 100 * (result.recording / result.seconds - 1)
     emit(Notice(f"a step takes {time_text(result.seconds)}; recording made it {slower:+.1f}% longer; saved {output}"))

@@ -246,8 +246,8 @@ def keep_rows(old: Path, new: Path, step: int) -> None:
     part.replace(new)
 
 
-def write_text(path: Path, text: str) -> None:
-    with writing(path, "nothing, training has not begun"):
+def write_text(path: Path, text: str, lost: str = "nothing, training has not begun") -> None:
+    with writing(path, lost):
         path.write_text(text, encoding="utf-8")
 
 

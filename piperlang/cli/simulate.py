@@ -24,6 +24,7 @@ from piperlang.simulate.measured import load as load_profile
 
 if TYPE_CHECKING:
     from piperlang.capture.program import Program
+    from piperlang.runtime.comm.backend import Backend
 
 NAMED = 3
 """How many of a long list are named."""
@@ -66,6 +67,14 @@ def chosen_costs(options: argparse.Namespace) -> ChosenCosts:
     profile = load_profile(Path(options.profile)) if options.profile is not None else None
     default = "cpu" if profile is not None and profile.about.get("backend") == "gloo" else "h100"
     return ChosenCosts(load_machine(options.machine if options.machine is not None else default), profile)
+
+
+def machine_of(backend: Backend) -> Machine:
+    """That a job runs on, as far as its name tells."""
+    kind = backend.device
+    model = kind.model().lower()
+    known = (name for name in names() if name in model)
+    return load_machine("cpu" if kind.name == "cpu" else next(known, "h100"))
 
 
 class SimulatedScript(NamedTuple):

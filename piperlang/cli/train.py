@@ -98,6 +98,12 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="also write metrics for this tool; may be repeated",
     )
+    parser.add_argument(
+        "--trace",
+        type=COUNT,
+        metavar="N",
+        help="record N steps after the first few, and draw one of them beside what was estimated: RUN/trace.html",
+    )
     parser.add_argument("--json", action="store_true", help="print a line of JSON per step on standard output")
 
 
@@ -200,6 +206,8 @@ def check_usage(options: argparse.Namespace) -> None:
             "cannot use `--overwrite` " + ("with `--resume`" if options.resume is not None else "without `--out`"),
             help="it replaces the run in the folder of --out",
         )
+    if options.trace is not None and (options.executor == "inline" or options.backend == "threads"):
+        raise error("P0902", "`--trace` records workers, and there are none", help="omit it, or use workers")
     if options.backend is not None:
         chosen_backend(options)
     if options.checkpoints is not None:

@@ -17,10 +17,8 @@ from piperlang.plan.estimate.summary import sent
 from piperlang.plan.instructions import Collective, GatherParameters, Instruction, Receive, Send, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.simulate.costs import CostModel, InstructionCost
-from piperlang.simulate.timeline import Activity, Ran, Timeline
+from piperlang.simulate.timeline import Activity, Place, Ran, Timeline
 
-Place: TypeAlias = tuple[int, int]
-"""Row and index of an instruction."""
 MessageKey: TypeAlias = tuple[int, int, int]
 """The rows that send and receive a message, and its tag."""
 Shared: TypeAlias = tuple[str, int]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from piperlang.diagnostics import PiperError, error
@@ -24,7 +24,7 @@ from piperlang.plan.estimate.summary import sent
 from piperlang.plan.instructions import Collective, Compute, Instruction, Receive, Send, Update
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.simulate.costs import InstructionCost, MachineCosts
-from piperlang.simulate.timeline import Timeline
+from piperlang.simulate.timeline import RecordedStep
 
 FORMAT, VERSION = "piperlang profile", 1
 LONGEST = 1e6
@@ -99,17 +99,19 @@ class Keys:
         self.plan, self.graph = plan, graph
         count: Counter[str] = Counter()
         self.chunks = []
-        for chunk in graph.model.chunks:
-            self.chunks.append(f"{chunk} #{count[str(chunk)]}")
+        model = graph.model
+        for chunk in model.chunks:
+            weights = sum(prod(model.weights[name].shape) for name in chunk.weights)
+            outputs = sum(prod(model.tensors[name].shape(1)) for name in chunk.outputs)
+            size = f"{weights} weights, {outputs} outputs of a sample"
+            self.chunks.append(f"{chunk} #{count[str(chunk)]}, {size}")
             count[str(chunk)] += 1
 
     def of_pass(self, program: int) -> str:
-        """With the work of a sample: the same stage of another model is something else."""
+        """With the size of the stage: the same one of another model is something else."""
         its = self.plan.programs[program]
-        work = self.graph.model.chunks[its.chunk].passes["F" if its.op == "R" else its.op]
         divided = "".join(f", {one.style} {one.size}" for one in its.sharding[0])
-        each = f"{work.flops / self.graph.model.samples:.4g} flops"
-        return f"{its.op} of {self.chunks[its.chunk]}, {each}{divided}{AT}{its.samples}"
+        return f"{its.op} of {self.chunks[its.chunk]}{divided}{AT}{its.samples}"
 
     def of_local(self, device: DevicePlan, x: Instruction) -> str:
         if isinstance(x, Update):
@@ -137,46 +139,70 @@ class Keys:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def profile(
+def profile_of(
     plan: Plan,
     graph: Graph,
-    steps: Sequence[Timeline],
+    rounds: Sequence[Sequence[RecordedStep]],
     issued: Mapping[str, Sequence[float]],
     before: float,
     after: float,
     rendezvous: bool,
     about: Mapping[str, Any],
 ) -> Profile:
-    """Of steps that were recorded: of each kind of instruction the median."""
+    """Of rounds of steps in which every instruction was recorded once: of each kind of instruction the mean in the
+    median round. A mean, because the sum of all is what a step takes; the median round, because some are disturbed."""
     keys = Keys(plan, graph)
-    passes: dict[str, list[float]] = defaultdict(list)
-    local: dict[str, list[float]] = defaultdict(list)
-    transfers: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for step in steps:
-        sizes = {id(receiver): sender.what.bytes for sender, receiver in step.messages}
-        for row, ran in enumerate(step.of_row()):
-            device = plan.devices[row]
-            for x, one in zip(device.instructions, ran, strict=True):
+    passes, local, transfers = _Means(), _Means(), _Means()
+    for steps in rounds:
+        for step in steps:
+            sizes = {id(receiver): sender.what.bytes for sender, receiver in step.timeline.messages}
+            for (row, i), one in step.ran.items():
+                device = plan.devices[row]
+                x = device.instructions[i]
                 seconds = max(0.0, one.end - one.start - one.waited)
                 if isinstance(x, Compute):
-                    passes[keys.of_pass(x.program)].append(seconds)
+                    passes.add(keys.of_pass(x.program), seconds)
                 elif isinstance(x, Collective):
-                    transfers[keys.of_transfer(x)][sent(device, x, plan)].append(seconds)
+                    transfers.add((keys.of_transfer(x), sent(device, x, plan)), seconds)
                 elif isinstance(x, Receive):
                     if id(one) in sizes:
-                        transfers[MESSAGE][sizes[id(one)]].append(seconds)
+                        transfers.add((MESSAGE, sizes[id(one)]), seconds)
                 else:
-                    local[keys.of_local(device, x)].append(seconds)
+                    local.add(keys.of_local(device, x), seconds)
+        for means in (passes, local, transfers):
+            means.end_round()
+    by_kind: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (kind, size), seconds in transfers.found().items():
+        by_kind[kind].append((size, seconds))
     return Profile(
-        {key: median(values) for key, values in passes.items()},
-        {key: median(values) for key, values in local.items()},
-        {key: sorted((size, median(values)) for size, values in by_size.items()) for key, by_size in transfers.items()},
+        passes.found(),
+        local.found(),
+        {kind: sorted(rows) for kind, rows in by_kind.items()},
         {key: median(values) for key, values in issued.items()},
         before,
         after,
         rendezvous,
         about=dict(about),
     )
+
+
+class _Means:
+    """Of every round, and the median of these."""
+
+    def __init__(self) -> None:
+        self.now: dict[Any, list[float]] = defaultdict(list)
+        self.rounds: dict[Any, list[float]] = defaultdict(list)
+
+    def add(self, key: Any, seconds: float) -> None:
+        self.now[key].append(seconds)
+
+    def end_round(self) -> None:
+        for key, values in self.now.items():
+            self.rounds[key].append(fmean(values))
+        self.now.clear()
+
+    def found(self) -> dict[Any, float]:
+        return {key: median(values) for key, values in self.rounds.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- using

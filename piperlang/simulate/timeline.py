@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from piperlang.core.selector import TagValue
 from piperlang.plan.instructions import COLLECTIVES
@@ -13,6 +13,9 @@ PASSES = ("F", "B", "I", "W", "R")
 """Operations that compute; R is a forward again."""
 
 COMMUNICATION = frozenset(("send", "recv", *COLLECTIVES))
+
+Place: TypeAlias = tuple[int, int]
+"""Row and index of an instruction."""
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
 """(time, bytes), from each time to the next."""
@@ -102,6 +105,14 @@ class Timeline:
                 alone = measure(minus(union(spans), computing))
                 found[stream] = max(found.get(stream, 0.0), alone)
         return dict(sorted(found.items()))
+
+
+class RecordedStep(NamedTuple):
+    """A step of a job."""
+
+    timeline: Timeline
+    ran: Mapping[Place, Ran]
+    """The instructions that were recorded."""
 
 
 def numbers(devices: Sequence[int]) -> str:

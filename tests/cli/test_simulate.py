@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,23 @@ def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str
     assert said in capsys.readouterr().err
 
 
+def test_steps_of_a_run_are_recorded(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main([MODEL, OTHER, "--steps", "6", "--trace", "2", "--out", str(run), "--no-verify"]) == 0
+    said = capsys.readouterr()
+    assert "recorded 2 steps, beside an estimate for CPU workers" in said.out + said.err
+    data = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', (run / "trace.html").read_text(), re.S)
+    assert data is not None
+    drawn = json.loads(data[1])
+    measured, estimated = drawn["timelines"][0], drawn["estimated"]
+    assert sorted(measured["what"]) == sorted(estimated["what"])
+    assert 0 < measured["length"] < 60
+    assert json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+    assert main([MODEL, OTHER, "--trace", "2", "--executor", "inline"]) == 2
+    assert "`--trace` records workers" in capsys.readouterr().err
+
+
 def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "times.json"
     assert main(["profile", MODEL, OTHER, "--steps", "3", "-o", str(path)]) == 0
@@ -101,7 +119,9 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
         assert "error[P0505]" in capsys.readouterr().err
     path.write_text("[" * 100_000)
     assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1
-    path.write_text(json.dumps({**good, "passes": {"F of stage=0 #0, 3 flops, samples: 4": 0.1}}))
+    path.write_text(
+        json.dumps({**good, "passes": {"F of stage=0 #0, 3 weights, 2 outputs of a sample, samples: 4": 0.1}})
+    )
     capsys.readouterr()
     assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 2
     assert "the profile has no pass of this model" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def test_how_any_process_ended() -> None:
         told = processes.ended(child.pid)
         assert said in told or not told  # only a system that knows says so
         processes.close()
+
+
+def test_nothing_is_left_for_a_profiler() -> None:
+    code = (
+        "import os, torch, piperlang.runtime\n"
+        "torch.nn.Conv2d(64, 64, 3)(torch.randn(16, 64, 32, 32))\n"
+        "assert not os.path.exists(f'/tmp/perf-{os.getpid()}.map')"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_variables_of_a_machine_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:

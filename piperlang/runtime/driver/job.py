@@ -10,7 +10,7 @@ import secrets
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -359,9 +359,10 @@ class Job:
             )
         ]
 
-    def record(self, on: bool) -> list[list[StepTimes]]:
-        """From now on steps are recorded, or no longer. Those that were recorded so far, by device."""
-        return self.cluster.each("record", [on] * len(self.plan.devices))
+    def record(self, chosen: Sequence[Collection[int]] | None) -> list[list[StepTimes]]:
+        """From now on these instructions of every device are recorded, or none any more. The steps that were recorded
+        so far, by device."""
+        return self.cluster.each("record", chosen if chosen is not None else [None] * len(self.plan.devices))
 
     def finish(self, calls: list[Any]) -> StepResult:
         try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -15,73 +15,88 @@ from piperlang.ir.graph import Graph
 from piperlang.plan.plan import Plan
 from piperlang.runtime.comm.backend import Backend
 from piperlang.runtime.driver.job import Job
-from piperlang.runtime.driver.recording import around, recorded
+from piperlang.runtime.driver.recording import around, parts, recorded
 from piperlang.runtime.hardware.kind import StepTimes
-from piperlang.simulate.measured import Profile, profile
+from piperlang.simulate.measured import Profile, profile_of
 from piperlang.simulate.timeline import Timeline
 
+WHOLE = 3
+"""Steps that are recorded with all their instructions, where the others are recorded in parts."""
 WARM_UP = 3
 """Steps before any is measured: the first ones compile, and allocate memory."""
 
 
 class Profiled(NamedTuple):
     found: Profile
-    steps: list[Timeline]
+    typical: Timeline
+    """A step with all its instructions, of median length."""
     seconds: float
     """Of the median step, without recording."""
     recording: float
-    """Of the median step that is recorded."""
-
-    @property
-    def typical(self) -> Timeline:
-        """The recorded step of median length."""
-        return sorted(self.steps, key=lambda step: step.length)[len(self.steps) // 2]
+    """Of the median step that is recorded for the profile."""
 
 
 def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: int) -> Profiled:
     """Steps in turns, recorded and not, so that what recording costs is measured beside it."""
-    others = iter(batches)
+    others, plan = iter(batches), job.plan
     for batch in islice(others, WARM_UP):
         job.step(batch)
+    count = min(steps, job.backend.device.recorded_parts)
+    divided = parts(plan, count)
     plain: list[float] = []
     taken: list[float] = []
     times: list[list[StepTimes]] = []
     for number, batch in enumerate(islice(others, 2 * steps)):
-        records = number % 2 == 1
-        job.record(records)
-        (taken if records else plain).append(job.step(batch).seconds)
-        if records:
-            times.append([of_device[0] for of_device in job.record(False)])
-    timelines = [recorded(job.plan, step, "recorded") for step in times]
-    before, after = around(job.plan, times)
-    found = profile(
-        job.plan,
+        if number % 2 == 0:
+            plain.append(job.step(batch).seconds)
+        else:
+            seconds, its = _recorded_step(job, batch, divided[len(taken) % count])
+            taken.append(seconds)
+            times.append(its)
+    whole = (
+        times if count == 1 else [_recorded_step(job, batch, parts(plan, 1)[0])[1] for batch in islice(others, WHOLE)]
+    )
+    found = [recorded(plan, step) for step in times]
+    before, after = around(plan, whole)
+    profile = profile_of(
+        plan,
         graph,
-        timelines,
-        _issued(job.plan, times),
+        [found[at : at + count] for at in range(0, len(found) - count + 1, count)],
+        _issued(plan, times),
         before,
         after,
         not job.backend.buffered,
         _about(job.backend),
     )
-    return Profiled(found, timelines, median(plain), median(taken))
+    timelines = sorted((recorded(plan, step, "recorded").timeline for step in whole), key=lambda step: step.length)
+    return Profiled(profile, timelines[len(timelines) // 2], median(plain), median(taken))
+
+
+def _recorded_step(
+    job: Job, batch: tuple[Any, Any], chosen: Sequence[Collection[int]]
+) -> tuple[float, list[StepTimes]]:
+    job.record(chosen)
+    seconds = job.step(batch).seconds
+    return seconds, [of_device[0] for of_device in job.record(None)]
 
 
 def _issued(plan: Plan, steps: Sequence[Sequence[StepTimes]]) -> dict[str, list[float]]:
-    """Seconds that the host needed, by kind of instruction."""
+    """Seconds that the host needed, by kind of instruction: the mean of every step."""
     found: dict[str, list[float]] = defaultdict(list)
     for times in steps:
+        of_step: dict[str, list[float]] = defaultdict(list)
         for device, its in zip(plan.devices, times, strict=True):
             for x, seconds in zip(device.instructions, its.issued, strict=True):
                 if seconds:
-                    found[x.op].append(seconds)
+                    of_step[x.op].append(seconds)
+        for op, values in of_step.items():
+            found[op].append(fmean(values))
     return found
 
 
 def _about(backend: Backend) -> dict[str, Any]:
-    kind = backend.device.name
     return {
-        "device": torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine(),
+        "device": backend.device.model(),
         "backend": backend.name,
         "torch": torch.__version__,
         "python": platform.python_version(),

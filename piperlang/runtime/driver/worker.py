@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,7 +174,8 @@ class Worker:
         self.writer = Writer()
         self.between_steps: list[Callable[[], None]] = []
         """Checks that `data` leaves as it is what the program reads."""
-        self.recorded: list[StepTimes] | None = None
+        self.recorded: list[StepTimes] = []
+        self.recording: frozenset[int] | None = None
 
     def where(self) -> tuple[str, int, str]:
         return (*process(), socket.gethostname())
@@ -440,7 +441,8 @@ class Worker:
     def _run(self, key: RunKey, feeds: Parts) -> Report:
         started = time.perf_counter()
         run = self.active = self.runs[key]
-        times = StepTimes(len(run.device.plan.instructions)) if self.recorded is not None else None
+        chosen = self.recording if key == TRAIN else None
+        times = StepTimes(len(run.device.plan.instructions), chosen) if chosen is not None else None
         try:
             loss = run.step(self.steps, feeds, times)
         except Failed as failure:
@@ -451,14 +453,15 @@ class Worker:
         self._begun(-1)
         device, memory = run.device, self.setting.backend.device.memory()
         norm = None if device.norm is None else float(device.norm)
-        if times is not None and self.recorded is not None:
+        if times is not None:
             times.begun, times.ended = started, time.perf_counter()
             self.recorded.append(times)
         return Report(loss, time.perf_counter() - started, memory, norm, device.skipped)
 
-    def record(self, on: bool) -> list[StepTimes]:
-        """From now on steps are recorded, or no longer. Those that were recorded so far."""
-        found, self.recorded = self.recorded or [], [] if on else None
+    def record(self, chosen: Collection[int] | None) -> list[StepTimes]:
+        """From now on these instructions of steps are recorded, or none any more. What was recorded so far."""
+        found, self.recorded = self.recorded, []
+        self.recording = frozenset(chosen) if chosen is not None else None
         return found
 
     def running(self) -> dict[str, int]:

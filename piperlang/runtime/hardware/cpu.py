@@ -4,6 +4,7 @@ concurrently."""
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -84,13 +85,13 @@ class CpuStreams:
                 done[earlier].wait()
             if self._over:
                 return
-            began = time.perf_counter() if times is not None else 0.0
+            began = time.perf_counter()
             try:
                 self.execute(instruction)
             except BaseException as problem:
                 self._fail(Failed(instruction, problem))
                 return
-            if times is not None:
+            if times is not None and i in times.chosen:
                 times.spans[i] = began, time.perf_counter()
             event = done.get(i)
             if event is not None:
@@ -119,10 +120,13 @@ class CpuStreams:
 
 
 class Cpu(DeviceKind):
-    name, resource, compiles = "cpu", "CPU", False
+    name, resource, compiles, recorded_parts = "cpu", "CPU", False, 1
 
     def available(self) -> bool:
         return True
+
+    def model(self) -> str:
+        return platform.processor() or platform.machine()
 
     def claim(self, rank: int) -> torch.device:
         return torch.device("cpu")

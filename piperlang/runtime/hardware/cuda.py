@@ -31,16 +31,20 @@ class CudaStreams:
         self.events: dict[int, Any] = {i: torch.cuda.Event() for i in waited}  # type: ignore[no-untyped-call]
         self.made = {key: instruction.stream for instruction in instructions for key in instruction.writes}
         self.running: dict[str, int] = {}
-        self.stamps: list[tuple[Any, Any]] = []
-        """Before and after each instruction, of steps that are recorded."""
+        self.begins: dict[int, Any] = {}
+        self.ends: dict[int, Any] = {}
+        """Events before and after each instruction, of steps that are recorded."""
 
     def step(self, times: StepTimes | None = None) -> None:
         timed = times is not None
         start = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         started = time.perf_counter()
         start.record()
-        if times is not None and not self.stamps:
-            self.stamps = [(_timed(), _timed()) for _ in self.instructions]
+        chosen = times.chosen if times is not None else ()
+        for i in chosen:
+            if i not in self.ends:
+                self.begins[i], self.ends[i] = _timed(), _timed()
+        events = {**self.events, **{i: self.ends[i] for i in chosen}} if chosen else self.events
         for stream in self.streams.values():
             stream.wait_event(start)
         for i, instruction in enumerate(self.instructions):
@@ -50,32 +54,32 @@ class CudaStreams:
                 # The host must not run ahead of the instructions that limit gathers: memory is allocated when an
                 # instruction is issued, not when it runs.
                 for earlier in instruction.waits:
-                    self.events[earlier].synchronize()
+                    events[earlier].synchronize()
             issued = time.perf_counter()
             with torch.cuda.stream(stream):
                 for earlier in instruction.waits:
-                    stream.wait_event(self.events[earlier])
+                    stream.wait_event(events[earlier])
                 self._borrow(instruction, stream)
-                if times is not None:
-                    self.stamps[i][0].record()
+                recorded = i in chosen
+                recording = _record(self.begins[i]) if recorded else 0.0
                 try:
                     self.execute(instruction)
                 except BaseException as problem:
                     raise Failed(instruction, problem) from problem
-                if times is not None:
-                    self.stamps[i][1].record()
                 if i in self.events:
-                    self.events[i].record()
+                    events[i].record()
+                elif recorded:
+                    recording += _record(self.ends[i])
             if times is not None:
-                times.issued[i] = time.perf_counter() - issued
+                times.issued[i] = time.perf_counter() - issued - recording
         current = torch.cuda.current_stream()
         for stream in self.streams.values():
             current.wait_stream(stream)
         self.running = {}
         if times is not None:
             torch.cuda.synchronize()
-            for i, (began, ended) in enumerate(self.stamps):
-                first, last = start.elapsed_time(began), start.elapsed_time(ended)
+            for i in chosen:
+                first, last = start.elapsed_time(self.begins[i]), start.elapsed_time(self.ends[i])
                 times.spans[i] = started + first / 1e3, started + last / 1e3
 
     def _borrow(self, instruction: Instruction, stream: Any) -> None:
@@ -98,6 +102,13 @@ def _timed() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+def _record(event: Any) -> float:
+    """Seconds that it took the host, which steps that are not recorded do without."""
+    began = time.perf_counter()
+    event.record()
+    return time.perf_counter() - began
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
@@ -111,10 +122,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Cuda(DeviceKind):
-    name, resource, compiles = "cuda", "GPU", True
+    name, resource, compiles, recorded_parts = "cuda", "GPU", True, 10
 
     def available(self) -> bool:
         return torch.cuda.is_available()
+
+    def model(self) -> str:
+        return torch.cuda.get_device_name() if self.available() else ""
 
     def claim(self, rank: int) -> torch.device:
         """Ranks share GPUs if there are fewer GPUs than ranks."""

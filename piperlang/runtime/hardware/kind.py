@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -26,11 +26,13 @@ class Failed(Exception):
 class StepTimes:
     """When the instructions of a step ran on a device: seconds of this machine's monotonic clock."""
 
-    def __init__(self, instructions: int) -> None:
+    def __init__(self, instructions: int, chosen: Collection[int]) -> None:
+        self.chosen = chosen
+        """The instructions that are recorded."""
         self.begun = self.ended = 0.0
         """Of the step."""
-        self.spans = [(0.0, 0.0)] * instructions
-        """By instruction."""
+        self.spans: dict[int, tuple[float, float]] = {}
+        """Of those that are recorded."""
         self.issued = [0.0] * instructions
         """Seconds that the host needed to issue each; 0 where it runs them itself."""
 
@@ -55,9 +57,15 @@ class DeviceKind(ABC):
     """The resource that Ray counts it as: `CPU`, or `GPU` for every accelerator."""
     compiles: ClassVar[bool]
     """Whether stage programs are compiled by default."""
+    recorded_parts: ClassVar[int]
+    """Over how many steps a profile records the instructions of one: where recording takes time itself, few in each."""
 
     @abstractmethod
     def available(self) -> bool: ...
+
+    @abstractmethod
+    def model(self) -> str:
+        """What the device of this machine is called by its maker; empty if there is none."""
 
     @abstractmethod
     def claim(self, rank: int) -> torch.device:
