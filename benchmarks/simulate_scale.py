@@ -9,6 +9,7 @@ ep=64, 160 microbatches, shapes only. Devices that do the same are simulated onc
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import time
@@ -39,6 +40,7 @@ def measure(layers: int, microbatches: int, machine: str) -> tuple[dict[str, Any
     ids = torch.zeros((1, 1), dtype=torch.int64).expand(microbatches * DATA * PER, LENGTH)
     program = capture(network(layers), lambda y, t: f.cross_entropy(y.flatten(0, 1), t.flatten()), (ids, ids))
     done("capture")
+    gc.disable()  # as `piperc simulate` does
     script = SCRIPT.format(ranks=RANKS, data=DATA, per=PER, microbatches=microbatches)
     scheduled = schedule(program, Source("scale.piper", script))
     assert not scheduled.problems, scheduled.problems

@@ -61,7 +61,8 @@ class Scheduled:
         return self.scheduler.schedule.captured
 
     def graph(self) -> Graph:
-        return self.scheduler.graph()
+        with uncollected():
+            return self.scheduler.graph()
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,10 @@ def representative(graph: Graph, max_norm: float | None = None, skips: bool = Fa
     from piperlang.plan.lower import lower
     from piperlang.plan.rewrite.clip import with_norm
 
-    classes = alike(graph)
-    plan = lower(graph, only={devices[0] for devices in classes})
-    return (with_norm(plan, max_norm, skips) if max_norm is not None or skips else plan), classes
+    with uncollected():
+        classes = alike(graph)
+        plan = lower(graph, only={devices[0] for devices in classes})
+        return (with_norm(plan, max_norm, skips) if max_norm is not None or skips else plan), classes
 
 
 def evaluate(

@@ -30,17 +30,19 @@ class Scheduler:
             return
         if self.lost and directive.uses_chunks:
             raise PiperError  # told where the tag or the split failed
+        before = self.schedule.directives
+        if before and type(before[-1]) is not type(directive):
+            self._verify()
         try:
             directive.apply_to_schedule(self.schedule)
         except PiperError as problem:
             self.lost = self.lost or directive.others_rely_on_it
             raise PiperError(*(x.within(directive.trail) for x in problem.diagnostics)) from None
         self.schedule.directives.append(directive)
-        self._verify()
 
     def _verify(self) -> None:
-        """After every pass, on one microbatch of everything. What the script has not said yet is no fault: it may
-        come."""
+        """After all directives of a kind, on one microbatch of everything; the whole graph is verified when it is
+        built. What the script has not said yet is no fault: it may come."""
         try:
             sketch = build(self.schedule, sketch=True) if self.schedule.settled else None
         except PiperError:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, scheduled
 from piperlang.cli.report import add_parameters
+from piperlang.core.collector import uncollected
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import representative
@@ -103,6 +104,13 @@ def simulate(
     options: argparse.Namespace, chosen: ChosenCosts, traced: Program, script: str, max_norm: float | None
 ) -> SimulatedScript:
     """Raises the problems of the script."""
+    with uncollected():
+        return _simulate(options, chosen, traced, script, max_norm)
+
+
+def _simulate(
+    options: argparse.Namespace, chosen: ChosenCosts, traced: Program, script: str, max_norm: float | None
+) -> SimulatedScript:
     machine, profile = chosen
     found = scheduled(traced, argparse.Namespace(**{**vars(options), "script": script}))
     if found.problems:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
+from piperlang.core.hashed import Hashed
 from piperlang.source import Span
 
 
@@ -31,11 +32,13 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Submesh:
+class Submesh(Hashed):
     """A submesh: selected coordinates for some axes, all coordinates for the others."""
 
     mesh: Mesh
     picks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    __hash__ = Hashed.__hash__
 
     def size(self) -> int:
         chosen = dict(self.picks)

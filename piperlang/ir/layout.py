@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
 
+from piperlang.core.hashed import Hashed
 from piperlang.core.mesh import Submesh
 from piperlang.core.placement import BATCH, PARTIAL, REPLICATE, Dispatched, Placement, slice_of
 from piperlang.ir.model import Tensor
@@ -30,13 +31,15 @@ def devices_of(where: Submesh) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Hashed):
     where: Submesh
     placements: tuple[Placement, ...]
     """One for each of axes_of(where)."""
     inner: tuple[str, ...] = ()
     """Axes that divide the samples innermost: those that other chunks use to divide weights, so that exchanging stays
     within one axis."""
+
+    __hash__ = Hashed.__hash__
 
     def batch_axes(self) -> list[int]:
         """Positions of the axes that divide the samples, outermost first."""

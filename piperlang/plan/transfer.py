@@ -7,9 +7,13 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+from piperlang.core.mesh import Mesh, Submesh
 from piperlang.ir.graph import Value
-from piperlang.ir.layout import Box, Layout, devices_of
+from piperlang.ir.layout import Box, Layout, axes_of, devices_of
 from piperlang.ir.model import Tensor
+from piperlang.source import Source
+
+NOWHERE = Source("", "").span(0, 0)
 
 
 class TransferPart(NamedTuple):
@@ -28,6 +32,12 @@ def parts(have: Value, want: Value) -> tuple[TransferPart, ...]:
     return _parts(same, have.layout, want.layout, have.samples, have.inner, want.inner)
 
 
+def _anywhere(layout: Layout) -> Layout:
+    """The same on the first devices of a mesh."""
+    mesh = Mesh("", axes_of(layout.where), NOWHERE)
+    return Layout(Submesh(mesh), layout.placements, layout.inner)
+
+
 @lru_cache(maxsize=65536)
 def _parts(
     tensor: Tensor,
@@ -37,6 +47,12 @@ def _parts(
     inner: tuple[tuple[int, int], ...],
     wanted_inner: tuple[tuple[int, int], ...],
 ) -> tuple[TransferPart, ...]:
+    one, other = _anywhere(have), _anywhere(want)
+    if have.where == want.where and have != one:
+        # Stages of a pipeline move their values alike, each among its own devices.
+        where = devices_of(have.where)
+        alike = _parts(tensor, one, other, samples, inner, wanted_inner)
+        return tuple(TransferPart(where[x.source], where[x.target], x.taken, x.put) for x in alike)
     sources = list(zip(devices_of(have.where), have.boxes(tensor, 0, samples, inner), strict=True))
     own = {device: (device, box) for device, box in sources}
     count = len(devices_of(want.where))

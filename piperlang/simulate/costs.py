@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from piperlang.ir.graph import Graph
 from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.estimate.memory import ValueSizes
-from piperlang.plan.estimate.summary import sent
+from piperlang.plan.estimate.summary import Traffic
 from piperlang.plan.instructions import (
     AllReduce,
     AllToAll,
@@ -72,8 +72,9 @@ class MachineCosts:
 
     def __init__(self, plan: Plan, graph: Graph, machine: Machine) -> None:
         self.plan, self.graph, self.machine = plan, graph, machine
-        self.sizes = ValueSizes(plan, graph)
+        self.sizes, self.traffic = ValueSizes(plan, graph), Traffic(plan)
         self._programs: dict[int, InstructionCost] = {}
+        self._collectives: dict[tuple[str, int, float], InstructionCost] = {}
 
     def host(self, x: Instruction) -> float:
         return self.machine.host
@@ -86,7 +87,10 @@ class MachineCosts:
                     self._programs[program] = self.of_pass(program)
                 return self._programs[program]
             case Collective(group=group):
-                return self._collective(x, sent(device, x, self.plan), self.plan.groups[group].members)
+                key = (x.op, group, self.traffic.sent(device, x))
+                if key not in self._collectives:
+                    self._collectives[key] = self._collective(x, key[2], self.plan.groups[group].members)
+                return self._collectives[key]
             case Update(parameters=parameters):
                 touched = sum(self.sizes.of(one.old, device.device) for one in parameters)
                 return InstructionCost(machine.launch, UPDATE_PASSES * touched / machine.memory_bandwidth, "compute")

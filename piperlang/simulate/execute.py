@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from piperlang.plan.estimate.summary import sent
+from piperlang.plan.estimate.summary import Traffic
 from piperlang.plan.instructions import Collective, GatherParameters, Instruction, Receive, Send, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.simulate.costs import CostModel, InstructionCost
@@ -67,6 +67,8 @@ class _Execution:
     def __init__(self, plan: Plan, costs: CostModel, alike: Sequence[tuple[int, ...]]) -> None:
         self.plan, self.costs, self.alike = plan, costs, alike
         self.row = {device: row for row, devices in enumerate(alike) for device in devices}
+        self.rows_of = [tuple(sorted({self.row[device] for device in group.members})) for group in plan.groups]
+        """By communicator."""
         self.lists = [device.instructions for device in plan.devices]
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[float], None] | _Flow, int]] = []
@@ -219,7 +221,7 @@ class _Execution:
         """A member of a group has come. Rows whose devices are in groups with each other begin together."""
         known = self.seen[row]
         number = known[x.node, x.op] = known.get((x.node, x.op), -1) + 1
-        rows = tuple(sorted({self.row[device] for device in self.plan.groups[x.group].members}))
+        rows = self.rows_of[x.group]
         key = (x.node, x.op, number, rows)
         places = self.meetings.setdefault(key, [])
         places.append((row, i))
@@ -367,11 +369,11 @@ class Activities:
     """What the instructions of a plan do, for a timeline."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan, self.traffic = plan, Traffic(plan)
         self.known: dict[tuple[object, ...], Activity] = {}
 
     def of(self, device: DevicePlan, x: Instruction) -> Activity:
-        size = sent(device, x, self.plan)
+        size = self.traffic.sent(device, x)
         key = (x.op, x.node, size)
         found = self.known.get(key)
         if found is None:

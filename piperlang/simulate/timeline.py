@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from piperlang.core.selector import TagValue
@@ -72,6 +73,10 @@ class Timeline:
     title: str = ""
 
     def of_row(self) -> list[list[Ran]]:
+        return self._of_row
+
+    @cached_property
+    def _of_row(self) -> list[list[Ran]]:
         found: list[list[Ran]] = [[] for _ in self.rows]
         for one in self.ran:
             found[one.row].append(one)
@@ -79,6 +84,10 @@ class Timeline:
 
     def idle(self) -> list[float]:
         """By row, the share of the step in which the device computes nothing: it waits, communicates or updates."""
+        return self._idle
+
+    @cached_property
+    def _idle(self) -> list[float]:
         if not self.length:
             return [0.0] * len(self.rows)
         return [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from piperlang.core.value_id import Kind, ValueId
-from piperlang.ir.graph import Graph
+from piperlang.ir.graph import Graph, WeightLayout
 from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import coordinates, interval
 from piperlang.plan.instructions import (
@@ -84,6 +84,7 @@ class ValueSizes:
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self.plan, self.graph = plan, graph
         self.known: dict[ValueId, int] = {}
+        self.weights: dict[tuple[ValueId, int], int] = {}
         self.bundles: dict[ValueId, int] = {}
         self.fetched: dict[ValueId, int] = {}
         """Activations that come back from the host: those share memory with nothing else."""
@@ -115,14 +116,22 @@ class ValueSizes:
 
     def of(self, key: ValueId, device: int) -> int:
         """In bytes."""
-        held = self.graph.held.get(key)
-        if held is not None:
+        found = self.known.get(key)
+        if found is None:
+            held = self.graph.held.get(key)
+            if held is not None:
+                return self._weight(key, held, device)
+            found = self.known[key] = self._value(key, device)
+        return found
+
+    def _weight(self, key: ValueId, held: WeightLayout, device: int) -> int:
+        """Devices may have parts of different size."""
+        found = self.weights.get((key, device))
+        if found is None:
             weight = self.graph.model.weights[held.weight]
             low, high = interval(held, weight.shape, coordinates(held.where)[devices_of(held.where).index(device)])
-            return (high - low) * weight.itemsize
-        if key not in self.known:
-            self.known[key] = self._value(key, device)
-        return self.known[key]
+            found = self.weights[key, device] = (high - low) * weight.itemsize
+        return found
 
     def _value(self, key: ValueId, device: int) -> int:
         """The same on every device that has it: layouts divide evenly."""

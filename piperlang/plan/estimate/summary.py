@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -13,7 +12,7 @@ from piperlang.ir.graph import COMPUTE, Graph
 from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.estimate.memory import STATES, peaks
-from piperlang.plan.instructions import AllToAll, Block, Collective, Instruction, item_bytes
+from piperlang.plan.instructions import AllToAll, Collective, Instruction, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
 
 LINES = 12
@@ -110,26 +109,33 @@ def idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
 # -------------------------------------------------------------------------------------------------- communication
 
 
-def sent(device: DevicePlan, x: Instruction, plan: Plan) -> float:
-    """Bytes that a device gives to others."""
-    if isinstance(x, AllToAll):
-        return _given(x.give, device.device) * item_bytes(x.dtype)
-    return x.sent_bytes(len(plan.groups[x.group].members) if isinstance(x, Collective) else 1)
+class Traffic:
+    """What instructions of a plan send."""
 
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.known: dict[tuple[int, int], float] = {}
 
-@lru_cache(maxsize=65536)
-def _given(blocks: tuple[Block, ...], device: int) -> float:
-    """Elements for others. Microbatches have the same blocks."""
-    return float(sum(prod(one.shape) for one in blocks if one.peer != device))
+    def sent(self, device: DevicePlan, x: Instruction) -> float:
+        """Bytes that a device gives to others."""
+        if not isinstance(x, AllToAll):
+            return x.sent_bytes(len(self.plan.groups[x.group].members) if isinstance(x, Collective) else 1)
+        key = (id(x.give), device.device)  # microbatches share the same blocks
+        found = self.known.get(key)
+        if found is None:
+            elements = sum(prod(one.shape) for one in x.give if one.peer != device.device)
+            found = self.known[key] = float(elements) * item_bytes(x.dtype)
+        return found
 
 
 def _communication(plan: Plan) -> dict[str, dict[str, Any]]:
     """By stream; a stream for every sender counts as one."""
     by: dict[str, list[float]] = {}
     messages: Counter[str] = Counter()
+    traffic = Traffic(plan)
     for d, device in enumerate(plan.devices):
         for x in device.instructions:
-            moved = sent(device, x, plan)
+            moved = traffic.sent(device, x)
             if moved:
                 stream = x.stream.rstrip(">")
                 by.setdefault(stream, [0.0] * len(plan.devices))[d] += moved

@@ -38,6 +38,7 @@ SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
 class Activations:
     def __init__(self, graph: Graph, emitter: Emitter) -> None:
         self.graph, self.emitter = graph, emitter
+        self.losses = frozenset(graph.losses)
         self.programs: list[StageProgram] = []
         self._numbers: dict[int, int] = {}
         self._tags: dict[tuple[ValueId, int], dict[int, int]] = {}
@@ -55,6 +56,7 @@ class Activations:
         share = template.samples / graph.model.samples if graph.model.combine == "mean" else 1.0
         inputs = tuple(tuple(key for key in keys if key.kind is not Kind.SUPPLIED) for keys in node.reads)
         differentiates = any(slot[0] == "grad_output" for slot in template.slots)
+        losses = self.losses.intersection(node.writes)
         for k, device in self.emitter.among(template.where):
             at = coordinates(template.where)[k]
             self._feed(node, device, k)
@@ -70,9 +72,8 @@ class Activations:
                 loss_share=share if differentiates else None,
                 zeros=self._zeros(node, device),
             )
-            for key in set(node.writes) & set(graph.losses):
-                if k in counted:
-                    self.emitter.devices[device].losses[key] = share
+            if k in counted:
+                self.emitter.devices[device].losses.update(dict.fromkeys(losses, share))
 
     def _samples(self, template: NodeTemplate, value: Value) -> tuple[list[int], frozenset[int]]:
         """By device, the first of its samples in a microbatch; and of the devices with the same ones, the first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -63,7 +62,9 @@ class Emitter:
         earlier |= {i for other in self.before.get(node.id, ()) for i in self._at[device].get(other, ())}
         waits = tuple(sorted(i for i in earlier if plan.instructions[i].stream != stream))
         index = len(plan.instructions)
-        plan.instructions.append(replace(instruction, waits=waits) if waits else instruction)
+        if waits:
+            object.__setattr__(instruction, "waits", waits)  # nobody has seen it yet
+        plan.instructions.append(instruction)
         for key in instruction.writes:
             made[key] = index
         self._at[device].setdefault(node.id, []).append(index)
