@@ -1,7 +1,8 @@
 """Show the order of passes on every device, without a model or devices.
 
-The grid simulates the order with unit costs (F=I=W=1, B=2, free communication, stages in a chain); `.` is idle time,
-`&` joins passes that may overlap. --json and --csv print the order as plain data."""
+The grid simulates the order with unit costs (F=I=W=1, B=2, free communication, stages in a chain; what is recomputed
+takes F again in its backward); `.` is idle time, in which a device computes nothing, `&` joins passes that may overlap.
+--json and --csv print the order as plain data."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from piperlang.cli.report import add_parameters, check_output, open_script, paint, parameters, say, write_output
@@ -58,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
             "no `order` statement was reached",
             help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`",
         )
+    costs = replace(costs, recomputed=found.outline.recomputed)
     timeline = simulate(lanes, costs)
     if options.json:
         _json(lanes, found.outline.chains)

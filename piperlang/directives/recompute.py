@@ -38,6 +38,7 @@ from piperlang.syntax import tree
 if TYPE_CHECKING:
     from piperlang.build.schedule import Schedule
     from piperlang.elaborate.interpret import Interpreter
+    from piperlang.elaborate.outline import Outline
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,11 @@ class Recompute(Directive):
     def __str__(self) -> str:
         return f"recompute {self.selector}{self.with_options}"
 
+    def apply_to_outline(self, outline: Outline) -> None:
+        outline.recomputed.append(self.selector)
+
     def apply_to_schedule(self, schedule: Schedule) -> None:
         for group, _ in schedule.meant(self.selector):
             refuse_both(self, group, schedule.offloaded.get(group), "offloaded")
             schedule.recomputed[group] = self
+        self.apply_to_outline(schedule.outline)

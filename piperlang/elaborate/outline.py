@@ -39,6 +39,7 @@ class Outline:
         self.placements = Placements(model=model)
         self.lanes = Lanes(self.placements, self.splits)
         self.chains: list[Order] = []
+        self.recomputed: list[Selector] = []
         self._values: dict[str, set[TagValue]] = {}
         self._counted = 0
 

@@ -295,5 +295,5 @@ def orders(state: State, width: int, paint: Paint, before: State | None = None) 
         else set()
     )
     legend = "; * changed" if marked else ""
-    figures = summary(lanes, timeline, state.setting.costs, state.unordered[0])
+    figures = summary(lanes, timeline, state.costs, state.unordered[0])
     return f"{grid(lanes, timeline, width, paint, marked)}\n{figures}{legend}"

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
@@ -271,13 +271,17 @@ class State:
     def lanes(self) -> list[Lane]:
         return self.outline.orders()
 
+    @property
+    def costs(self) -> UnitCosts:
+        return replace(self.setting.costs, recomputed=self.outline.recomputed)
+
     @cached_property
     def timeline(self) -> Timeline | Diagnostic | None:
         """The orders simulated with unit costs; None if there is no order."""
         if not self.settled or not any(lane.steps for lane in self.lanes):
             return None
         try:
-            found = simulate(self.lanes, self.setting.costs)
+            found = simulate(self.lanes, self.costs)
         except PiperError as problem:
             return problem.diagnostics[0]
         return found if found.ran else None

@@ -10,12 +10,12 @@ import heapq
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
-from piperlang.core.selector import TagValue
+from piperlang.core.selector import Selector, TagValue
 from piperlang.diagnostics import Diagnostic, Label, PiperError, error
 from piperlang.elaborate.lanes import Item, Lane
 from piperlang.simulate.timeline import Activity, Ran, Timeline
@@ -36,9 +36,15 @@ class UnitCosts:
 
     passes: Mapping[str, int] = field(default_factory=lambda: {"F": 1, "B": 2, "I": 1, "W": 1})
     factors: Mapping[tuple[str, TagValue], int] = field(default_factory=dict)
+    recomputed: Sequence[Selector] = ()
+    """Passes whose forward runs again before the backward, or before its first half."""
 
     def of(self, item: Item) -> int:
-        return self.passes[str(item["pass"])] * prod(self.factors.get(tag, 1) for tag in item.items())
+        op = str(item["pass"])
+        units = self.passes[op]
+        if op in ("B", "I") and any(one.matches(item) for one in self.recomputed):
+            units += self.passes["F"]
+        return units * prod(self.factors.get(tag, 1) for tag in item.items())
 
     def __str__(self) -> str:
         """`F=I=W=1, B=2, stage=3 takes 2 times that`"""
@@ -46,6 +52,7 @@ class UnitCosts:
         for name in ("F", "I", "W", "B"):
             by_cost.setdefault(self.passes[name], []).append(name)
         words = [f"{'='.join(names)}={cost}" for cost, names in by_cost.items()]
+        words += ["B and I with F again where recomputed"] if self.recomputed else []
         return ", ".join(
             [*words, *(f"{key}={value} takes {factor} times that" for (key, value), factor in self.factors.items())]
         )
@@ -75,7 +82,7 @@ def parse_costs(words: Iterable[str], now: UnitCosts = UNIT) -> UnitCosts:
             raise ValueError(f"`{key}` is not a pass: {', '.join(PASSES)}; a tag has a value, `{key}=0:{units}`")
     if named & {"I", "W"} and "B" not in named:
         passes["B"] = passes["I"] + passes["W"]
-    return UnitCosts(passes, factors)
+    return replace(now, passes=passes, factors=factors)
 
 
 def live(timeline: Timeline) -> list[int]:

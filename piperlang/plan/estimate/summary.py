@@ -34,7 +34,7 @@ def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
         (
             "step",
             (
-                f"{time_text(found['step']['seconds'])} foreseen; compute is idle"
+                f"{time_text(found['step']['seconds'])} foreseen; idle, a device computes nothing,"
                 f" {_range(found['step']['bubble'], lambda x: f'{100 * x:.0f}%')} of it"
             ),
         ),
