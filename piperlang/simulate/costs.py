@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from piperlang.ir.graph import Graph
 from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.estimate.memory import ValueSizes
-from piperlang.plan.estimate.summary import Traffic
+from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import (
     AllReduce,
     AllToAll,
@@ -72,7 +72,7 @@ class MachineCosts:
 
     def __init__(self, plan: Plan, graph: Graph, machine: Machine) -> None:
         self.plan, self.graph, self.machine = plan, graph, machine
-        self.sizes, self.traffic = ValueSizes(plan, graph), Traffic(plan)
+        self.sizes, self.sent = ValueSizes(plan, graph), SentBytes(plan)
         self._programs: dict[int, InstructionCost] = {}
         self._collectives: dict[tuple[str, int, float], InstructionCost] = {}
 
@@ -87,7 +87,7 @@ class MachineCosts:
                     self._programs[program] = self.of_pass(program)
                 return self._programs[program]
             case Collective(group=group):
-                key = (x.op, group, self.traffic.sent(device, x))
+                key = (x.op, group, self.sent.of(device, x))
                 if key not in self._collectives:
                     self._collectives[key] = self._collective(x, key[2], self.plan.groups[group].members)
                 return self._collectives[key]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from piperlang.plan.estimate.summary import Traffic
+from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import Collective, GatherParameters, Instruction, Receive, Send, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.simulate.costs import CostModel, InstructionCost
@@ -369,11 +369,11 @@ class Activities:
     """What the instructions of a plan do, for a timeline."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.traffic = plan, Traffic(plan)
+        self.plan, self.sent = plan, SentBytes(plan)
         self.known: dict[tuple[object, ...], Activity] = {}
 
     def of(self, device: DevicePlan, x: Instruction) -> Activity:
-        size = self.traffic.sent(device, x)
+        size = self.sent.of(device, x)
         key = (x.op, x.node, size)
         found = self.known.get(key)
         if found is None:

@@ -20,7 +20,7 @@ from piperlang.diagnostics.files import unreadable
 from piperlang.ir.graph import Graph
 from piperlang.plan.codec import InvalidRecord, reader
 from piperlang.plan.estimate.machine import Machine
-from piperlang.plan.estimate.summary import Traffic
+from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import Collective, Compute, Instruction, Receive, Send, Update
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.simulate.costs import InstructionCost, MachineCosts
@@ -151,7 +151,7 @@ def profile_of(
 ) -> Profile:
     """Of rounds of steps in which every instruction was recorded once: of each kind of instruction the mean in the
     median round. A mean, because the sum of all is what a step takes; the median round, because some are disturbed."""
-    keys, traffic = Keys(plan, graph), Traffic(plan)
+    keys, sent = Keys(plan, graph), SentBytes(plan)
     passes, local, transfers = _Means(), _Means(), _Means()
     for steps in rounds:
         for step in steps:
@@ -163,7 +163,7 @@ def profile_of(
                 if isinstance(x, Compute):
                     passes.add(keys.of_pass(x.program), seconds)
                 elif isinstance(x, Collective):
-                    transfers.add((keys.of_transfer(x), traffic.sent(device, x)), seconds)
+                    transfers.add((keys.of_transfer(x), sent.of(device, x)), seconds)
                 elif isinstance(x, Receive):
                     if id(one) in sizes:
                         transfers.add((MESSAGE, sizes[id(one)]), seconds)
@@ -246,7 +246,7 @@ class MeasuredCosts:
             return self._passes[x.program]
         if isinstance(x, Collective):
             cost = self.guess.cost(device, x)
-            seconds = self._transfer(self.keys.of_transfer(x), self.guess.traffic.sent(device, x))
+            seconds = self._transfer(self.keys.of_transfer(x), self.guess.sent.of(device, x))
             return cost if seconds is None else InstructionCost(0.0, seconds, cost.of or "node")
         key = self.keys.of_local(device, x)
         if key in self.profile.local:

@@ -109,14 +109,14 @@ def idle(plan: Plan, graph: Graph, costs: Costs) -> list[float]:
 # -------------------------------------------------------------------------------------------------- communication
 
 
-class Traffic:
+class SentBytes:
     """What instructions of a plan send."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.known: dict[tuple[int, int], float] = {}
 
-    def sent(self, device: DevicePlan, x: Instruction) -> float:
+    def of(self, device: DevicePlan, x: Instruction) -> float:
         """Bytes that a device gives to others."""
         if not isinstance(x, AllToAll):
             return x.sent_bytes(len(self.plan.groups[x.group].members) if isinstance(x, Collective) else 1)
@@ -132,10 +132,10 @@ def _communication(plan: Plan) -> dict[str, dict[str, Any]]:
     """By stream; a stream for every sender counts as one."""
     by: dict[str, list[float]] = {}
     messages: Counter[str] = Counter()
-    traffic = Traffic(plan)
+    sent = SentBytes(plan)
     for d, device in enumerate(plan.devices):
         for x in device.instructions:
-            moved = traffic.sent(device, x)
+            moved = sent.of(device, x)
             if moved:
                 stream = x.stream.rstrip(">")
                 by.setdefault(stream, [0.0] * len(plan.devices))[d] += moved
