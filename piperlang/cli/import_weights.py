@@ -6,7 +6,9 @@ executed: a file that is not a plain state dict of tensors is refused."""
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
+from shutil import rmtree
 
 from piperlang.cli.model import doing
 from piperlang.diagnostics import error
@@ -30,7 +32,9 @@ def run(options: argparse.Namespace) -> int:
         path.stat()
     except OSError as problem:
         raise unreadable(path, problem) from None
-    with doing(f"importing {path}", f"imported {path}") as importing:
+    with ExitStack() as undone, doing(f"importing {path}", f"imported {path}") as importing:
+        if not folder.exists():
+            undone.callback(rmtree, folder, ignore_errors=True)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if any(folder.iterdir()):
@@ -47,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
             raise error(
                 "P0902", f"cannot write {folder}: {problem.strerror}", help="choose another folder with -o"
             ) from None
+        undone.pop_all()
         importing.detail = f"{count} tensors, {elements:,} numbers"
     print(f"start from them: piperc MODEL.py SCHEDULE.piper --initial-weights {folder}")
     return 0

@@ -272,6 +272,7 @@ def test_what_is_no_state_dict_is_not_imported(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "text.pt").write_text("hello")
     for number, name in enumerate(("pickled.pt", "number.pt", "text.pt")):
         assert main(["import", str(tmp_path / name), "-o", str(tmp_path / str(number))]) == 1
+        assert not (tmp_path / str(number)).exists()
         assert "error[P0801]" in capsys.readouterr().err
     assert main(["import", str(tmp_path / "missing.pt"), "-o", str(tmp_path / "x")]) != 0
     assert "error[P0901]" in capsys.readouterr().err

@@ -54,7 +54,8 @@ def train(folder: Path, script: str, *options: str) -> int:
     (folder / "victims").mkdir(exist_ok=True)
     (folder / "model.py").write_text(BASE + MORE.format(victims=str(folder / "victims")))
     (folder / "s.piper").write_text(script)
-    return main([str(folder / "model.py"), str(folder / "s.piper"), "--steps", "7", "--validate-every", "3", *options])
+    words = [str(folder / "model.py"), str(folder / "s.piper"), "--steps", "7", "--validate-every", "3"]
+    return main([*words, *([] if "inline" in options else ["--backend", "gloo"]), *options])
 
 
 def strike(folder: Path, step: int, pid: int | None, number: int) -> None:
@@ -230,7 +231,7 @@ def test_another_one_dies_while_the_job_starts_again(
     assert main([*words, "--executor", "inline", "--data", "driver", "--out", str(tmp_path / "whole")]) == 0
     strike(tmp_path, 4, cluster.pids[0], KILL)
     (tmp_path / "victims" / f"{name} next").touch()
-    assert main([*words, "--out", str(tmp_path / "run"), "--save-every", "2"]) == 0
+    assert main([*words, "--backend", "gloo", "--out", str(tmp_path / "run"), "--save-every", "2"]) == 0
     assert_same(tmp_path)
     why = [json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()]
     assert len(why) == 2
