@@ -263,6 +263,7 @@ def interrupted(job: subprocess.Popen[str], temporary: Path, again: float | None
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow  # tests/cli/test_interrupts.py interrupts a job that trains every time
 def test_an_interrupt(temporary: Path, tmp_path: Path) -> None:
     job = endless(temporary, tmp_path)
     trained(job)
