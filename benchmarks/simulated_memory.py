@@ -14,12 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.simulator import Size, adam, letters, make_gpt, words_loss
+from benchmarks.simulator import Size, adam, letters, make_gpt, scheduled_gpt
 from benchmarks.sleeping import options, show
-from piperlang.capture.program import CutProgram, capture
-from piperlang.diagnostics import PiperError
-from piperlang.pipeline import schedule
-from piperlang.plan.lower import lower
 from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
@@ -27,7 +23,6 @@ from piperlang.runtime.driver.training import Training
 from piperlang.simulate.costs import MachineCosts
 from piperlang.simulate.machine_files import load
 from piperlang.simulate.result import simulated
-from piperlang.source import Source
 
 RANKS = 2
 PIPELINE = f"""from std.pipeline import one_f_one_b, loop
@@ -47,12 +42,7 @@ CASES = {
 
 def compared(cluster: Cluster, name: str, script: str, size: Size, device: str) -> dict[str, Any]:
     data = letters(size, "cpu")
-    found = schedule(capture(partial(make_gpt, size), words_loss, next(letters(size, device))), Source(name, script))
-    if found.problems:
-        raise PiperError(*found.problems)
-    graph, captured = found.graph(), found.captured
-    assert isinstance(captured, CutProgram)
-    plan = lower(graph)
+    graph, captured, plan = scheduled_gpt(size, name, script, device)
     costs = MachineCosts(plan, graph, load("h200"))
     states = 2.0 * torch.empty((), dtype=size.dtype).element_size()
     memory = simulated(plan, graph, costs, states=states).timeline.memory

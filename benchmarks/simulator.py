@@ -26,10 +26,11 @@ from benchmarks.sleeping import Asleep, batch, compiled, make_model, optimizer, 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import CutProgram, capture
 from piperlang.diagnostics import PiperError
+from piperlang.ir.graph import Graph
 from piperlang.pipeline import schedule
 from piperlang.plan.instructions import Compute, Instruction
 from piperlang.plan.lower import lower
-from piperlang.plan.plan import DevicePlan
+from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
@@ -158,6 +159,15 @@ def letters(size: Size, device: str) -> Iterator[tuple[torch.Tensor, torch.Tenso
         yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+def scheduled_gpt(size: Size, name: str, script: str, device: str) -> tuple[Graph, CutProgram, Plan]:
+    found = schedule(capture(partial(make_gpt, size), words_loss, next(letters(size, device))), Source(name, script))
+    if found.problems:
+        raise PiperError(*found.problems)
+    graph, captured = found.graph(), found.captured
+    assert isinstance(captured, CutProgram)
+    return graph, captured, lower(graph)
+
+
 STAGED = """from std.pipeline import {name}, loop
 mesh gpu = pp: {ranks}
 split batch into {micro} as mb
@@ -173,12 +183,7 @@ def predicted_and_measured(
     """All schedules from the profile of the first one; those with other passes from their own."""
     first: Profile | None = None
     for name, text in scripts.items():
-        found = schedule(capture(partial(make_gpt, size), words_loss, next(letters(size, device))), Source(name, text))
-        if found.problems:
-            raise PiperError(*found.problems)
-        graph, captured = found.graph(), found.captured
-        assert isinstance(captured, CutProgram)
-        plan = lower(graph)
+        graph, captured, plan = scheduled_gpt(size, name, text, device)
         with Job(plan, captured, Training(partial(make_gpt, size), adam), timeout=60, cluster=cluster) as job:
             result = profiled(job, graph, letters(size, "cpu"), steps)
         machine = load("h200" if device == "cuda" else "cpu")
