@@ -3,18 +3,23 @@
 Three kinds of cases, all in one run. `sleep`: the network that sleeps, under every schedule of the library at pp=2 and
 pp=4; the simulator is told what the naps take and the description of CPU workers, and nothing was measured before.
 `gpt`: a GPT on CPU workers; passes and transfers are measured under one schedule (`piperc profile`), and schedules that
-were never run before are predicted from that. `--gpu`: the same on NCCL, with one rank and with four.
+were never run before are predicted from that. `--gpu`: the same on NCCL, with one rank and with four, which share the
+GPU as shared_gpu.py says.
 
-A measured step is the median of some steps, each from its begin on the workers to the end of the last of them.
+A measured step is the median of some steps, none of them recorded, each from its begin on the workers to the end of
+the last of them.
 
-    python -m benchmarks.simulator [--json] [--steps 5] [--only sleep|gpt] [--gpu]
+    python -m benchmarks.simulator [--json] [--steps 5] [--only sleep|gpt] [--gpu] [--keep FOLDER]
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +27,7 @@ import torch
 import torch.nn.functional as f
 from torch import nn
 
+from benchmarks.shared_gpu import partitioned
 from benchmarks.sleeping import Asleep, batch, compiled, make_model, optimizer, options, show
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import CutProgram, capture
@@ -41,6 +47,7 @@ from piperlang.simulate.execute import execute
 from piperlang.simulate.machine_files import load
 from piperlang.simulate.measured import MeasuredCosts, Profile
 from piperlang.source import Source
+from piperlang.view.page import page
 
 MS = 30.0
 PLACES = {
@@ -178,29 +185,36 @@ ALONE = "mesh gpu = pp: 1\nplace [stage=*] on gpu\nsplit batch into {micro} as m
 
 
 def predicted_and_measured(
-    cluster: Cluster, size: Size, scripts: dict[str, str], steps: int, device: str
+    cluster: Cluster, size: Size, scripts: dict[str, str], steps: int, device: str, keep: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """All schedules from the profile of the first one; those with other passes from their own."""
+    """All schedules from the profile of the first one; those with other passes from their own. `keep`: a folder for
+    profiles, and for pages with the recorded step before the simulated one."""
     first: Profile | None = None
     for name, text in scripts.items():
         graph, captured, plan = scheduled_gpt(size, name, text, device)
         with Job(plan, captured, Training(partial(make_gpt, size), adam), timeout=60, cluster=cluster) as job:
-            result = profiled(job, graph, letters(size, "cpu"), steps)
+            batches = letters(size, "cpu")
+            result = profiled(job, graph, batches, steps)
+            taken = [job.step(batch).seconds for batch in islice(batches, steps + 1)][1:]
         machine = load("h200" if device == "cuda" else "cpu")
         costs = MeasuredCosts(plan, graph, first or result.found, machine)
-        predicted = execute(plan, costs).timeline.length
+        predicted = execute(plan, costs).timeline
         source = "itself" if first is None else "another schedule"
         if costs.unknown:
             costs, source = MeasuredCosts(plan, graph, result.found, machine), "itself"
-            predicted = execute(plan, costs).timeline.length
+            predicted = execute(plan, costs).timeline
         first = first or result.found
+        if keep is not None:
+            file = keep / name.replace(", ", "-").replace(" ", "-")
+            file.with_suffix(".json").write_text(result.found.dump(), encoding="utf-8")
+            file.with_suffix(".html").write_text(page([result.typical], predicted), encoding="utf-8")
         yield {
-            **row(f"{name}, profile of {source}", predicted, [result.seconds]),
+            **row(f"{name}, profile of {source}", predicted.length, taken),
             "recording": round(result.recording / result.seconds - 1, 4),
         }
 
 
-def gpt(ranks: int, size: Size, steps: int, device: str) -> Iterator[dict[str, Any]]:
+def gpt(ranks: int, size: Size, steps: int, device: str, keep: Path | None = None) -> Iterator[dict[str, Any]]:
     """One device: passes of a pipeline's stages one after the other. Several: pipelines."""
     about = f"gpt on {device}, {ranks} rank{'s' if ranks > 1 else ''}"
     if ranks == 1:
@@ -217,28 +231,35 @@ def gpt(ranks: int, size: Size, steps: int, device: str) -> Iterator[dict[str, A
                 for name in ("interleaved", "looped_bfs", "interleaved_zero_bubble")
             }
         )
-    cluster = Cluster(ranks, backend=for_workers() if device == "cuda" else None)
-    try:
-        yield from predicted_and_measured(cluster, size, scripts, steps, device)
-    finally:
-        cluster.close()
+    with partitioned(ranks if device == "cuda" else 1):
+        cluster = Cluster(ranks, backend=for_workers() if device == "cuda" else None)
+        try:
+            yield from predicted_and_measured(cluster, size, scripts, steps, device, keep)
+        finally:
+            cluster.close()
 
 
 def row(case: str, predicted: float, taken: list[float]) -> dict[str, Any]:
     measured = median(taken)
-    return {
+    found = {
         "case": case,
         "predicted_ms": round(1e3 * predicted, 3),
         "measured_ms": round(1e3 * measured, 3),
         "error": round(predicted / measured - 1, 4),
     }
+    print(*found.values(), file=sys.stderr, flush=True)  # a run takes minutes
+    return found
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", choices=("sleep", "gpt"))
     parser.add_argument("--gpu", action="store_true", help="on NCCL")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of --gpu (default: 1 4)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for profiles and pages of a GPT")
     chosen = parser.parse_args()
+    if chosen.keep is not None:
+        chosen.keep.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     if chosen.only in (None, "sleep") and not chosen.gpu:
         for ranks in (2, 4):
@@ -248,12 +269,12 @@ def main() -> None:
             finally:
                 cluster.close()
     if chosen.only in (None, "gpt") and not chosen.gpu:
-        rows += gpt(2, Size(), 2 * chosen.steps, "cpu")
-        rows += gpt(2, Size(stages=2), 2 * chosen.steps, "cpu")
+        rows += gpt(2, Size(), 2 * chosen.steps, "cpu", chosen.keep)
+        rows += gpt(2, Size(stages=2), 2 * chosen.steps, "cpu", chosen.keep)
     if chosen.gpu:
         large = Size(layers=2, width=4096, length=1024, words=8192, samples=8, dtype=torch.bfloat16)
-        for ranks in (1, 4):
-            rows += gpt(ranks, large, 4 * chosen.steps, "cuda")
+        for ranks in chosen.ranks:
+            rows += gpt(ranks, large, 4 * chosen.steps, "cuda", chosen.keep)
     show(rows, chosen.json)
 
 

@@ -46,10 +46,14 @@ def test_a_backend_that_cannot_be_used(executor: str, name: str, why: str) -> No
         chosen(executor, name)
 
 
-def test_workers_that_share_a_gpu_look_like_different_hosts_to_nccl() -> None:
-    assert nccl.BACKEND.environment(3, shares_device=True) == {"NCCL_HOSTID": "piper-3"}
-    assert nccl.BACKEND.environment(3, shares_device=False) == {}
+def test_workers_that_share_a_gpu_look_like_different_hosts_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in nccl.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert nccl.BACKEND.environment(3, shares_device=True) == {"NCCL_HOSTID": "piper-3", **nccl.VARIABLES}
+    assert nccl.BACKEND.environment(3, shares_device=False) == nccl.VARIABLES
     assert gloo.BACKEND.environment(3, shares_device=True) == {}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert nccl.BACKEND.environment(3, shares_device=False)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert (nccl.BACKEND.buffered, gloo.BACKEND.buffered) == (False, True)
 
 

@@ -141,6 +141,8 @@ def test_a_worker_that_keeps_the_gil_is_alive(lent: Lent, tmp_path: Path) -> Non
                 "--steps",
                 "1",
                 "--no-verify",
+                "--backend",
+                "gloo",
                 "--out",
                 str(tmp_path / "run"),
             ]

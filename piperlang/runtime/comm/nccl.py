@@ -3,6 +3,7 @@ a communicator of its own, because messages of one communicator wait for each ot
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import ClassVar, Self
@@ -13,6 +14,11 @@ import torch.distributed as dist
 from piperlang.plan.plan import Group
 from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm
 from piperlang.runtime.hardware.cuda import Cuda
+
+VARIABLES = {"TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Of a worker's environment, where the user has not set them. NCCL's kernels go before those of passes: otherwise a
+message waits until a pass leaves room for it, and the next device waits for the message. And a GPU has as many queues
+as it can: streams share its queues, and what is behind a receive in its queue waits with it, whatever its stream."""
 
 
 class NcclComm(ProcessComm):
@@ -69,7 +75,8 @@ class Nccl(ProcessBackend):
     def environment(self, worker: int, shares_device: bool) -> dict[str, str]:
         """NCCL refuses two ranks on one GPU of one host, so workers that share a GPU pretend to be on different
         hosts."""
-        return {"NCCL_HOSTID": f"piper-{worker}"} if shares_device else {}
+        host = {"NCCL_HOSTID": f"piper-{worker}"} if shares_device else {}
+        return host | {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
 
 
 BACKEND = Nccl()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ def compute(device: DeviceValues, x: Compute) -> None:
         else:
             given[slot] = device.values[keys[0]]
     taken = [given[slot] for slot in piece.inputs]
-    results = piece.call(taken)
-    _store(device, x, program, dict(zip(piece.outputs, results, strict=True)), (taken, results))
+    _store(device, x, program, dict(zip(piece.outputs, piece.call(taken), strict=True)), taken)
 
 
 def _gradient(
@@ -49,13 +48,14 @@ def _gradient(
     return total
 
 
-def _store(device: DeviceValues, x: Compute, program: StageProgram, gave: Mapping[Any, Any], around: Any) -> None:
+def _store(device: DeviceValues, x: Compute, program: StageProgram, gave: dict[Any, Any], taken: list[Any]) -> None:
     saved = {slot: value for slot, value in gave.items() if slot[0] == "saved"}
     kept = {slot: value for slot, value in gave.items() if slot[0] == "kept"}
-    if program.op == "R":
-        written: list[Any] = [saved]
-    else:
-        written = [gave[slot] for slot in program.outputs if slot[0] not in ("saved", "kept")]
-        written += [saved] if program.op == "F" else [kept] if kept else []
-    for key, value in zip(x.outputs, written, strict=False):
-        device.put(key, value, around)
+    slots = [] if program.op == "R" else [slot for slot in program.outputs if slot[0] not in ("saved", "kept")]
+    for slot, key in zip(slots, x.outputs, strict=False):
+        # A gradient that is added to a sum is freed at once: all of them, and their sums in float32, are much memory.
+        value = gave.pop(slot) if key in device.sums else gave[slot]
+        device.put(key, value, (taken, gave))
+    bundles = [saved] if program.op in ("F", "R") else [kept] if kept else []
+    for key, bundle in zip(x.outputs[len(slots) :], bundles, strict=False):
+        device.put(key, bundle)

@@ -110,7 +110,7 @@ class DeviceValues:
         return self.groups[group].members.index(self.plan.device)
 
     def put(self, key: ValueId, value: Any, around: Any = ()) -> None:
-        """Keep a value if an instruction reads it. `around`: tensors it may share storage with."""
+        """Keep a value if an instruction reads it. `around`: other tensors that it may share storage with."""
         if key in self.sums:
             self._accumulate(self.sums[key], value, around)
         elif key in self.plan.losses:
@@ -137,7 +137,6 @@ class DeviceValues:
 
 
 def _shares(value: torch.Tensor, around: Any) -> bool:
-    """Whether others among the tensors around it share its storage."""
     storage = value.untyped_storage().data_ptr()
     tensors = [one for one in pytree.tree_leaves(around) if isinstance(one, torch.Tensor)]
-    return sum(one.untyped_storage().data_ptr() == storage for one in tensors) > 1
+    return any(one.untyped_storage().data_ptr() == storage for one in tensors)

@@ -31,7 +31,8 @@ class Profiled(NamedTuple):
     typical: Timeline
     """A step with all its instructions, of median length."""
     seconds: float
-    """Of the median step, without recording."""
+    """Of the median step in which no instruction is recorded. Like one with them, it ends when the devices have
+    nothing more to do: in training the host goes on before that."""
     recording: float
     """Of the median step that is recorded for the profile."""
 
@@ -48,7 +49,7 @@ def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: 
     times: list[list[StepTimes]] = []
     for number, batch in enumerate(islice(others, 2 * steps)):
         if number % 2 == 0:
-            plain.append(job.step(batch).seconds)
+            plain.append(_recorded_step(job, batch, [()] * len(plan.devices))[0])
         else:
             seconds, its = _recorded_step(job, batch, divided[len(taken) % count])
             taken.append(seconds)

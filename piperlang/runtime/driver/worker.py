@@ -460,6 +460,7 @@ class Worker:
 
     def record(self, chosen: Collection[int] | None) -> list[StepTimes]:
         """From now on these instructions of steps are recorded, or none any more. What was recorded so far."""
+        self.setting.backend.device.synchronize()  # the step that comes begins with a device that has nothing to do
         found, self.recorded = self.recorded, []
         self.recording = frozenset(chosen) if chosen is not None else None
         return found

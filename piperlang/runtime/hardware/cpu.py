@@ -134,6 +134,9 @@ class Cpu(DeviceKind):
     def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams:
         return CpuStreams(device.plan.instructions, execute, f"{device.plan.device}:")
 
+    def synchronize(self) -> None:
+        pass  # the host computes: what it has issued is done
+
     def memory(self) -> int:
         """Resident memory of this process."""
         with Path("/proc/self/statm").open() as file:

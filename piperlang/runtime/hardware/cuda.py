@@ -122,7 +122,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Cuda(DeviceKind):
-    name, resource, compiles, recorded_parts = "cuda", "GPU", True, 10
+    name, resource, compiles, recorded_parts = "cuda", "GPU", True, 1
 
     def available(self) -> bool:
         return torch.cuda.is_available()
@@ -138,6 +138,9 @@ class Cuda(DeviceKind):
 
     def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams:
         return CudaStreams(device, execute)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
 
     def memory(self) -> int:
         """The peak of torch's allocator."""

@@ -75,6 +75,10 @@ class DeviceKind(ABC):
     def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams: ...
 
     @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done everything that was issued."""
+
+    @abstractmethod
     def memory(self) -> int:
         """Bytes, as `Step.memory` reports them."""
 
