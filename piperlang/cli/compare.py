@@ -1,11 +1,13 @@
 """Compare schedules of one model in simulated steps: time, idle time, exposed communication, memory and bytes.
-`-o FILE` draws the first two side by side."""
+`-o FILE` draws them one above the other with one time axis: .html is a page to explore, .svg a figure for a paper."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ from piperlang.diagnostics import error
 from piperlang.elaborate.modules import from_source
 from piperlang.plan.estimate.summary import bytes_text, time_text
 
+KINDS = (".html", ".svg")
+MOST = 8
+"""Schedules in one drawing: more of them cannot be read."""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scripts", metavar="SCHEDULE.piper", nargs="+")
     parser.add_argument("--model", metavar="MODEL.py", required=True)
-    parser.add_argument("-o", "--output", metavar="FILE", help="a .html page with the first two side by side")
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"draw up to {MOST} schedules: .html or .svg")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     add_costs(parser)
 
@@ -31,9 +37,7 @@ def run(options: argparse.Namespace) -> int:
         raise error("P0902", "one schedule cannot be compared", help="name at least two scripts")
     output = Path(options.output) if options.output is not None else None
     if output is not None:
-        if output.suffix != ".html":
-            raise error("P0902", f"`-o {output}`: unknown kind of file", help="end it with .html")
-        check_output(output, "-o")
+        _check_drawing(output, len(options.scripts))
     for script in options.scripts:
         from_source(*open_script(script))
     chosen = chosen_costs(options)
@@ -43,8 +47,30 @@ def run(options: argparse.Namespace) -> int:
     rows = [_row(script, one) for script, one in zip(options.scripts, found, strict=True)]
     print(json.dumps(rows) if options.json else _table(rows))
     if output is not None:
-        write(found[:2], output)
+        write(_told_apart(found, options.scripts), output)
     return 0
+
+
+def _check_drawing(output: Path, schedules: int) -> None:
+    if output.suffix not in KINDS:
+        raise error("P0902", f"`-o {output}`: unknown kind of file", help=f"end it with {', '.join(KINDS)}")
+    if schedules > MOST:
+        raise error(
+            "P0902",
+            f"`-o {output}` draws at most {MOST} schedules, and there are {schedules}",
+            help="name fewer schedules, or leave out `-o`: the table has no limit",
+        )
+    check_output(output, "-o")
+
+
+def _told_apart(found: Sequence[SimulatedScript], scripts: Sequence[str]) -> list[SimulatedScript]:
+    """Named by their files, with as many folders as tell them apart."""
+    paths = [Path(script).parts for script in scripts]
+    depth = next(k for k in count(1) if len({path[-k:] for path in paths}) == len(set(paths)))
+    return [
+        one._replace(step=one.step._replace(timeline=replace(one.step.timeline, title=str(Path(*path[-depth:])))))
+        for one, path in zip(found, paths, strict=True)
+    ]
 
 
 def _row(script: str, found: SimulatedScript) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, scheduled
-from piperlang.cli.report import add_parameters
+from piperlang.cli.report import add_parameters, paint
 from piperlang.core.collector import uncollected
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
@@ -26,6 +28,7 @@ from piperlang.simulate.measured import load as load_profile
 if TYPE_CHECKING:
     from piperlang.capture.program import Program
     from piperlang.runtime.comm.backend import Backend
+    from piperlang.simulate.timeline import Timeline
 
 NAMED = 3
 """How many of a long list are named."""
@@ -96,8 +99,19 @@ def run(options: argparse.Namespace) -> int:
     from piperlang.simulate.result import as_json, text
 
     step, _, where, memory = found
-    print(json.dumps(as_json(step, memory)) if options.json else text(step, where, memory))
+    if options.json:
+        print(json.dumps(as_json(step, memory)))
+    else:
+        print(_drawn(step.timeline))
+        print(text(step, where, memory))
     return 0
+
+
+def _drawn(timeline: Timeline) -> str:
+    from piperlang.view.bars import bars, glyphs
+
+    width = shutil.get_terminal_size((140, 24)).columns
+    return bars(timeline, width, paint(sys.stdout), glyphs(sys.stdout.encoding))
 
 
 def simulate(

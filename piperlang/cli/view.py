@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
     check_output(output, "-o")
     if options.other is not None:
         if output.suffix != ".html":
-            raise error("P0902", f"`-o {output}` shows one schedule", help="use a .html file to compare two")
+            other = "use a .html file, or `piperc compare` for an .svg"
+            raise error("P0902", f"`-o {output}` shows one schedule", help=other)
         from_source(*open_script(options.other))
     chosen = chosen_costs(options)
     file = load_both(options.model, options.script, options.precision)
@@ -56,9 +57,9 @@ def write(found: Sequence[SimulatedScript], output: Path) -> None:
 def drawn(found: Sequence[SimulatedScript], kind: str) -> str:
     timelines = [one.step.timeline for one in found]
     if kind == ".svg":
-        from piperlang.view.gantt import gantt
+        from piperlang.view.gantt import stacked
 
-        return gantt(timelines[0])
+        return stacked(timelines)
     if kind == ".json":
         from piperlang.view.trace import trace
 
@@ -67,4 +68,6 @@ def drawn(found: Sequence[SimulatedScript], kind: str) -> str:
     from piperlang.view.page import page
 
     graph = found[0].graph
-    return page(timelines, graph=draw(graph) if len(graph.nodes) <= LARGEST_GRAPH else "")
+    # The graph of one of several schedules would be taken for that of another.
+    shown = len(found) == 1 and len(graph.nodes) <= LARGEST_GRAPH
+    return page(timelines, graph=draw(graph) if shown else "", paths=[one.step.path for one in found])

@@ -1,19 +1,28 @@
-"""A timeline as an SVG picture for papers and talks: width is duration, hue is the stage, shade is the pass, grey is
+"""Timelines as an SVG picture for papers and talks: width is duration, hue is the stage, shade is the pass, grey is
 idle."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from math import floor, log10
 
 from piperlang.core.selector import TagValue
 from piperlang.plan.estimate.summary import time_text
-from piperlang.simulate.timeline import Activity, Ran, Timeline, numbers
+from piperlang.simulate.timeline import COMMUNICATION, Activity, Ran, Timeline, measure, numbers, stream_name, union
 
-WIDTH, MARGIN, HEIGHT, GAP, HEAD, FOOT = 1280, 110, 34, 6, 62, 64
+WIDTH, MARGIN, GAP, HEAD, FOOT = 1280, 110, 6, 62, 64
+TALL, LOW = 34, 22
+"""Bars of a picture with one chart, and with several."""
+THIN = 8
+"""The height of a line of communication, with the gap below it."""
+APART, LINE = 12, 20
+"""Pixels between charts, and from a line of the legend to the next."""
 ROWS = 32
 """Rows that are drawn: more cannot be read on a slide."""
+FEWEST = 8
+"""Rows of a chart, however many charts there are."""
 HUES = (214, 24, 150, 320, 48, 262, 184, 0)
 """Of stages, in degrees; far apart for neighbours."""
 SHADES = {"F": (80, 78), "B": (62, 48), "I": (68, 62), "W": (62, 34), "R": (30, 84)}
@@ -26,32 +35,97 @@ NARROW = 1.0
 
 def gantt(timeline: Timeline, title: str = "") -> str:
     """Passes, a row per device; communication below them in thin bars, where there is any."""
-    rows = timeline.rows[:ROWS]
-    communicates = any(one.what.communicates for one in timeline.ran)
-    each = HEIGHT + (10 if communicates else 0) + GAP
-    height = HEAD + len(rows) * each + FOOT
-    scale = (WIDTH - MARGIN - 24) / (timeline.length or 1)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-        ' font-family="system-ui, sans-serif">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        _text(20, 30, title or timeline.title or "Timeline", 20, weight="600"),
-        _text(WIDTH - 20, 30, _figures(timeline), 15, FAINT, "end"),
+    return stacked([replace(timeline, title=title or timeline.title)])
+
+
+def stacked(timelines: Sequence[Timeline]) -> str:
+    """Charts one above the other, with the time scale of the longest step and the same hue for the same stage."""
+    longest = max(timelines, key=lambda one: one.length)
+    several = len(timelines) > 1
+    rows = max(FEWEST, ROWS // len(timelines))
+    look = _Look((WIDTH - MARGIN - 24) / (longest.length or 1), LOW if several else TALL, rows, _stages(timelines))
+    parts: list[str] = []
+    y = 0.0
+    for one in timelines:
+        parts += _chart(one, y, look)
+        y += _chart_height(one, look) + (APART if several else 0)
+    legend, more = _legend(_entries(timelines, look.stages), y + FOOT - 18)
+    below = [*_axis(longest, y, look.scale), *legend]
+    return "\n".join([*_paper(y + FOOT + more), *parts, *below, "</svg>"]) + "\n"
+
+
+def _paper(height: float) -> list[str]:
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}"'
+        f' height="{height:g}" font-family="system-ui, sans-serif">',
+        f'<rect width="{WIDTH}" height="{height:g}" fill="white"/>',
     ]
-    stages = _stages(timeline)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the charts of a picture share."""
+
+    scale: float
+    """Pixels per unit of time."""
+    bar: float
+    """The height of a pass."""
+    rows: int
+    """That are drawn of a timeline."""
+    stages: Mapping[TagValue | None, int]
+    """Which hue a stage has."""
+
+
+def _chart(timeline: Timeline, top: float, look: _Look) -> list[str]:
+    rows = timeline.rows[: look.rows]
+    each, scale, lanes = _row_height(timeline, look), look.scale, _lanes(timeline)
+    parts = [
+        _text(20, top + 30, timeline.title or "Timeline", 20, weight="600"),
+        _text(WIDTH - 20, top + 30, _figures(timeline), 15, FAINT, "end"),
+    ]
     for row, ran in enumerate(timeline.of_row()[: len(rows)]):
-        top = HEAD + row * each
-        label = f"device {_devices(rows[row])}"
-        parts.append(_text(MARGIN - 10, top + HEIGHT / 2 + 5, label, 14, INK, "end"))
-        parts.append(_rect(MARGIN, top, timeline.length * scale, HEIGHT, IDLE))
-        parts += _bars([one for one in ran if one.what.computes], top, HEIGHT, scale, stages)
+        y = top + HEAD + row * each
+        parts.append(_text(MARGIN - 10, y + look.bar / 2 + 5, _devices(rows[row]), 14, INK, "end"))
+        parts.append(_rect(MARGIN, y, timeline.length * scale, look.bar, IDLE))
+        parts += _bars([one for one in ran if one.what.computes], y, look.bar, look)
         thin = sorted((one for one in ran if one.what.communicates), key=lambda one: one.start + one.waited)
-        parts += _bars(thin, top + HEIGHT + 2, 6, scale, stages)
-    parts += _axis(timeline, HEAD + len(rows) * each, scale)
-    parts += _legend(timeline, stages, height - 18)
-    if len(timeline.rows) > ROWS:
-        parts.append(_text(20, height - 40, f"and {len(timeline.rows) - ROWS:,} more rows", 13, FAINT))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        for lane in range(max(lanes.values(), default=-1) + 1):
+            its = [one for one in thin if lanes[stream_name(one.stream)] == lane]
+            parts += _bars(its, y + look.bar + 2 + THIN * lane, THIN - 2, look)
+    if len(timeline.rows) > len(rows):
+        y = top + HEAD + len(rows) * each + 12
+        parts.append(_text(MARGIN, y, f"and {len(timeline.rows) - len(rows):,} more rows", 13, FAINT))
+    return parts
+
+
+def _chart_height(timeline: Timeline, look: _Look) -> float:
+    more = 20 if len(timeline.rows) > look.rows else 0
+    return HEAD + min(look.rows, len(timeline.rows)) * _row_height(timeline, look) + more
+
+
+def _row_height(timeline: Timeline, look: _Look) -> float:
+    lanes = _lanes(timeline)
+    return look.bar + (2 + THIN * (max(lanes.values()) + 1) if lanes else 0) + GAP
+
+
+def _lanes(timeline: Timeline) -> dict[str, int]:
+    """Of streams with communication: those that run beside each other have lines of their own."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for one in timeline.ran:
+        if one.what.communicates:
+            of_row = one.row * (timeline.length + 1)
+            of_stream = spans.setdefault(stream_name(one.stream), [])
+            of_stream.append((of_row + one.start + one.waited, of_row + one.end))
+    found: dict[str, int] = {}
+    lanes: list[list[tuple[float, float]]] = []
+    for stream, its in spans.items():
+        beside = [measure(union(lane)) + measure(union(its)) - measure(union([*lane, *its])) for lane in lanes]
+        lane = next((k for k, shared in enumerate(beside) if shared <= 1e-9 * timeline.length), len(lanes))
+        if lane == len(lanes):
+            lanes.append([])
+        lanes[lane] += its
+        found[stream] = lane
+    return found
 
 
 def _figures(timeline: Timeline) -> str:
@@ -60,33 +134,34 @@ def _figures(timeline: Timeline) -> str:
     return f"{devices:,} device{'s' if devices > 1 else ''}, {length}, {timeline.idle_share():.1%} idle"
 
 
-def _stages(timeline: Timeline) -> dict[TagValue | None, int]:
-    """Which hue a stage has."""
-    found = dict.fromkeys(one.what.tags.get("stage") for one in timeline.ran if one.what.computes)
+def _stages(timelines: Sequence[Timeline]) -> dict[TagValue | None, int]:
+    every = (one.what for timeline in timelines for one in timeline.ran)
+    found = dict.fromkeys(what.tags.get("stage") for what in every if what.computes)
     ordered = sorted(found, key=lambda stage: (0, stage, "") if isinstance(stage, int) else (1, 0, str(stage)))
     return {stage: k for k, stage in enumerate(ordered)}
 
 
-def _bars(ran: Sequence[Ran], top: float, height: float, scale: float, stages: dict[TagValue | None, int]) -> list[str]:
+def _bars(ran: Sequence[Ran], top: float, height: float, look: _Look) -> list[str]:
     """Those too narrow to be seen are drawn with those before them."""
     parts: list[str] = []
     drawn = -1.0
     for one in ran:
-        left = MARGIN + (one.start + one.waited) * scale
-        right = MARGIN + one.end * scale
+        left = MARGIN + (one.start + one.waited) * look.scale
+        right = MARGIN + one.end * look.scale
         if right - drawn < NARROW:
             continue
         left, drawn = max(left, drawn), right
-        colour = _colour(one.what, stages)
+        colour = _colour(one.what, look.stages)
         parts.append(_rect(left, top, right - left, height, colour, _title(one)))
         label = f"{one.what.op}{one.what.tags.get('mb', '')}"
-        if height > 12 and right - left > 7.5 * len(label) + 4:
+        size = 13 if height >= TALL else 11
+        if height > 12 and right - left > 0.58 * size * len(label) + 4:
             ink = "white" if SHADES[one.what.op][1] < 55 else INK
-            parts.append(_text((left + right) / 2, top + height / 2 + 5, label, 13, ink, "middle"))
+            parts.append(_text((left + right) / 2, top + height / 2 + 0.385 * size, label, size, ink, "middle"))
     return parts
 
 
-def _colour(what: Activity, stages: dict[TagValue | None, int]) -> str:
+def _colour(what: Activity, stages: Mapping[TagValue | None, int]) -> str:
     if not what.computes:
         return OTHER
     number = stages.get(what.tags.get("stage"), 0)
@@ -119,33 +194,41 @@ def _tick(length: float) -> float:
 
 
 def _mark(time: float, unit: str) -> str:
-    return time_text(time) if unit == "s" else f"{time:g}"
+    return time_text(time) if unit == "s" and time else f"{time:g}"
 
 
-def _legend(timeline: Timeline, stages: dict[TagValue | None, int], y: float) -> list[str]:
-    parts, x = [], float(MARGIN)
-
-    def entry(colour: str, text: str) -> None:
-        nonlocal x
+def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[str], float]:
+    """Colours and what they mean, in as many lines as it takes; and the height of that."""
+    parts, x, y = [], float(MARGIN), top
+    for colour, text in entries:
+        width = 19 + 7.2 * len(text)
+        if x + width > WIDTH:
+            x, y = float(MARGIN), y + LINE
         parts.append(_rect(x, y - 11, 13, 13, colour))
         parts.append(_text(x + 19, y, text, 13))
-        x += 19 + 7.2 * len(text) + 22
+        x += width + 22
+    return parts, y - top
+
+
+def _entries(timelines: Sequence[Timeline], stages: Mapping[TagValue | None, int]) -> list[tuple[str, str]]:
+    def colour(op: str, stage: TagValue | None) -> str:
+        return _colour(Activity(op, "", {} if stage is None else {"stage": stage}), stages)
 
     first = next(iter(stages), None)
-    for op in [op for op in SHADES if any(one.what.op == op for one in timeline.ran)]:
-        entry(_colour(Activity(op, "", {} if first is None else {"stage": first}), stages), f"{op} {NAMES[op]}")
-    for stage in list(stages)[: len(HUES)] if len(stages) > 1 else ():
-        entry(_colour(Activity("B", "", {} if stage is None else {"stage": stage}), stages), f"stage {stage}")
-    if any(one.what.communicates for one in timeline.ran):
-        entry(OTHER, "communication")
-    entry(IDLE, "idle")
-    return parts
+    used = {one.what.op for timeline in timelines for one in timeline.ran}
+    found = [(colour(op, first), f"{op} {NAMES[op]}") for op in SHADES if op in used]
+    if len(stages) > 1:
+        found += [(colour("B", stage), f"stage {stage}") for stage in list(stages)[: len(HUES)]]
+    if used & COMMUNICATION:
+        found.append((OTHER, "communication"))
+    return [*found, (IDLE, "idle")]
 
 
 def _devices(devices: Sequence[int]) -> str:
-    """`0-3`, or where that is long how many there are."""
+    """`devices 0-3`, or where that is long how many there are."""
     found = numbers(devices)
-    return found if len(found) < 10 else f"{devices[0]}, ... ({len(devices)})"
+    short = found if len(found) < 9 else f"{devices[0]}, ... ({len(devices)})"
+    return f"device{'s' if len(devices) > 1 else ''} {short}"
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:

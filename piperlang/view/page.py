@@ -14,31 +14,43 @@ from pathlib import Path
 from typing import Any
 
 from piperlang.plan.estimate.summary import time_text
+from piperlang.simulate.execute import SimulatedStep
+from piperlang.simulate.result import Segment, segments, summed
 from piperlang.simulate.timeline import Activity, Ran, Timeline, numbers, stream_name
 
 FILES = Path(__file__).parent / "page"
 DIGITS = 9
 """Of times: a step of one second is shown to the nanosecond."""
+SPOKEN = 5
+"""Parts of the critical path that the summary names: the longest."""
 
 
-def page(timelines: Sequence[Timeline], estimated: Timeline | None = None, graph: str = "") -> str:
-    """One timeline, or two with a shared time axis. `estimated` is drawn as outlines behind the first one. `graph` is
-    an SVG image for a second tab."""
+def page(
+    timelines: Sequence[Timeline],
+    estimated: Timeline | None = None,
+    graph: str = "",
+    paths: Sequence[Sequence[Ran]] = (),
+) -> str:
+    """Timelines with a shared time axis. `estimated` is drawn as outlines behind the first one. `graph` is an SVG image
+    for a second tab. `paths` are the critical paths of the timelines, empty where unknown."""
     if len({one.unit for one in (*timelines, *([estimated] if estimated else []))}) > 1:
         raise ValueError("timelines on one page must have the same unit of time")
     style, script = ((FILES / name).read_text(encoding="utf-8") for name in ("viewer.css", "viewer.js"))
+    steps = [
+        SimulatedStep(one, tuple(path)) for one, path in zip(timelines, paths or [()] * len(timelines), strict=True)
+    ]
     data = {
-        "timelines": [_encoded(one) for one in timelines],
-        "estimated": _encoded(estimated) if estimated is not None else None,
+        "timelines": [_encoded(one) for one in steps],
+        "estimated": _encoded(SimulatedStep(estimated, ())) if estimated is not None else None,
         "graph": graph,
     }
     parts = {
-        "title": escape(" and ".join(one.title for one in timelines if one.title) or "Timeline"),
+        "title": escape(_listed([one.title for one in timelines if one.title]) or "Timeline"),
         "style": style,
         "script": script,
         # Names that look like markup must not end the element they are in.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "summary": "\n".join(_summary(one) for one in timelines),
+        "summary": "\n".join(_summary(one) for one in steps),
         # Only this script and this style sheet may run: markup in names could not do anything even if it got through.
         "script_hash": _hash(script),
         "style_hash": _hash(style),
@@ -55,9 +67,10 @@ def _hash(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- data
 
 
-def _encoded(timeline: Timeline) -> dict[str, Any]:
+def _encoded(step: SimulatedStep) -> dict[str, Any]:
     """Columns of numbers, times as whole ticks: 100,000 events are about 2 MB. Events are in the order of `tracks`:
     spans of events, of one lane, that do not overlap and are sorted by time."""
+    timeline = step.timeline
     scale = _scale(max([timeline.length, *(one.end for one in timeline.ran)]))
     lanes: dict[tuple[int, str], list[Ran]] = {}
     for one in timeline.ran:
@@ -92,12 +105,36 @@ def _encoded(timeline: Timeline) -> dict[str, Any]:
         "activities": table.rows,
         "microbatch": _microbatch_tag(table.rows),
         "messages": [number_of[id(one)] for pair in timeline.messages for one in pair],
+        "path": _path(step, number_of),
         "memory": {
             row: [[round(time * scale) for time, _ in curve], [round(size) for _, size in curve]]
             for row, curve in timeline.memory.items()
             if curve
         },
     }
+
+
+def _path(step: SimulatedStep, number_of: Mapping[int, int]) -> dict[str, Any] | None:
+    """The numbers of its bars in order, and its parts as `[what, device, line, time, numbers of bars]`."""
+    if not step.path:
+        return None
+    parts = {_key(one): (one, list[int]()) for one in summed(segments(step))}
+    before: tuple[Ran, ...] = ()
+    for one in step.path:
+        # What a bar adds to the path: its own time, and before it that of the host.
+        known = len(segments(SimulatedStep(step.timeline, before)))
+        for added in segments(SimulatedStep(step.timeline, (*before, one)))[known:]:
+            if _key(added) in parts:
+                parts[_key(added)][1].append(number_of[id(one)])
+        before = (one,)
+    return {
+        "bars": [number_of[id(one)] for one in step.path],
+        "parts": [[part.what, part.device, part.line, part.seconds, bars] for part, bars in parts.values()],
+    }
+
+
+def _key(part: Segment) -> tuple[str, int, str]:
+    return part.what, part.device, part.line
 
 
 def _scale(longest: float) -> int:
@@ -155,8 +192,13 @@ def _microbatch_tag(activities: Sequence[Sequence[Any]]) -> str:
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def _summary(timeline: Timeline) -> str:
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def _summary(step: SimulatedStep) -> str:
     """For screen readers, and for browsers without JavaScript."""
+    timeline = step.timeline
     passes: dict[str, int] = {}
     for one in timeline.ran:
         passes[one.what.op] = passes.get(one.what.op, 0) + 1
@@ -169,7 +211,7 @@ def _summary(timeline: Timeline) -> str:
         f"<h2>{escape(timeline.title or 'Timeline')}</h2>"
         f"<p>A step takes {_time(timeline.length, timeline.unit)} on {sum(map(len, timeline.rows)):,} devices."
         f" They are idle {timeline.idle_share():.1%} of the time on average. Operations: {escape(counts) or 'none'}."
-        f"{escape(_exposed(timeline.exposed(), timeline.unit))}</p><ul>{''.join(rows)}</ul>"
+        f"{escape(_exposed(timeline.exposed(), timeline.unit))}{escape(_spoken_path(step))}</p><ul>{''.join(rows)}</ul>"
     )
 
 
@@ -177,6 +219,16 @@ def _exposed(exposed: Mapping[str, float], unit: str) -> str:
     return "".join(
         f" Exposed communication of stream {stream}: {_time(time, unit)}." for stream, time in exposed.items()
     )
+
+
+def _spoken_path(step: SimulatedStep) -> str:
+    parts = summed(segments(step))[:SPOKEN]
+    named = [
+        f"{one.what} on device {one.device}, {_time(one.seconds, step.timeline.unit)}"
+        f"{f', {one.line}' if one.line else ''}"
+        for one in parts
+    ]
+    return f" Most of the critical path: {'; '.join(named)}." if named else ""
 
 
 def _time(time: float, unit: str) -> str:

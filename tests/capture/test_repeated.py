@@ -445,6 +445,22 @@ def test_state_that_an_attempt_leaves_behind() -> None:
     assert diagnostic.code == "P0808"
 
 
+def test_tracing_itself_is_no_state_of_the_model() -> None:
+    """The function that stands in for the forward of layers reads what has been traced. A model whose state changes is
+    called twice more, and exported again."""
+    exports = []
+
+    def export(*args: Any, old: Any = torch.export.export, **options: Any) -> Any:
+        exports.append(args)
+        return old(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, copies_counted() as counts:
+        patch.setattr(torch.export, "export", export)
+        trace(lambda: Stack(Block), f.mse_loss, numbers())
+    assert counts == [LAYERS - 1]
+    assert len(exports) == 1
+
+
 # ------------------------------------------------------------------------------------------------------ library models
 
 SIZES: dict[str, Any] = {

@@ -36,6 +36,28 @@ def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "simulated, on NVIDIA H100" in capsys.readouterr().out
 
 
+def test_simulate_draws_the_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As wide as the terminal, above the numbers."""
+    monkeypatch.setenv("COLUMNS", "72")
+    assert main(["simulate", MODEL, OTHER, "--machine", "cpu"]) == 0
+    drawn, _, numbers = capsys.readouterr().out.partition("\n\n")
+    ruler, *lines, about = drawn.splitlines()
+    assert ruler.endswith("| idle")
+    assert "us" in ruler or "ms" in ruler
+    assert all(len(line) <= 72 for line in (ruler, *lines))
+    devices = [line for line in lines if "device " in line.split("|")[0]]
+    assert [line.split("|")[0].strip() for line in devices] == ["device 0", "device 1"]
+    assert all(re.search(r"F.*B", line.split("|")[1], re.IGNORECASE) for line in devices)
+    assert sum(line.startswith("    comm |") for line in lines) == 2
+    assert about.startswith("a column is ")
+    assert numbers.startswith("step ")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["simulate", MODEL, OTHER, "--machine", "cpu"]) == 0
+    colored = capsys.readouterr().out
+    assert "\x1b[" in colored
+    assert "\x1b[" not in drawn
+
+
 @pytest.mark.parametrize("kind", ["html", "svg", "json"])
 def test_view(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"step.{kind}"

@@ -18,6 +18,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.actions.action_builder import ActionBuilder
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 
+from piperlang.simulate.execute import SimulatedStep
+from piperlang.simulate.result import segments, summed
 from piperlang.simulate.timeline import Activity, Ran, Timeline
 from piperlang.simulate.unit import simulate
 from piperlang.view.page import page
@@ -313,6 +315,154 @@ def test_units_of_time_do_not_mix() -> None:
         page([small(), unit("gpipe")])
 
 
+@pytest.mark.parametrize("name", ["estimate is shorter", "estimate is longer"])
+def test_the_estimate_is_scaled_to_the_measured_step(browser: Browser, name: str) -> None:
+    recorded, shape = small(), small()
+    times = 0.5 if name == "estimate is shorter" else 2.0
+    ran = [replace(one, start=times * one.start, end=times * one.end, waited=0.0) for one in shape.ran]
+    estimated = replace(shape, ran=ran, length=times * shape.length, messages=(), memory={})
+    browser.open(page([recorded], estimated))
+    box = browser.ask("view.box(0, arguments[0])", SMALL["B"])
+
+    def outlined() -> bool:
+        """Whether the estimate has its last pass where the measured step has it."""
+        edge, inside = browser.colour(box["x"], box["y"] - 3), browser.colour(box["x"] + box["width"] / 2, box["y"] - 1)
+        return edge == "#59636e" and inside not in ("#eef0f3", "#ffffff")
+
+    facts = re.sub(r"\s+", " ", browser.text("#facts"))
+    assert "step 10 ms" in facts
+    assert f"of the estimate, {10 * times:g} ms)" in facts
+    assert not outlined()
+    browser.keys("s")
+    assert f"of the estimate, {10 * times:g} ms, scaled by {1 / times:g})" in browser.text("#facts")
+    assert outlined()
+    browser.driver.find_element("id", "stretch").click()
+    assert not outlined()
+    browser.open(page([recorded]))
+    assert not browser.shown("#stretch")
+    browser.keys("s")
+    assert "scaled" not in browser.text("#facts")
+
+
+def test_several_timelines_share_a_time_axis(browser: Browser) -> None:
+    names = ["one_f_one_b", "zero_bubble", "gpipe", "zbv"]
+    shown = [replace(simulate(SCHEDULES[name].lanes(4, 8)), title=name) for name in names]
+    browser.open(page(shown, paths=[()] * 4))
+    assert browser.text("h1") == "Four schedules"
+    assert browser.driver.title == "one_f_one_b, zero_bubble, gpipe and zbv"
+    boxes = [browser.ask("view.box(arguments[0], 0)", k) for k in range(4)]
+    assert len({box["x"] for box in boxes}) == 1
+    assert [box["y"] for box in boxes] == sorted(box["y"] for box in boxes)
+    labels = browser.text("#labels")
+    for one in shown:
+        assert f"{one.length:g} units, {one.idle_share():.1%} idle" in labels
+    assert not browser.shown("#show-path")
+    assert browser.range()[1] >= max(one.length for one in shown)
+    browser.keys("/")
+    browser.keys("pass=F", Keys.ENTER)
+    assert browser.text("#found").startswith("160 of")  # of all of them: zbv has two stages per rank
+
+
+def test_many_rows_begin_collapsed(browser: Browser) -> None:
+    browser.open(page([small()] * 8))
+    assert browser.text("h1") == "Eight schedules"
+    assert browser.ask("document.getElementById('collapse').getAttribute('aria-pressed')") == "true"
+    browser.keys("c")
+    assert browser.ask("view.box(0, arguments[0]).height", SMALL["recv"]) > 10
+
+
+# ------------------------------------------------------------------------------------------------------ critical path
+
+
+def critical(timeline: Timeline) -> list[Ran]:
+    """F of one device, its message, what the other makes of it, and after some time of the host the update."""
+    return [timeline.ran[k] for k in (0, 4, 5, 2, 3)]
+
+
+def test_the_critical_path(browser: Browser) -> None:
+    timeline = small()
+    browser.open(page([timeline], paths=[critical(timeline)]))
+    update = browser.ask("view.box(0, arguments[0])", SMALL["update"])
+    forward = browser.ask("view.box(0, arguments[0])", SMALL["F"])
+    receive = browser.ask("view.box(0, arguments[0])", SMALL["recv"])
+    before = browser.colour(update["x"] + 4, update["y"] + 4)
+    assert not browser.shown("#path")
+    assert "on the critical path" in details(browser, "F")
+    assert "on the critical path" not in details(browser, "update")
+    browser.keys("p")
+    assert browser.shown("#path")
+    update, forward, receive = (browser.ask("view.box(0, arguments[0])", SMALL[one]) for one in ("update", "F", "recv"))
+    assert browser.colour(update["x"] + 4, update["y"] + 4) != before  # dimmed
+    middle = forward["x"] + forward["width"] / 2
+    assert browser.colour(middle, forward["y"]) == "#c2255c"
+    assert browser.colour(middle, forward["y"] + 5) == browser.at(middle, forward["y"] + 5)["colour"]
+    assert browser.colour(receive["x"] + 9, receive["y"]) != "#c2255c"  # it waits
+    # Down from the end of what is received to the pass that it was for, and on the way there.
+    below = browser.colours(receive["x"] + receive["width"] - 3, receive["y"] - 12, 6, 8)
+    assert "#c2255c" in below
+    assert "critical path" in browser.ask("document.getElementById('summary').textContent")
+    browser.driver.find_element("id", "show-path").click()
+    assert not browser.shown("#path")
+    update = browser.ask("view.box(0, arguments[0])", SMALL["update"])
+    assert browser.colour(update["x"] + 4, update["y"] + 4) == before
+
+
+def details(browser: Browser, bar: str) -> str:
+    browser.point(*browser.middle(0, SMALL[bar]))
+    return browser.text("#tooltip")
+
+
+def test_parts_of_the_critical_path_are_those_of_simulate(browser: Browser) -> None:
+    timeline = small()
+    path = critical(timeline)
+    browser.open(page([timeline], paths=[path]))
+    browser.keys("p")
+    rows = browser.ask("[...document.querySelectorAll('.part')].map((one) => one.innerText.split(/\\s*\\n\\s*/))")
+    expected = summed(segments(SimulatedStep(timeline, tuple(path))))
+    assert [" ".join(row[-2:]) if one.line else row[-1] for row, one in zip(rows, expected, strict=True)] == [
+        f"{one.what} on device {one.device}{f' {one.line}' if one.line else ''}" for one in expected
+    ]
+    assert rows[0][:2] == ["3 ms", "30.0%"]
+
+
+def test_a_part_of_the_critical_path_shows_its_bars(browser: Browser) -> None:
+    timeline = unit("zero_bubble")
+    path = sorted((one for one in timeline.ran if one.row == 0), key=lambda one: one.start)
+    browser.open(page([timeline], paths=[path]))
+    browser.keys("p")
+    browser.ask("view.setRange(20, 24)")
+    button = "[...document.querySelectorAll('.part')].find((one) => one.innerText.includes('F stage=0'))"
+    for mb in (0, 1, 2):
+        browser.ask(f"{button}.click()")
+        assert f"mb\n{mb}" in browser.text("#selected")
+        assert "on the critical path" in browser.text("#selected")
+    start, end = browser.range()
+    assert start < 2.5 < end  # it is in sight
+    assert browser.ask(f"{button}.getAttribute('aria-pressed')") == "true"
+    box = browser.ask("view.box(0, 0)")
+    browser.keys("0")
+    box = browser.ask("view.box(0, 0)")
+    assert browser.colour(box["x"] + box["width"] / 2, box["y"] + 3) == "#c2255c"  # a thicker line
+    browser.driver.find_element("id", "plot").send_keys(Keys.ESCAPE)
+    assert browser.ask(f"{button}.getAttribute('aria-pressed')") == "false"
+    assert browser.colour(box["x"] + box["width"] / 2, box["y"] + 3) != "#c2255c"
+
+
+def test_time_of_the_host_is_a_part_of_the_critical_path(browser: Browser) -> None:
+    timeline = replace(small(), messages=())
+    browser.open(page([timeline], paths=[[timeline.ran[1]]]))  # nothing but the update, after 8 ms
+    browser.keys("p")
+    assert "80.0%" in browser.text("#path")
+    assert "host on device 0" in browser.text("#path")
+    update = browser.ask("view.box(0, arguments[0])", SMALL["update"])
+    forward = browser.ask("view.box(0, arguments[0])", SMALL["F"])
+    y = update["y"] + update["height"] / 2 - 2
+    for x in (forward["x"] + 9, update["x"] - 9):
+        assert "#c2255c" in browser.colours(x, y, 1, 5)
+    browser.driver.find_element("class name", "part").click()
+    assert "update" in browser.text("#selected")
+
+
 # -------------------------------------------------------------------------------------------------------- interaction
 
 
@@ -472,7 +622,9 @@ def test_hostile_names_are_text(browser: Browser) -> None:
     what = Activity("F", HOSTILE, {"stage": HOSTILE, HOSTILE: 3}, HOSTILE)
     send = Activity(HOSTILE, HOSTILE, {}, HOSTILE, 5.0)
     ran = [Ran(0, "compute", what, 0, 1), Ran(0, HOSTILE, send, 0, 1)]
-    browser.open(page([Timeline([(0,)], ran, 1, title=HOSTILE)], graph=HOSTILE))
+    browser.open(page([Timeline([(0,)], ran, 1, title=HOSTILE)], graph=HOSTILE, paths=[ran]))
+    browser.keys("p")
+    assert HOSTILE in browser.text("#path")
     browser.point(*browser.middle(0, 0))
     assert HOSTILE in browser.text("#tooltip")
     assert browser.text("h1") == HOSTILE
@@ -481,7 +633,8 @@ def test_hostile_names_are_text(browser: Browser) -> None:
 
 
 def test_the_page_fits_narrow_windows(browser: Browser) -> None:
-    browser.open(page([small()], graph="<svg/>"), width=800)
+    timeline = small()
+    browser.open(page([timeline], small(), "<svg/>", [critical(timeline)]), width=800)
     assert browser.ask("document.documentElement.scrollWidth") == 800
     overlap = """(() => {
       const parts = [...document.querySelectorAll('.bar > *')].map((one) => one.getBoundingClientRect());
@@ -492,7 +645,10 @@ def test_the_page_fits_narrow_windows(browser: Browser) -> None:
 
 
 def test_100_000_events(browser: Browser) -> None:
-    text = page([many(100_000)])
+    timeline = many(100_000)
+    # From device to device, at every time.
+    path = [timeline.ran[(k % 64) * 1560 + k] for k in range(390)]
+    text = page([timeline], paths=[path])
     assert len(text) < 4_000_000
     browser.open(text)
     assert browser.ask("view.firstPaint()") < 2_000
@@ -502,7 +658,11 @@ def test_100_000_events(browser: Browser) -> None:
         browser.ask("view.zoom(1.6, 300)")
         times.append(browser.ask("view.redraw()"))
     assert sorted(times)[6] < 100
-    browser.keys("0", "c")
+    browser.keys("p", "0")
+    assert browser.ask("view.redraw()") < 200
+    assert browser.ask("document.querySelectorAll('.part').length") == 100
+    assert "more parts" in browser.text("#path")
+    browser.keys("p", "0", "c")
     browser.ask("document.getElementById('scroll').scrollTo(0, 1e6)")
     assert "device 63" in browser.text("#labels")
     x, y = browser.middle(0, 99_000)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from piperlang.cli.main import main
 from piperlang.simulate.timeline import Activity, Ran, Timeline, minus, numbers, union
 from piperlang.simulate.unit import simulate
-from piperlang.view.gantt import gantt
+from piperlang.view.gantt import gantt, stacked
 from piperlang.view.trace import trace
+from tests.support import ROOT
 from tests.support.schedules import SCHEDULES
+from tests.support.traced import traced_once
 
+MLP = ROOT / "examples" / "01_mlp"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -61,6 +67,80 @@ def test_widths_are_durations(name: str) -> None:
 
 def _drawn(timeline: Timeline) -> list[Ran]:
     return [one for row in timeline.of_row() for one in row]
+
+
+def test_charts_of_one_picture_have_one_scale() -> None:
+    names = ["one_f_one_b", "zbv", "dualpipe"]
+    timelines = [replace(simulate(SCHEDULES[name].lanes(4, 8)), title=name) for name in names]
+    root = ElementTree.fromstring(stacked(timelines))
+    bars = [bar for bar in root.iter(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
+    ran = [one for timeline in timelines for one in _drawn(timeline)]
+    pairs = list(zip(bars, ran, strict=True))
+    scales = {round((float(bar.get("x", 0)) - 110) / one.start) for bar, one in pairs if one.start > 10}
+    assert len(scales) == 1
+    stages: dict[tuple[object, str], set[str | None]] = {}
+    for bar, one in pairs:
+        stages.setdefault((one.what.tags["stage"], one.what.op), set()).add(bar.get("fill"))
+    assert all(len(colours) == 1 for colours in stages.values())
+    words = [str(one.text) for one in root.iter(f"{SVG}text")]
+    for timeline in timelines:
+        assert timeline.title in words
+        assert f"4 devices, {timeline.length:g} units, {timeline.idle_share():.1%} idle" in words
+    assert words.count("F forward") == words.count("stage 0") == words.count("0") == 1  # one legend and one axis
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    for rect in root.iter(f"{SVG}rect"):
+        assert float(rect.get("x", 0)) + float(rect.get("width", 0)) <= width
+        assert float(rect.get("y", 0)) + float(rect.get("height", 0)) <= height
+
+
+def test_charts_do_not_overlap() -> None:
+    timelines = [replace(simulate(SCHEDULES["one_f_one_b"].lanes(16, 16)), title=str(k)) for k in range(8)]
+    root = ElementTree.fromstring(stacked(timelines))
+    lines = [(float(one.get("y", 0)), one.text) for one in root.iter(f"{SVG}text") if one.get("x") in ("20.0", "110.0")]
+    assert lines == sorted(lines, key=lambda line: line[0])
+    assert [text for _, text in lines if text == "and 8 more rows"] == ["and 8 more rows"] * 8
+    assert all(after - before >= 12 for (before, _), (after, _) in pairwise(lines))
+
+
+def test_a_legend_takes_as_many_lines_as_it_needs() -> None:
+    root = ElementTree.fromstring(gantt(simulate(SCHEDULES["zbv"].lanes(4, 8))))
+    words = {str(one.text): one for one in root.iter(f"{SVG}text")}
+    assert {"stage 7", "idle", "W weight gradient"} <= set(words)
+    assert all(float(words[text].get("x", 0)) + 7 * len(text) < 1290 for text in ("stage 7", "idle"))
+
+
+def test_compare_draws_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, script = str(MLP / "model.py"), MLP / "pipeline.piper"
+    (tmp_path / "other").mkdir()
+    copies = [tmp_path / "pipeline.piper", tmp_path / "other" / "pipeline.piper"]
+    for one in copies:
+        one.write_text(script.read_text())
+    scripts = [str(MLP / "both.piper"), str(script), *map(str, copies)]
+    for kind in ("svg", "html"):
+        with traced_once():
+            words = ["--model", model, "--machine", "cpu", "-o", str(tmp_path / f"all.{kind}")]
+            assert main(["compare", *scripts, *words]) == 0
+    # As many folders as tell them apart.
+    named = ["01_mlp/both.piper", "01_mlp/pipeline.piper", f"{tmp_path.name}/pipeline.piper", "other/pipeline.piper"]
+    root = ElementTree.parse(tmp_path / "all.svg").getroot()
+    assert [one.text for one in root.iter(f"{SVG}text") if one.get("font-size") == "20"] == named
+    data = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', (tmp_path / "all.html").read_text(), re.S)
+    assert data is not None
+    found = json.loads(data[1])
+    assert [one["title"] for one in found["timelines"]] == named
+    assert all(one["path"]["bars"] and one["path"]["parts"] for one in found["timelines"])
+    assert capsys.readouterr().out.count("pipeline.piper") == 6
+
+
+@pytest.mark.parametrize(
+    ("names", "output", "said"),
+    [(["x.piper"] * 9, "all.html", "draws at most 8 schedules"), (["x.piper"] * 2, "all.json", "unknown kind of file")],
+)
+def test_compare_refuses(names: list[str], output: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *names, "--model", "model.py", "-o", output]) == 2
+    problem = capsys.readouterr().err
+    assert "error[P0902]" in problem
+    assert said in problem
 
 
 def test_many_devices_and_long_steps_stay_small() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 from piperlang.core.collector import uncollected
 from piperlang.core.value_id import Kind
-from piperlang.ir.graph import COMPUTE, Graph, Node, NodeTemplate
+from piperlang.elaborate.directive import Written
+from piperlang.ir.graph import COMPUTE, Graph, Node
 from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import coordinates, interval, local_box
 from piperlang.plan.estimate.cost import Costs
@@ -47,7 +48,7 @@ def _lower(graph: Graph, sequence: Sequence, only: Collection[int] | None) -> Pl
     return Plan(
         list(emitter.devices.values()),
         lowering.activations.programs,
-        [PlanNode(str(node), _line(node.template), tuple(node.attributes().items())) for node in graph.nodes],
+        _nodes(graph),
         graph.model.samples,
         graph.model.combine,
         _whole(graph, emitter),
@@ -111,8 +112,24 @@ def _keep_weights(graph: Graph, emitter: Emitter) -> None:
             )
 
 
-def _line(template: NodeTemplate) -> str:
-    if template.by is None:
+def _nodes(graph: Graph) -> list[PlanNode]:
+    """With the directive that asked for it, or, for a pass, the step of the order that it is in."""
+    steps = {
+        i: step
+        for order in graph.orders
+        for group, step in zip(order.groups, order.written, strict=True)
+        for i in group
+    }
+    return [
+        PlanNode(str(node), _line(node.template.by or steps.get(node.id)), tuple(node.attributes().items()))
+        for node in graph.nodes
+    ]
+
+
+def _line(written: Written | None) -> str:
+    """What the library writes is known by the line that calls the library."""
+    if written is None:
         return ""
-    span = template.by.span
+    calls = [frame.span for frame in written.trail if not frame.span.source.library]
+    span = calls[-1] if calls and written.span.source.library else written.span
     return f"{span.source.name}:{span.first.line}"

@@ -9,6 +9,8 @@ const PASSES = { F: "forward", R: "forward again", B: "backward", I: "input grad
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 const SMALL = FONT.replace("11px", "9.5px");
 const STRIP = 5;  // the height of a collapsed lane
+const UNMATCHED = 0.15, OFF_PATH = 0.35;  // how solid bars are that do not match a search, or are off the shown path
+const PARTS = 100;  // that are listed of a critical path
 const PIXELS_PER_MESSAGE = 30;  // more arrows than that hide the bars
 
 // ---------------------------------------------------------------------------------------------------------- timelines
@@ -38,8 +40,17 @@ function readTimeline(raw) {
   return {
     title: raw.title, unit: raw.unit, length: raw.length, idle: raw.idle, exposed: raw.exposed,
     microbatch: raw.microbatch, devices: raw.devices, messages: raw.messages, what: raw.what,
-    activities, rows, lanes, laneOf, start, end, ready,
+    activities, rows, lanes, laneOf, start, end, ready, path: readPath(raw.path, count),
   };
+}
+
+// Which bars are on the critical path, and what it consists of.
+function readPath(raw, count) {
+  if (!raw) return null;
+  const has = new Uint8Array(count);
+  for (const i of raw.bars) has[i] = 1;
+  const parts = raw.parts.map(([what, device, line, time, bars]) => ({ what, device, line, time, bars }));
+  return { bars: raw.bars, has, parts };
 }
 
 function readCurve(raw, scale) {
@@ -52,6 +63,7 @@ const estimated = data.estimated && readTimeline(data.estimated);
 const everything = estimated ? [...timelines, estimated] : timelines;
 const unit = timelines.length ? timelines[0].unit : "s";
 const total = longest() || 1;
+let factor = 1;  // that times of the estimate are multiplied by
 const memoryPeak = Math.max(0, ...everything.map(peakOf));
 
 function peakOf(timeline) {
@@ -121,12 +133,12 @@ const PLAIN = {
   light: {
     paper: "#ffffff", idle: "#eef0f3", grid: "#dde1e7", text: "#1b2027", muted: "#59636e", ring: "#0b5fd6",
     ghost: "#59636e", ghostFill: "rgba(60,70,85,0.07)", wait: "#e9ecf0", hatch: "rgba(60,70,85,0.22)",
-    curve: "#8b6bb8", area: "rgba(139,107,184,0.16)", arrow: "#3b4653", match: "#d9480f", other: [0.80, 0.025, 80],
+    curve: "#8b6bb8", area: "rgba(139,107,184,0.16)", arrow: "#3b4653", match: "#d9480f", path: "#c2255c", other: [0.80, 0.025, 80],
   },
   dark: {
     paper: "#14171c", idle: "#1f242b", grid: "#2b313a", text: "#e6e9ee", muted: "#a0a9b5", ring: "#7db4ff",
     ghost: "#a0a9b5", ghostFill: "rgba(200,210,225,0.07)", wait: "#232930", hatch: "rgba(200,210,225,0.20)",
-    curve: "#b79be0", area: "rgba(183,155,224,0.18)", arrow: "#cdd5df", match: "#ffb347", other: [0.50, 0.025, 80],
+    curve: "#b79be0", area: "rgba(183,155,224,0.18)", arrow: "#cdd5df", match: "#ffb347", path: "#ff6b9a", other: [0.50, 0.025, 80],
   },
 };
 
@@ -260,7 +272,7 @@ function details(timeline, i) {
   if (waited > 0) pairs.push(["waited", timeText(waited, 6)]);
   if (what.bytes) pairs.push(["sends", bytesText(what.bytes)]);
   if (what.line) pairs.push(["line", what.line]);
-  return { head: headOf(what), colour: what.colour, pairs };
+  return { head: headOf(what), colour: what.colour, pairs, note: onPath(timeline, i) ? "on the critical path" : "" };
 }
 
 // Many names begin with the operation.
@@ -270,8 +282,8 @@ function headOf({ op, name }) {
 }
 
 function detailsText(timeline, i) {
-  const { head, pairs } = details(timeline, i);
-  return [head, ...pairs.map(([key, value]) => `${key} ${value}`)].join(", ");
+  const { head, pairs, note } = details(timeline, i);
+  return [head, ...pairs.map(([key, value]) => `${key} ${value}`), ...(note ? [note] : [])].join(", ");
 }
 
 function element(tag, className = "", text = "") {
@@ -281,12 +293,12 @@ function element(tag, className = "", text = "") {
   return found;
 }
 
-function fillCard(card, { head: title, colour, pairs }) {
+function fillCard(card, { head: title, colour, pairs, note }) {
   const head = element("div", "head"), swatch = element("span", "swatch"), list = element("div", "pairs");
   swatch.style.background = colour;
   head.append(swatch, element("span", "", title));
   for (const [key, value] of pairs) list.append(element("span", "", key), element("span", "", value));
-  card.replaceChildren(head, list);
+  card.replaceChildren(head, list, ...(note ? [element("div", "note", note)] : []));
 }
 
 // -------------------------------------------------------------------------------------------------------------- layout
@@ -347,7 +359,8 @@ function laneHeight(row, lane, stretch) {
 function fillLabels() {
   const parts = [];
   for (const timeline of timelines) {
-    const title = element("div", "panel-label", timeline.title || "Timeline");
+    const title = element("div", "panel-label", `${timeline.title || "Timeline"}  `);
+    title.append(element("span", "", `${timeText(timeline.length)}, ${percent(timeline.idle)} idle`));
     if (timelines.length > 1) parts.push(positioned(title, timeline.top, 24));
     for (const row of timeline.rows) parts.push(rowLabel(row));
   }
@@ -491,7 +504,9 @@ function drawNow() {
     }
   }
   for (const timeline of timelines) drawEnd(timeline, top);
+  drawEstimatedEnd(top);
   for (const timeline of timelines) drawMessages(timeline, top);
+  if (path.shown) for (const timeline of timelines) if (timeline.path) drawPath(timeline, top);
   for (const [bar, width] of [[hovered, 1.5], [selected, 2], [focused, 2.5]]) if (bar) drawRing(bar, width, top);
   if (pointer) drawCrosshair();
   drawAxis(steps);
@@ -525,6 +540,19 @@ function drawEnd(timeline, top) {
   if (x >= 0 && x <= view.width) context.fillRect(x, timeline.top - top, 1, timeline.bottom - timeline.top);
 }
 
+function drawEstimatedEnd(top) {
+  if (!estimated || !timelines.length) return;
+  const x = Math.round(toX(factor * estimated.length)) + 0.5, { top: from, bottom } = timelines[0];
+  context.strokeStyle = plain.ghost;
+  context.lineWidth = 1;
+  context.setLineDash([4, 4]);
+  context.beginPath();
+  context.moveTo(x, from - top);
+  context.lineTo(x, bottom - top);
+  context.stroke();
+  context.setLineDash([]);
+}
+
 // With an estimate behind them, bars leave room above and below for its outlines.
 function band(lane, track, top) {
   if (lane.height === STRIP) return [Math.round(lane.top - top), STRIP];  // all tracks in one
@@ -541,13 +569,13 @@ function drawLane(timeline, lane, top) {
   context.textBaseline = "middle";
   context.textAlign = "center";
   const perPixel = (view.to - view.from) / view.width;
-  const lit = search.words ? (i) => matches(timeline, i) : null;
+  const emphasised = path.shown || search.words ? (i) => isLit(timeline, i) : null;
   lane.tracks.forEach((track, k) => {
     const [y, height] = band(lane, k, top);
     let i = firstAfter(timeline, track, view.from - perPixel);
     while (i < track.after && start[i] < view.to) {
       if (end[i] - start[i] >= 1.5 * perPixel) {
-        drawBar(timeline, i, y, height, lit ? lit(i) : true);
+        drawBar(timeline, i, y, height, emphasised ? emphasised(i) : true);
         i++;
         continue;
       }
@@ -556,17 +584,24 @@ function drawLane(timeline, lane, top) {
       let longest = i, covered = 0, found = false;
       for (; i < track.after && start[i] < limit && end[i] - start[i] < 1.5 * perPixel; i++) {
         covered += end[i] - start[i];
-        const match = lit ? lit(i) : false;
+        const match = emphasised ? emphasised(i) : false;
         if ((match && !found) || (match === found && end[i] - start[i] > end[longest] - start[longest])) longest = i;
         found = found || match;
       }
-      context.globalAlpha = lit && !found ? 0.15 : Math.min(1, Math.max(0.35, covered / perPixel));
+      context.globalAlpha = emphasised && !found ? faintness() : Math.min(1, Math.max(0.35, covered / perPixel));
       context.fillStyle = activities[what[longest]].colour;
       context.fillRect(column, y, 1, height);
       context.globalAlpha = 1;
     }
   });
 }
+
+// What is searched for, and on the critical path where that is shown.
+function isLit(timeline, i) {
+  return !((search.words && !matches(timeline, i)) || (path.shown && !onPath(timeline, i)));
+}
+
+const faintness = () => (search.words ? UNMATCHED : OFF_PATH);
 
 function drawBar(timeline, i, y, height, lit) {
   // A strip has no room for what waits.
@@ -576,7 +611,7 @@ function drawBar(timeline, i, y, height, lit) {
   // Neighbours are told apart by a gap of a pixel.
   const width = Math.max(1, to - from - (to - from > 3 ? 1 : 0));
   const what = timeline.activities[timeline.what[i]];
-  context.globalAlpha = lit ? 1 : 0.15;
+  context.globalAlpha = lit ? 1 : faintness();
   context.fillStyle = what.colour;
   context.fillRect(from, y, width, height);
   if (what.op === "R" && what.computes && width > 3) fillHatched(hatches.again, from, y, width, height);
@@ -627,14 +662,14 @@ function drawLabel(timeline, what, x, y, width, height) {
 
 function drawGhosts(lane, top) {
   const ghost = lane.ghost, each = lane.height / ghost.tracks.length;
-  const perPixel = (view.to - view.from) / view.width;
+  const perPixel = (view.to - view.from) / view.width / factor, from = view.from / factor, until = view.to / factor;
   context.strokeStyle = plain.ghost;
   context.lineWidth = 1;
   ghost.tracks.forEach((track, k) => {
     const y = Math.round(lane.top - top + k * each), height = Math.round(each);
     let last = -1;
-    for (let i = firstAfter(estimated, track, view.from); i < track.after && estimated.start[i] < view.to; i++) {
-      const x = Math.round(toX(estimated.ready[i])), right = Math.round(toX(estimated.end[i]));
+    for (let i = firstAfter(estimated, track, from); i < track.after && estimated.start[i] < until; i++) {
+      const x = Math.round(toX(factor * estimated.ready[i])), right = Math.round(toX(factor * estimated.end[i]));
       context.fillStyle = plain.ghostFill;
       if (estimated.end[i] - estimated.ready[i] > 3 * perPixel) {
         context.fillRect(x, y, right - x, height);
@@ -694,13 +729,52 @@ function middleOf(timeline, i) {
   return y + height / 2;
 }
 
+// Bars of the path keep their colours between two lines; where one waited for the next is a line between them.
+function drawPath(timeline, top) {
+  const { bars } = timeline.path, chosen = path.part && path.part.timeline === timeline ? path.part.bars : null;
+  const links = new Path2D();
+  let before = -1;
+  for (const i of bars) {
+    if (timeline.end[i] >= view.from && (before < 0 || timeline.end[before] <= view.to)) {
+      link(links, timeline, before, i, top);
+      edges(timeline, i, top, chosen && chosen.has(i) ? 4 : 2);
+    }
+    before = i;
+  }
+  for (const [colour, width] of [[plain.paper, 4], [plain.path, 2]]) {
+    context.strokeStyle = colour;
+    context.lineWidth = width;
+    context.stroke(links);
+  }
+}
+
+// Down or up to the lane of the next bar, then, for the time of the host, along it; to the first bar from the beginning.
+function link(links, timeline, from, to, top) {
+  const x = Math.round(toX(from < 0 ? 0 : timeline.end[from])), end = Math.round(toX(timeline.ready[to]));
+  const endY = middleOf(timeline, to) - top, y = from < 0 ? endY : middleOf(timeline, from) - top;
+  if (Math.abs(end - x) <= 1 && y === endY) return;
+  links.moveTo(x, y);
+  links.lineTo(x, endY);
+  if (end > x) links.lineTo(end, endY);  // both ends of a message are at the same time
+}
+
+function edges(timeline, i, top, thick) {
+  const box = boxOf({ timeline, i }, top), thin = Math.min(thick, Math.ceil(box.height / 4));
+  if (box.y > view.height || box.y + box.height < 0) return;
+  const x = Math.round(Math.max(-4, toX(timeline.ready[i])));
+  const width = Math.max(1, Math.round(Math.min(view.width + 4, toX(timeline.end[i]))) - x);
+  context.fillStyle = plain.path;
+  context.fillRect(x, box.y, width, thin);
+  context.fillRect(x, box.y + box.height - thin, width, thin);
+}
+
 function drawMessages(timeline, top) {
   const { messages } = timeline, shown = [], marked = [], most = view.width / PIXELS_PER_MESSAGE;
   const bars = [hovered, selected, focused].filter((bar) => bar && bar.timeline === timeline).map((bar) => bar.i);
   for (let k = 0; k < messages.length; k += 2) {
     const from = messages[k], to = messages[k + 1];
     if (bars.includes(from) || bars.includes(to)) marked.push(k);
-    else if (shown.length <= most && timeline.start[from] < view.to && timeline.end[to] > view.from) shown.push(k);
+    else if (!path.shown && shown.length <= most && timeline.start[from] < view.to && timeline.end[to] > view.from) shown.push(k);
   }
   context.strokeStyle = context.fillStyle = plain.arrow;
   context.globalAlpha = 0.45;
@@ -998,6 +1072,7 @@ function escapeKey() {
   leaving = true;
   focused = null;
   $("tooltip").hidden = true;
+  leavePart();
   select(null);
 }
 
@@ -1014,6 +1089,8 @@ const KEYS = {
   "?": () => $("help").showModal(),
   t: () => chooseTheme(theme === "dark" ? "light" : "dark"),
   c: collapseAll,
+  p: togglePath,
+  s: toggleStretched,
   "/": () => $("search").focus(),
 };
 
@@ -1106,11 +1183,100 @@ $("search").addEventListener("keydown", (event) => {
   if (event.key === "Escape") { setSearch(""); plot.focus(); }
 });
 
+// ------------------------------------------------------------------------------------------------------- critical path
+
+const path = { shown: false, part: null };
+
+function onPath(timeline, i) {
+  return timeline.path !== null && timeline.path.has[i] === 1;
+}
+
+function togglePath() {
+  if (!timelines.some((one) => one.path)) return;
+  path.shown = !path.shown;
+  path.part = null;
+  $("show-path").setAttribute("aria-pressed", String(path.shown));
+  $("path").hidden = !path.shown;
+  if (path.shown) fillPath();
+  layout();
+}
+
+function fillPath() {
+  $("path").classList.toggle("several", timelines.length > 2);
+  $("path").replaceChildren(...timelines.filter((one) => one.path).map(pathList));
+}
+
+function pathList(timeline) {
+  const found = element("div"), list = element("ol"), { parts, bars } = timeline.path;
+  const several = timelines.length > 1, counted = plural(bars.length, "bar");
+  const title = element("h2", "", several ? timeline.title || "Timeline" : "Critical path");
+  title.append("  ", element("span", "", several ? `critical path, ${counted}` : counted));
+  list.append(...parts.slice(0, PARTS).map((part) => partRow(timeline, part)));
+  found.append(title, list);
+  if (parts.length > PARTS) found.append(`and ${plural(parts.length - PARTS, "more part")}`);
+  return found;
+}
+
+function partRow(timeline, part) {
+  const row = element("li"), button = element("button", "part"), share = part.time / (timeline.length || 1);
+  const what = `${part.what} on device ${part.device}`, bar = element("span", "share");
+  bar.style.width = percent(part.time / timeline.path.parts[0].time);  // of the longest part, which is the first
+  button.append(element("span", "figure", timeText(part.time, 3)), bar, element("span", "figure", percent(share)),
+    element("span", "", what), element("span", "from", shortLine(part.line)));
+  button.title = [what, part.line, plural(part.bars.length, "bar"), "click for the next one"].filter(Boolean).join(", ");
+  button.setAttribute("aria-pressed", "false");
+  button.onclick = () => choosePart(timeline, part, button);
+  row.append(button);
+  return row;
+}
+
+const plural = (many, what) => `${many.toLocaleString("en")} ${what}${many === 1 ? "" : "s"}`;
+
+// Of a long path, what tells it from others.
+function shortLine(line) {
+  return line.length > 34 ? `…/${line.split("/").pop()}` : line;
+}
+
+// A first click marks the bars of a part and goes to the first one, further clicks to the next ones.
+function choosePart(timeline, part, button) {
+  if (!part.bars.length) return;
+  const again = path.part && path.part.of === part;
+  if (!again) leavePart();
+  const at = again ? (path.part.at + 1) % part.bars.length : 0;
+  path.part = { timeline, of: part, bars: new Set(part.bars), at };
+  button.setAttribute("aria-pressed", "true");
+  const bar = { timeline, i: part.bars[at] };
+  reveal(bar);
+  select(bar);
+}
+
+function leavePart() {
+  path.part = null;
+  for (const button of document.querySelectorAll(".part[aria-pressed=true]")) button.setAttribute("aria-pressed", "false");
+}
+
+// ------------------------------------------------------------------------------------------------------------ estimate
+
+function canStretch() {
+  return Boolean(estimated && estimated.length && timelines.length && timelines[0].length);
+}
+
+function toggleStretched() {
+  if (!canStretch()) return;
+  const stretched = factor === 1 && timelines[0].length !== estimated.length;
+  factor = stretched ? timelines[0].length / estimated.length : 1;
+  $("stretch").setAttribute("aria-pressed", String(stretched));
+  fillHeader();
+  draw();
+}
+
 // ------------------------------------------------------------------------------------------------------ header, legend
+
+const COUNTS = { 2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight" };
 
 function fillHeader() {
   const names = timelines.map((one) => one.title || "Timeline");
-  $("title").textContent = timelines.length > 1 ? "Two schedules" : names[0] || "Timeline";
+  $("title").textContent = timelines.length > 1 ? `${COUNTS[timelines.length] || timelines.length} schedules` : names[0] || "Timeline";
   $("facts").replaceChildren(...timelines.map((one, k) => factsOf(one, k, names[k])));
 }
 
@@ -1119,13 +1285,21 @@ function factsOf(timeline, k, name) {
   const devices = timeline.devices.reduce((sum, its) => sum + its.length, 0);
   const counted = `${devices.toLocaleString("en")} device${devices > 1 ? "s" : ""}`;
   line.append(element("dt", "name", timelines.length > 1 ? name : counted));
-  const versus = k ? [timelines[0].length, "of the first"] : estimated ? [estimated.length, "of the estimate"] : null;
-  const compared = versus && versus[0] ? ` (${percent(timeline.length / versus[0])} ${versus[1]})` : "";
-  line.append(fact("step", timeText(timeline.length), compared), fact("idle", percent(timeline.idle), ""));
+  line.append(fact("step", timeText(timeline.length), comparison(timeline, k)), fact("idle", percent(timeline.idle), ""));
   const peak = peakOf(timeline);
   line.append(peak ? fact("memory", bytesText(peak), "") : element("dd"));
   line.append(exposedFact(timeline));
   return line;
+}
+
+// How long the step is beside what it is compared with.
+function comparison(timeline, k) {
+  const other = k ? timelines[0] : estimated;
+  if (!other || !other.length) return "";
+  const share = percent(timeline.length / other.length);
+  if (k) return ` (${share} of the first)`;
+  const scaled = factor === 1 ? "" : `, scaled by ${number(factor, 4)}`;
+  return ` (${share} of the estimate, ${timeText(other.length)}${scaled})`;
 }
 
 function fact(name, value, more) {
@@ -1246,6 +1420,10 @@ $("theme").onclick = () => KEYS.t();
 $("fit").onclick = fit;
 $("collapse").onclick = collapseAll;
 $("collapse").hidden = !timelines.some((one) => one.rows.some((row) => row.lanes.length > 1 || row.memory));
+$("show-path").onclick = togglePath;
+$("show-path").hidden = $("path-help").hidden = !timelines.some((one) => one.path);
+$("stretch").onclick = toggleStretched;
+$("stretch").hidden = $("stretch-help").hidden = !canStretch();
 $("show-help").onclick = KEYS["?"];
 $("tabs").hidden = !data.graph;
 $("tab-time").onclick = () => showTab("time");
@@ -1279,9 +1457,16 @@ window.timelineView = {
   firstPaint: () => firstPaint,
 };
 
+// Several schedules are compared first by their passes.
+function collapseMany() {
+  const open = timelines.length > 2 && contentHeight > scroller.clientHeight;
+  if (open && !$("collapse").hidden) collapseAll();
+}
+
 fillHeader();
 setTheme(darkWanted.matches ? "dark" : "light");
 layout();
+collapseMany();
 fit();
 drawNow();
 new ResizeObserver(layout).observe(scroller);
