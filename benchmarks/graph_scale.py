@@ -74,6 +74,13 @@ def network(layers: int) -> Any:
                 "sech,ehd->secd", torch.relu(torch.einsum("secd,edh->sech", packed, self.up)), self.down
             )
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.attend(x)
+            packed, dispatch, weight = self.route(x)
+            with annotate("expert", 0):
+                done = self.experts(packed)
+            return x + torch.einsum("stec,secd->std", dispatch.to(x.dtype) * weight[..., None, None], done)
+
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -85,13 +92,8 @@ def network(layers: int) -> Any:
             with annotate("stage", 0):
                 x = self.embed(ids)
             for i, layer in enumerate(self.layers):
-                stage = i * 2 * RANKS // layers
-                with annotate("stage", stage):
-                    x = layer.attend(x)  # type: ignore[operator]
-                    packed, dispatch, weight = layer.route(x)  # type: ignore[operator]
-                    with annotate("expert", 0):
-                        done = layer.experts(packed)  # type: ignore[operator]
-                    x = x + torch.einsum("stec,secd->std", dispatch.to(x.dtype) * weight[..., None, None], done)
+                with annotate("stage", i * 2 * RANKS // layers):
+                    x = layer(x)
             with annotate("stage", 2 * RANKS - 1):
                 return self.head(x)  # type: ignore[no-any-return]
 

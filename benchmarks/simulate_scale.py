@@ -13,12 +13,16 @@ import gc
 import json
 import resource
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.graph_scale import DATA, LENGTH, PER, RANKS, SCRIPT, network
 
+if TYPE_CHECKING:
+    from piperlang.simulate.execute import SimulatedStep
 
-def measure(layers: int, microbatches: int, machine: str) -> tuple[dict[str, Any], Any]:
+
+def measure(layers: int, microbatches: int, machine: str) -> tuple[dict[str, Any], SimulatedStep]:
     import torch
     import torch.nn.functional as f
 
@@ -71,13 +75,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--microbatches", type=int, default=160)
     parser.add_argument("--machine", default="h100")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the page of the simulated step")
     options = parser.parse_args()
-    row, _ = measure(options.layers, options.microbatches, options.machine)
+    row, step = measure(options.layers, options.microbatches, options.machine)
+    if options.output is not None:
+        from piperlang.view.page import page
+
+        options.output.write_text(page([step.timeline], paths=[step.path]), encoding="utf-8")
     if options.json:
         print(json.dumps(row))
-        return
-    for name, value in row.items():
-        print(f"{name}: {value}")
+    else:
+        for name, value in row.items():
+            print(f"{name}: {value}")
+    gc.freeze()  # else Python looks for garbage among a million objects before it ends, for two seconds
 
 
 if __name__ == "__main__":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from piperlang.diagnostics import Diagnostic, Label, PiperError
 from piperlang.elaborate.directive import Step
 from piperlang.ir.graph import Graph
 from piperlang.source import Span
 
+Edges: TypeAlias = tuple[list[list[int]], list[int]]
+"""For every node, who waits for it, and for how many it waits. Numbers past the nodes are gates."""
 
-def edges(graph: Graph) -> tuple[list[list[int]], list[int]]:
-    """For every node, who waits for it, and for how many it waits. Numbers past the nodes are gates.
+
+def edges(graph: Graph) -> Edges:
+    """What waits for what.
 
     A fence of an order is a gate: what comes after waits for the gate, the gate for what comes before. So wide steps
     cost no product."""
@@ -27,8 +31,10 @@ def edges(graph: Graph) -> tuple[list[list[int]], list[int]]:
         waits[after] += 1
 
     for node in graph.nodes:
-        for maker in set(graph.sources(node)):
-            edge(maker, node.id)
+        makers = set(graph.sources(node))
+        waits[node.id] = len(makers)
+        for maker in makers:
+            users[maker].append(node.id)
     for node_id, sooner in graph.after.items():
         for one in sooner:
             edge(one, node_id)
@@ -40,10 +46,12 @@ def edges(graph: Graph) -> tuple[list[list[int]], list[int]]:
     return users, waits
 
 
-def topological(graph: Graph) -> list[int]:
-    """All nodes, each after what it reads and what is ordered before it; ties in the order of their numbers."""
+def topological(graph: Graph, known: Edges | None = None) -> list[int]:
+    """All nodes, each after what it reads and what is ordered before it; ties in the order of their numbers. `known`:
+    the edges of the graph, where the caller has them."""
     count = len(graph.nodes)
-    users, waits = edges(graph)
+    users, waits = known or edges(graph)
+    waits = waits.copy()
     ready = [i for i in range(len(users) - 1, -1, -1) if not waits[i]]
     done: list[int] = []
     while ready:

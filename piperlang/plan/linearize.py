@@ -30,11 +30,13 @@ class Sequence:
 def linearize(graph: Graph, costs: Costs) -> Sequence:
     """Every node as early as it can, the one with the longest way to the end first. A cycle is reported by
     `topological`."""
-    tops = topological(graph)
-    users, waits = edges(graph)
+    users, waits = known = edges(graph)
+    tops = topological(graph, known)
     urgency = _urgency(graph, users, tops, costs)
     _hurry_reductions(graph, users, urgency)
     lanes = _lanes(graph)
+    places: dict[tuple[int, str], list[tuple[int, str]]] = {}
+    """By template and stream: the streams of lanes that a node keeps busy."""
     free: dict[tuple[int, str], float] = {}
     ready = [0.0] * len(users)
     heap: list[tuple[float, float, int]] = []
@@ -60,7 +62,11 @@ def linearize(graph: Graph, costs: Costs) -> Sequence:
     while heap:
         at, urgent, i = heapq.heappop(heap)
         node = graph.nodes[i]
-        busy = [(lane, node.stream) for where in (node.template.where, *node.template.beyond) for lane in lanes[where]]
+        template, stream = node.template, node.stream
+        busy = places.get((id(template), stream))
+        if busy is None:
+            wheres = (template.where, *template.beyond)
+            busy = places[id(template), stream] = [(lane, stream) for where in wheres for lane in lanes[where]]
         can = max([at, *(free.get(place, 0.0) for place in busy)])
         if can > at:
             heapq.heappush(heap, (can, urgent, i))

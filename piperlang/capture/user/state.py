@@ -259,9 +259,12 @@ def _called(functions: Iterable[Any]) -> Iterator[FunctionType]:
 
 
 def _function_in(value: Any) -> Any:
-    """The function behind a method, a static method, a property, a partial."""
+    """The function behind a method, a static method, a property, a partial, and behind one of piperlang's that stands
+    in for it: what that one reads is no state of the model."""
     if isinstance(value, MethodType | staticmethod | classmethod):
         return value.__func__
+    if isinstance(value, FunctionType) and value.__globals__.get("__name__", "").startswith("piperlang."):
+        return getattr(value, "__wrapped__", value)
     if isinstance(value, property):
         return value.fget
     return value.func if isinstance(value, partial | cached_property) else value

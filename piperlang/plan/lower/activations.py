@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from piperlang.core.placement import DEFERRED, dispatched
-from piperlang.core.value_id import Kind, ValueId
+from piperlang.core.value_id import RNG, SEED, Kind, ValueId
 from piperlang.ir.graph import Graph, Node, NodeTemplate, Value
 from piperlang.ir.layout import Box, axes_of, devices_of
 from piperlang.ir.model import Tensor
@@ -33,6 +33,23 @@ from piperlang.plan.transfer import TransferPart, local_shapes, parts, shape_of
 
 Blocks: TypeAlias = tuple[Block, ...]
 SAMPLE = Tensor("sample", ((1, 0),), "int64", 8, 0)
+SUPPLIED = frozenset((SEED, RNG))
+"""What the runtime supplies: each is all that a pass reads at its place."""
+
+
+class _Pass(NamedTuple):
+    """What the nodes of a template have in common."""
+
+    program: int
+    share: float
+    """What the loss of a microbatch counts for."""
+    devices: list[tuple[int, int, tuple[int, ...]]]
+    """Those whose instructions are wanted: the place in the submesh, the device, its coordinates along the axes that
+    shard the program."""
+    batch: list[int]
+    """Reads that are slices of the batch."""
+    gradients: list[tuple[int, int]]
+    """Reads that are gradients of outputs, and those outputs."""
 
 
 class Activations:
@@ -40,7 +57,10 @@ class Activations:
         self.graph, self.emitter = graph, emitter
         self.losses = frozenset(graph.losses)
         self.programs: list[StageProgram] = []
-        self._numbers: dict[int, int] = {}
+        self._passes: dict[int, _Pass] = {}
+        """By template."""
+        self._fed: set[tuple[int, ValueId]] = set()
+        """Slices of the batch that a device is fed already."""
         self._tags: dict[tuple[ValueId, int], dict[int, int]] = {}
         self._known_blocks: dict[tuple[object, ...], tuple[Blocks, Blocks]] = {}
         self._known_samples: dict[tuple[object, ...], tuple[list[int], frozenset[int]]] = {}
@@ -48,32 +68,44 @@ class Activations:
     # ------------------------------------------------------------------------------------------------------- compute
 
     def compute(self, node: Node) -> None:
-        template, graph = node.template, self.graph
-        assert template.layout is not None
-        assert template.chunk is not None
+        template = node.template
+        known = self._pass(template)
         value = self._output(node, 0)
         firsts, counted = self._samples(template, value)
-        share = template.samples / graph.model.samples if graph.model.combine == "mean" else 1.0
-        inputs = tuple(tuple(key for key in keys if key.kind is not Kind.SUPPLIED) for keys in node.reads)
-        differentiates = any(slot[0] == "grad_output" for slot in template.slots)
+        inputs = tuple([keys if SUPPLIED.isdisjoint(keys) else () for keys in node.reads])
         losses = self.losses.intersection(node.writes)
-        for k, device in self.emitter.among(template.where):
-            at = coordinates(template.where)[k]
-            self._feed(node, device, k)
+        for k, device, at in known.devices:
+            self._feed(node, known.batch, device, k)
             self.emitter.emit(
                 device,
                 node,
                 INSTRUCTIONS[template.op],
-                program=self._program(template),
+                program=known.program,
                 inputs=inputs,
                 outputs=node.writes,
                 first_sample=value.first + firsts[k],
-                coordinates=tuple(at[divide.axis] for divide in template.sharding[0]),
-                loss_share=share if differentiates else None,
-                zeros=self._zeros(node, device),
+                coordinates=at,
+                loss_share=known.share if known.gradients else None,
+                zeros=self._zeros(node, known.gradients, device),
             )
-            if k in counted:
-                self.emitter.devices[device].losses.update(dict.fromkeys(losses, share))
+            if losses and k in counted:
+                self.emitter.devices[device].losses.update(dict.fromkeys(losses, known.share))
+
+    def _pass(self, template: NodeTemplate) -> _Pass:
+        if id(template) not in self._passes:
+            model = self.graph.model
+            at = coordinates(template.where)
+            self._passes[id(template)] = _Pass(
+                self._program(template),
+                template.samples / model.samples if model.combine == "mean" else 1.0,
+                [
+                    (k, device, tuple(at[k][divide.axis] for divide in template.sharding[0]))
+                    for k, device in self.emitter.among(template.where)
+                ],
+                [i for i, (kind, _) in enumerate(template.slots) if kind == "batch"],
+                [(i, output) for i, (kind, output) in enumerate(template.slots) if kind == "grad_output"],
+            )
+        return self._passes[id(template)]
 
     def _samples(self, template: NodeTemplate, value: Value) -> tuple[list[int], frozenset[int]]:
         """By device, the first of its samples in a microbatch; and of the devices with the same ones, the first."""
@@ -88,42 +120,41 @@ class Activations:
         name = self.graph.model.chunks[node.template.chunk or 0].outputs[output]
         return self.graph.values[ValueId(Kind.ACTIVATION, name, (), node.point)]
 
-    def _feed(self, node: Node, device: int, k: int) -> None:
+    def _feed(self, node: Node, batch: Sequence[int], device: int, k: int) -> None:
         """Slices of the batch that a pass reads."""
-        feeds = self.emitter.devices[device].feeds
-        for slot, keys in zip(node.template.slots, node.reads, strict=True):
-            if slot[0] == "batch" and all(known.key != keys[0] for known in feeds):
-                fed = self.graph.values[keys[0]]
+        for i in batch:
+            key = node.reads[i][0]
+            if (device, key) not in self._fed:
+                self._fed.add((device, key))
+                fed = self.graph.values[key]
                 box = list(fed.layout.boxes(fed.tensor, fed.first, fed.samples, fed.inner))[k]
-                feeds.append(Feed(keys[0], fed.tensor.name, box))
+                self.emitter.devices[device].feeds.append(Feed(key, fed.tensor.name, box))
 
-    def _zeros(self, node: Node, device: int) -> tuple[ZeroGradient, ...]:
+    def _zeros(self, node: Node, gradients: Sequence[tuple[int, int]], device: int) -> tuple[ZeroGradient, ...]:
         found = []
-        for (kind, output), keys in zip(node.template.slots, node.reads, strict=True):
-            if kind == "grad_output" and not keys:
+        for i, output in gradients:
+            if not node.reads[i]:
                 value = self._output(node, output)
                 found.append(ZeroGradient(output, _local(value)[device], value.tensor.dtype))
         return tuple(found)
 
     def _program(self, template: NodeTemplate) -> int:
-        if id(template) not in self._numbers:
-            self._numbers[id(template)] = len(self.programs)
-            assert template.chunk is not None
-            chunk, loss = self.graph.model.chunks[template.chunk], self.graph.model.loss
-            sharded_experts = any(divide.style == "experts" for divide in template.sharding[0])
-            self.programs.append(
-                StageProgram(
-                    template.op,
-                    template.chunk,
-                    template.samples,
-                    template.sharding,
-                    tuple(template.slots),
-                    tuple(template.outputs),
-                    chunk.outputs.index(loss) if loss in chunk.outputs else None,
-                    chunk.dispatch is not None and sharded_experts,
-                )
+        assert template.chunk is not None
+        chunk, loss = self.graph.model.chunks[template.chunk], self.graph.model.loss
+        sharded_experts = any(divide.style == "experts" for divide in template.sharding[0])
+        self.programs.append(
+            StageProgram(
+                template.op,
+                template.chunk,
+                template.samples,
+                template.sharding,
+                tuple(template.slots),
+                tuple(template.outputs),
+                chunk.outputs.index(loss) if loss in chunk.outputs else None,
+                chunk.dispatch is not None and sharded_experts,
             )
-        return self._numbers[id(template)]
+        )
+        return len(self.programs) - 1
 
     # ------------------------------------------------------------------------------------------------ point to point
 
@@ -190,12 +221,12 @@ class Activations:
     def all_reduce(self, node: Node) -> None:
         key, target = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[target]
-        shapes, boxes, wanted = _local(have), _boxes(have), _boxes(want)
-        for members in self.emitter.along(node.template.where, node.template.axes):
-            for device in self._wanted(members):
+        shapes, boxes, kept_boxes = _local(have), _boxes(have), _boxes(want)
+        for members, wanted in self.emitter.along(node.template.where, node.template.axes):
+            for device in wanted:
                 kept = tuple(
                     (low - start, high - start)
-                    for (low, high), (start, _) in zip(wanted[device], boxes[device], strict=True)
+                    for (low, high), (start, _) in zip(kept_boxes[device], boxes[device], strict=True)
                 )
                 self.emitter.emit(
                     device,
@@ -213,9 +244,9 @@ class Activations:
         key, target = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[target]
         shapes = _local(want)
-        for members in self.emitter.along(node.template.where, node.template.axes):
-            for device in self._wanted(members):
-                give, take = self._blocks(have, want, tuple(members), device)
+        for members, wanted in self.emitter.along(node.template.where, node.template.axes):
+            for device in wanted:
+                give, take = self._blocks(have, want, members, device)
                 self.emitter.emit(
                     device,
                     node,
@@ -243,9 +274,6 @@ class Activations:
             )
         return self._known_blocks[key]
 
-    def _wanted(self, members: Sequence[int]) -> list[int]:
-        return [device for device in members if device in self.emitter.devices]
-
     def route(self, node: Node) -> None:
         """Tokens to their experts and back. Shapes are those of balanced experts; token counts are exchanged at run
         time."""
@@ -256,8 +284,8 @@ class Activations:
         to_experts = dispatched(want.layout.placements) is not None
         make = ExchangeSplits if made else Dispatch if to_experts else Combine
         shapes = _local(want)
-        for members in self.emitter.along(node.template.where, node.template.axes):
-            for device in self._wanted(members):
+        for members, wanted in self.emitter.along(node.template.where, node.template.axes):
+            for device in wanted:
                 self.emitter.emit(
                     device,
                     node,

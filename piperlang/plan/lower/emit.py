@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from piperlang.core.mesh import Submesh
 from piperlang.core.value_id import Kind, ValueId
@@ -13,6 +13,14 @@ from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import along
 from piperlang.plan.instructions import SYNC, Instruction, Message, Receive, Send
 from piperlang.plan.plan import DevicePlan, Group
+
+
+class Members(NamedTuple):
+    """Of a collective."""
+
+    devices: tuple[int, ...]
+    wanted: tuple[int, ...]
+    """Those of them whose instructions are wanted."""
 
 
 class Emitter:
@@ -28,7 +36,8 @@ class Emitter:
         self._tags: dict[tuple[int, int], int] = {}
         self._among: dict[Submesh, list[tuple[int, int]]] = {}
         self._devices_of: dict[tuple[Submesh, ...], tuple[int, ...]] = {}
-        self._groups: dict[tuple[Submesh, tuple[str, ...]], list[list[int]]] = {}
+        self._sharing: dict[tuple[int, int], bool] = {}
+        self._groups: dict[tuple[Submesh, tuple[str, ...]], list[Members]] = {}
         self.before: dict[int, list[int]] = {node: list(earlier) for node, earlier in graph.after.items()}
         """Temporal edges: which nodes a node comes after."""
         for order in graph.orders:
@@ -58,26 +67,29 @@ class Emitter:
         plan, made = self.devices[device], self._made[device]
         stream = on or node.stream
         instruction = make(stream, node.id, (), **fields)
-        earlier = {made[key] for key in instruction.reads if key in made} | set(after)
-        earlier |= {i for other in self.before.get(node.id, ()) for i in self._at[device].get(other, ())}
-        waits = tuple(sorted(i for i in earlier if plan.instructions[i].stream != stream))
+        earlier = {made[key] for key in instruction.reads if key in made}
+        earlier.update(after)
+        at = self._at[device]
+        for other in self.before.get(node.id, ()):
+            if other in at:
+                earlier.update(at[other])
+        waits = tuple(sorted([i for i in earlier if plan.instructions[i].stream != stream]))
         index = len(plan.instructions)
         if waits:
             object.__setattr__(instruction, "waits", waits)  # nobody has seen it yet
         plan.instructions.append(instruction)
         for key in instruction.writes:
             made[key] = index
-        self._at[device].setdefault(node.id, []).append(index)
+        at.setdefault(node.id, []).append(index)
         return index
 
     def synchronize(self, node: Node) -> None:
         """A temporal edge between nodes that share no device takes a message."""
-        here = self._together(node.template)
         for other in dict.fromkeys(self.before.get(node.id, ())):
             earlier = self.graph.nodes[other]
-            there = self._together(earlier.template)
-            if here is there or not set(here).isdisjoint(there):
+            if self._share(node.template, earlier.template):
                 continue
+            here, there = self._together(node.template), self._together(earlier.template)
             pairs = zip(there, here, strict=True) if len(there) == len(here) else product(there, here)
             for source, target in pairs:
                 tag = self.tag(source, target)
@@ -108,6 +120,13 @@ class Emitter:
                 )
                 self._at[target].setdefault(other, []).append(index)
 
+    def _share(self, one: NodeTemplate, other: NodeTemplate) -> bool:
+        """Whether nodes of two templates share a device."""
+        key = id(one), id(other)
+        if key not in self._sharing:
+            self._sharing[key] = not set(self._together(one)).isdisjoint(self._together(other))
+        return self._sharing[key]
+
     def _together(self, template: NodeTemplate) -> tuple[int, ...]:
         """The devices of a node."""
         key = (template.where, *template.beyond)
@@ -124,14 +143,15 @@ class Emitter:
     def group(self, members: Sequence[int], stream: str) -> int:
         return self.groups.setdefault(Group(tuple(members), stream), len(self.groups))
 
-    def along(self, where: Submesh, axes: Sequence[str]) -> Iterator[list[int]]:
+    def along(self, where: Submesh, axes: Sequence[str]) -> Sequence[Members]:
         """Groups of devices that differ only along some axes, as far as instructions of a member are wanted."""
         key = (where, tuple(axes))
         if key not in self._groups:
             devices = devices_of(where)
-            every = [[devices[k] for k in group] for group in along(where, axes)]
-            self._groups[key] = [group for group in every if not self.devices.keys().isdisjoint(group)]
-        yield from self._groups[key]
+            every = [tuple(devices[k] for k in group) for group in along(where, axes)]
+            found = [Members(group, tuple(device for device in group if device in self.devices)) for group in every]
+            self._groups[key] = [members for members in found if members.wanted]
+        return self._groups[key]
 
 
 def _devices(template: NodeTemplate) -> tuple[int, ...]:

@@ -35,12 +35,12 @@ class Parameters:
             return
         axes, where = node.template.axes, node.template.where
         positions = dict(zip(devices_of(where), coordinates(where), strict=True))
-        for members in self.emitter.along(where, axes):
+        for members, _ in self.emitter.along(where, axes):
             finer = self.graph.held[node.writes[0] if node.op != "all_gather" else node.reads[0][0]]
             rank = [axis for axis in finer.flat if axis in axes]
             ordered = sorted(members, key=lambda device: [positions[device][axis] for axis in rank] or [0])
             group = self.emitter.group(ordered, node.stream)
-            for device in self._wanted(ordered):
+            for device in (one for one in ordered if one in self.emitter.devices):
                 shards = tuple(
                     self._shards(keys, target, ordered, positions, device)
                     for keys, target in zip(node.reads, node.writes, strict=True)
@@ -48,9 +48,6 @@ class Parameters:
                 self.emitter.emit(
                     device, node, COLLECTIVES[node.op], group=group, shards=shards, dtype=self._dtype(node.writes[0])
                 )
-
-    def _wanted(self, members: Sequence[int]) -> list[int]:
-        return [device for device in members if device in self.emitter.devices]
 
     def _dtype(self, key: ValueId) -> str:
         return self.graph.model.weights[self.graph.held[key].weight].dtype
