@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from piperlang.cli.report import add_parameters, check_output, open_script, paint, parameters, say, write_output
-from piperlang.diagnostics import PiperError, error
+from piperlang.diagnostics import PiperError, error, listed
 from piperlang.directives.order import Order
 from piperlang.elaborate.lanes import Lane
 from piperlang.pipeline import outline
 from piperlang.simulate.timeline import Timeline
-from piperlang.simulate.unit import live, parse_costs, simulate
+from piperlang.simulate.unit import UnitCosts, live, parse_costs, simulate
 from piperlang.view.grid import MOST_ROWS, chain_text, grid, plain, summary
 
 
@@ -42,6 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.svg:
+        if Path(options.svg).suffix != ".svg":
+            raise error("P0902", f"`--svg {options.svg}`: unknown kind of file", help="end it with .svg")
         check_output(Path(options.svg), "--svg")
     try:
         costs = parse_costs(word.strip() for word in options.cost.split(",") if word.strip())
@@ -60,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
             "no `order` statement was reached",
             help="call a schedule, such as `one_f_one_b(gpu, 4, 8)`",
         )
+    _check_factors(options.cost, costs, lanes)
     costs = replace(costs, recomputed=found.outline.recomputed)
     timeline = simulate(lanes, costs)
     if options.json:
@@ -77,6 +80,19 @@ def run(options: argparse.Namespace) -> int:
         for chain in found.outline.chains:
             print(f"also: {chain_text(chain)}")
     return 0
+
+
+def _check_factors(given: str, costs: UnitCosts, lanes: Sequence[Lane]) -> None:
+    ordered = {tag for lane in lanes for work in lane.steps for item in work.items for tag in item.items()}
+    for key, value in costs.factors:
+        if (key, value) not in ordered:
+            there = [str(other) for name, other in sorted(ordered, key=str) if name == key]
+            raise error(
+                "P0902",
+                f"`--cost {given}`: no pass in an order has {key}={value}",
+                notes=[f"{key} is {listed(there, 'or')}"] if there else [],
+                help="name a tag of passes that the script orders",
+            )
 
 
 def _kept(timeline: Timeline) -> str:

@@ -39,7 +39,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help=f"{', '.join(names())}, or a TOML file that describes one (default: h100; cpu for a profile of gloo)",
+        help=f"{', '.join(names())}, or a TOML file that describes one (default: h100); beside --profile it"
+        " is for what was not measured (default: cpu for a profile of gloo)",
     )
     parser.add_argument("--profile", metavar="FILE", help="use the times that `piperc profile` has measured")
     add_parameters(parser)
@@ -136,11 +137,12 @@ def _simulate(
         devices = counted(sum(map(len, classes)), "device")
         planning.detail = f"{devices}, {len(classes)} that differ"
     with doing("simulating", "simulated"):
-        from piperlang.simulate.costs import CostModel, MachineCosts
+        from piperlang.simulate.costs import CostModel, MachineCosts, check_rates
         from piperlang.simulate.measured import MeasuredCosts
         from piperlang.simulate.result import simulated
 
         if profile is None:
+            check_rates(machine, graph.model)
             costs: CostModel = MachineCosts(plan, graph, machine)
             step = simulated(plan, graph, costs, classes, Path(script).name)
             return SimulatedScript(step, graph, machine.name, machine.memory)

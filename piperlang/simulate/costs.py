@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from math import ceil, log2, prod
 from typing import NamedTuple, Protocol
 
+from piperlang.diagnostics import error, listed
 from piperlang.ir.graph import Graph
-from piperlang.plan.estimate.machine import Interconnect, Machine
+from piperlang.ir.model import Chunk, Model
+from piperlang.plan.estimate.machine import DTYPES, Interconnect, Machine
 from piperlang.plan.estimate.memory import ValueSizes
 from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import (
@@ -67,6 +69,26 @@ class CostModel(Protocol):
         """Seconds that the host needs to issue it."""
 
 
+def dtypes(model: Model, chunk: Chunk) -> list[str]:
+    """In which a chunk may compute; it is taken to do so in the fastest one."""
+    tensors = [model.tensors[name].dtype for name in (*chunk.inputs, *chunk.outputs) if name in model.tensors]
+    found = dict.fromkeys((*tensors, *(model.weights[name].dtype for name in chunk.weights)))
+    return [dtype for dtype in found if dtype in DTYPES] or ["float32"]
+
+
+def check_rates(machine: Machine, model: Model) -> None:
+    """That the machine has a rate for what each chunk computes in."""
+    for chunk in model.chunks:
+        needed = dtypes(model, chunk)
+        if not any(machine.knows(dtype) for dtype in needed):
+            raise error(
+                "P0902",
+                f"the model computes in {needed[0]}, and {machine.name} has no rate for it",
+                notes=[f"its `flops` are those of {listed(machine.flops, 'and')}"],
+                help=f"describe the machine in a file of your own, with `flops = {{ {needed[0]} = ... }}`",
+            )
+
+
 class MachineCosts:
     before = after = 0.0
 
@@ -105,8 +127,7 @@ class MachineCosts:
         chunk = self.graph.model.chunks[program.chunk]
         work = chunk.passes["F" if program.op == "R" else program.op]
         share = program.samples / self.graph.model.samples / prod(divide.size for divide in program.sharding[0])
-        dtypes = [self.graph.model.tensors[name].dtype for name in chunk.outputs]
-        rate = max(machine.rate(dtype) for dtype in dtypes) if dtypes else machine.rate("float32")
+        rate = max(machine.rate(dtype) for dtype in dtypes(self.graph.model, chunk))
         seconds = work.flops / rate + work.moved_bytes / machine.memory_bandwidth
         return InstructionCost(machine.launch, share * seconds, "compute")
 

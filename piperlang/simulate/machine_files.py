@@ -11,9 +11,13 @@ from typing import Any
 
 from piperlang.diagnostics import PiperError, error, listed
 from piperlang.diagnostics.files import unreadable
-from piperlang.plan.estimate.machine import Interconnect, Machine
+from piperlang.plan.estimate.machine import DTYPES, Interconnect, Machine
 
 FOLDER = Path(__file__).with_name("machines")
+LONGEST = 1e3
+"""Seconds of a latency."""
+SLOWEST, FASTEST = 1e-3, 1e24
+"""Of rates, and of counts: steps beyond them have no length that a number can say."""
 
 
 def names() -> list[str]:
@@ -46,14 +50,17 @@ def _machine(data: dict[str, Any], name: str) -> Machine:
         if key not in kinds:
             raise _invalid(name, f"unknown field `{key}`; there are {listed(list(kinds), 'and')}")
         if key in ("node", "network"):
-            given[key] = Interconnect(*(_number(name, value, f"{key}.", part) for part in ("bandwidth", "latency")))
+            given[key] = Interconnect(**_link(name, key, value))
         elif key == "flops":
             if not isinstance(value, dict) or not value:
                 raise _invalid(name, "`flops` is a rate for each dtype: `flops = { bfloat16 = 6e14 }`")
+            unknown = next((dtype for dtype in value if dtype not in DTYPES), None)
+            if unknown is not None:
+                raise _invalid(name, f"`flops` has `{unknown}`; it may have {listed(DTYPES, 'and')}")
             given[key] = {dtype: _number(name, value, "flops.", dtype) for dtype in value}
         elif isinstance(kinds[key].default, str | bool):
             if not isinstance(value, type(kinds[key].default)):
-                raise _invalid(name, f"`{key}` is {value!r}")
+                raise _invalid(name, f"`{key}` must be {'a text' if key == 'name' else 'true or false'}")
             given[key] = value
         else:
             number = _number(name, data, "", key)
@@ -67,6 +74,13 @@ def _machine(data: dict[str, Any], name: str) -> Machine:
     return Machine(**given)
 
 
+def _link(name: str, key: str, value: Any) -> dict[str, float]:
+    parts = [one.name for one in fields(Interconnect)]
+    if not isinstance(value, dict) or value.keys() - parts:
+        raise _invalid(name, f"`{key}` must be a table with `bandwidth` and `latency`")
+    return {part: _number(name, value, f"{key}.", part) for part in parts}
+
+
 def _number(name: str, table: Any, where: str, key: str) -> float:
     """Rates and counts are positive; only latencies, and what an instruction takes at least, may be 0."""
     value = table.get(key) if isinstance(table, dict) else None
@@ -75,6 +89,9 @@ def _number(name: str, table: Any, where: str, key: str) -> float:
         raise _invalid(name, f"`{where}{key}` must be a number")
     if value < 0 or (not least and not value):
         raise _invalid(name, f"`{where}{key}` is {value:g}, and must be {'at least' if least else 'more than'} 0")
+    low, high = (0.0, LONGEST) if least else (SLOWEST, FASTEST)
+    if not low <= value <= high:
+        raise _invalid(name, f"`{where}{key}` is {value:g}, and must be between {low:g} and {high:g}")
     return value
 
 

@@ -128,9 +128,13 @@ def text(found: SimulatedStep, machine: str, memory: float = 0.0) -> str:
     ]
     for k, (stream, seconds) in enumerate(data["exposed"].items()):
         share = 100 * seconds / (timeline.length or 1)
-        rows.append(("exposed" if not k else "", f"{time_text(seconds):>10}  {share:3.0f}%  of stream {stream}"))
+        rows.append(
+            ("exposed" if not k else "", f"{time_text(seconds):>10}  {share:3.0f}%  of stream {stream}, at most")
+        )
     over = f", more than the {bytes_text(memory)} there are" if memory and peak["peak"] > memory else ""
-    rows.append(("memory", f"{bytes_text(peak['peak'])} at most, on device {peak['device']}{over}"))
+    rows.append(
+        ("memory", f"{bytes_text(peak['peak'])} at most, on device {peak['device']}, with the states of Adam{over}")
+    )
     parts = summed(segments(found))
     for k, one in enumerate(parts[:SEGMENTS]):
         share = 100 * one.seconds / (timeline.length or 1)

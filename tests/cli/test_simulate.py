@@ -83,10 +83,42 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", ONE, "--model", MODEL], "one schedule cannot be compared"),
         (["profile", MODEL, ONE, "--backend", "threads"], "threads"),
         (["orders", ONE, "--svg", "/nowhere/o.svg"], "cannot be written"),
+        (["orders", OTHER, "--svg", "o.html"], "unknown kind of file"),
+        (["orders", OTHER, "--cost", "stage9=2"], "no pass in an order has stage=9"),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+GOOD = {
+    "flops": "{ float32 = 1e12 }",
+    "memory_bandwidth": "1e12",
+    "memory": "1e12",
+    "node": "{ bandwidth = 1e12, latency = 0 }",
+    "network": "{ bandwidth = 1e12, latency = 0 }",
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("flops", "{ bfloat16 = 1e15 }", "the model computes in float32, and a large accelerator has no rate for it"),
+        ("flops", "{ float33 = 1e12 }", "`flops` has `float33`"),
+        ("flops", "{ float32 = 1e-300 }", "`flops.float32` is 1e-300, and must be between"),
+        ("host", "1e308", "`host` is 1e+308, and must be between"),
+        ("node", "3", "`node` must be a table"),
+        ("node", "{ bandwidth = 1e12, latency = 0, foo = 1 }", "`node` must be a table"),
+        ("rendezvous", "1", "`rendezvous` must be true or false"),
+    ],
+)
+def test_a_machine_that_cannot_be(
+    field: str, value: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("".join(f"{key} = {text}\n" for key, text in {**GOOD, field: value}.items()))
+    assert main(["simulate", MODEL, ONE, "--machine", str(path)]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -172,7 +172,7 @@ def test_machines(name: str) -> None:
         ("launch = -1", "`launch` is -1, and must be at least 0"),
         ("memory_bandwidth = 0", "must be more than 0"),
         ("memory_bandwidth = nan", "must be a number"),
-        ("rendezvous = 1", "`rendezvous` is 1"),
+        ("rendezvous = 1", "`rendezvous` must be true or false"),
         ("[node]\nbandwidth = 1", "`node.latency` must be a number"),
         ("= 3", "it is no TOML"),
         ("", "it has no `flops`"),

@@ -11,7 +11,7 @@ from typing import Any
 from piperlang.ir.graph import COMPUTE, Graph
 from piperlang.plan.estimate.cost import Costs
 from piperlang.plan.estimate.machine import Machine
-from piperlang.plan.estimate.memory import STATES, peaks
+from piperlang.plan.estimate.memory import OPTIMIZER, STATES, peaks
 from piperlang.plan.instructions import AllToAll, Collective, Instruction, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
 
@@ -39,7 +39,7 @@ def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
             ),
         ),
         ("memory", f"{_range(memory['bytes'], bytes_text)} at most; on device {memory['device']}:"),
-        *(("", f"  {bytes_text(size):>10}  {name}") for name, size in memory["by"].items()),
+        *(("", f"  {bytes_text(size):>10}  {_part(name, states)}") for name, size in memory["by"].items()),
         *([("", f"  at {memory['at']}")] if memory["at"] else []),
     ]
     for k, (stream, moved) in enumerate(found["communication"].items()):
@@ -149,12 +149,17 @@ def _communication(plan: Plan) -> dict[str, dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------- the script
 
 
+def _part(name: str, states: float) -> str:
+    """Which optimizer a model has is known when it trains."""
+    return f"{name} (of Adam, for example)" if name == OPTIMIZER and states == STATES else name
+
+
 def _added(plan: Plan, graph: Graph) -> list[dict[str, Any]]:
-    """What each directive added: nodes by kind, the line that added most first."""
+    """What each directive added: nodes by kind, the line that added most first. Lines of orders add no passes."""
     by: dict[str, list[str]] = {}
     for node in graph.nodes:
         line = plan.nodes[node.id].line
-        if line:
+        if line and node.template.by is not None:
             by.setdefault(line, []).append(node.op)
     return [{"line": line, "nodes": _counted(ops)} for line, ops in sorted(by.items(), key=lambda item: -len(item[1]))]
 
