@@ -15,10 +15,11 @@ from piperlang.plan.plan import Group
 from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm
 from piperlang.runtime.hardware.cuda import Cuda
 
-VARIABLES = {"TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+VARIABLES = {"TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
 """Of a worker's environment, where the user has not set them. NCCL's kernels go before those of passes: otherwise a
-message waits until a pass leaves room for it, and the next device waits for the message. And a GPU has as many queues
-as it can: streams share its queues, and what is behind a receive in its queue waits with it, whatever its stream."""
+message waits until a pass leaves room for it, and the next device waits for the message. And the GPU has queues for
+all streams: where streams share one, what is behind a receive that waits does so, too. There may be 32; with so many
+for each of four workers that share a GPU under MPS, CUDA refused them."""
 
 
 class NcclComm(ProcessComm):
