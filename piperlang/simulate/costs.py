@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from piperlang.diagnostics import error, listed
 from piperlang.ir.graph import Graph
 from piperlang.ir.model import Chunk, Model
-from piperlang.plan.estimate.machine import DTYPES, Interconnect, Machine
+from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.estimate.memory import ValueSizes
 from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import (
@@ -34,6 +34,8 @@ UPDATE_PASSES = 8
 """How often an optimizer like Adam reads or writes an element of each of its tensors: weight, gradient and two
 moments, read and written."""
 
+HALF = ("bfloat16", "float16")
+"""Dtypes that a device computes with at the same rate."""
 REDUCE_AND_GATHER = (AllReduce, ReduceGradients, GradientNorm)
 
 
@@ -69,18 +71,26 @@ class CostModel(Protocol):
         """Seconds that the host needs to issue it."""
 
 
-def dtypes(model: Model, chunk: Chunk) -> list[str]:
-    """In which a chunk may compute; it is taken to do so in the fastest one."""
+def rates(machine: Machine, model: Model, chunk: Chunk) -> list[float]:
+    """Those of the dtypes in which a chunk may compute, as far as the machine has them."""
+    found = []
+    for dtype in _dtypes(model, chunk):
+        alike = HALF if dtype in HALF else (dtype,)
+        found += [machine.flops[name] for name in (dtype, *alike) if name in machine.flops][:1]
+    return found
+
+
+def _dtypes(model: Model, chunk: Chunk) -> list[str]:
     tensors = [model.tensors[name].dtype for name in (*chunk.inputs, *chunk.outputs) if name in model.tensors]
     found = dict.fromkeys((*tensors, *(model.weights[name].dtype for name in chunk.weights)))
-    return [dtype for dtype in found if dtype in DTYPES] or ["float32"]
+    return [dtype for dtype in found if dtype.startswith(("float", "bfloat"))]
 
 
 def check_rates(machine: Machine, model: Model) -> None:
     """That the machine has a rate for what each chunk computes in."""
     for chunk in model.chunks:
-        needed = dtypes(model, chunk)
-        if not any(machine.knows(dtype) for dtype in needed):
+        needed = _dtypes(model, chunk)
+        if needed and not rates(machine, model, chunk):
             raise error(
                 "P0902",
                 f"the model computes in {needed[0]}, and {machine.name} has no rate for it",
@@ -127,7 +137,7 @@ class MachineCosts:
         chunk = self.graph.model.chunks[program.chunk]
         work = chunk.passes["F" if program.op == "R" else program.op]
         share = program.samples / self.graph.model.samples / prod(divide.size for divide in program.sharding[0])
-        rate = max(machine.rate(dtype) for dtype in dtypes(self.graph.model, chunk))
+        rate = max(rates(machine, self.graph.model, chunk), default=machine.rate("float32"))
         seconds = work.flops / rate + work.moved_bytes / machine.memory_bandwidth
         return InstructionCost(machine.launch, share * seconds, "compute")
 

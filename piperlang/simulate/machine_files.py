@@ -11,9 +11,11 @@ from typing import Any
 
 from piperlang.diagnostics import PiperError, error, listed
 from piperlang.diagnostics.files import unreadable
-from piperlang.plan.estimate.machine import DTYPES, Interconnect, Machine
+from piperlang.plan.estimate.machine import Interconnect, Machine
 
 FOLDER = Path(__file__).with_name("machines")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""In which large matrices are multiplied."""
 LONGEST = 1e3
 """Seconds of a latency."""
 SLOWEST, FASTEST = 1e-3, 1e24

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""In which large matrices are multiplied."""
-ALIKE = {"bfloat16": ("float16",), "float16": ("bfloat16",)}
-"""Dtypes that a device computes with at the same rate."""
-
 
 @dataclass(frozen=True)
 class Interconnect:
@@ -47,8 +42,5 @@ class Machine:
 
     def rate(self, dtype: str) -> float:
         """Half precision is that of bfloat16, everything unknown float32."""
-        known = next((name for name in (dtype, *ALIKE.get(dtype, ()), "float32") if name in self.flops), None)
-        return self.flops[known] if known is not None else next(iter(self.flops.values()))
-
-    def knows(self, dtype: str) -> bool:
-        return any(name in self.flops for name in (dtype, *ALIKE.get(dtype, ())))
+        known = "bfloat16" if dtype in ("bfloat16", "float16") else "float32"
+        return self.flops.get(known) or next(iter(self.flops.values()))
