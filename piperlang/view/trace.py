@@ -23,8 +23,8 @@ class Thread(NamedTuple):
     computes: bool
 
 
-class Span(NamedTuple):
-    """In nanoseconds."""
+class Ticks(NamedTuple):
+    """Whole nanoseconds."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ def trace(timeline: Timeline) -> str:
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     scale = SECOND if timeline.unit == "s" else UNIT
-    spans = {one: Span(round(one.start * scale), round(one.end * scale)) for one in timeline.ran}
+    spans = {one: Ticks(round(one.start * scale), round(one.end * scale)) for one in timeline.ran}
     processes = [devices[0] for devices in timeline.rows]
     threads = _threads(spans, processes)
     for row, devices in enumerate(timeline.rows):
@@ -53,7 +53,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield {"ph": "C", "name": "memory", "pid": processes[row], "ts": at, "args": {"bytes": size}}
 
 
-def _threads(spans: Mapping[Ran, Span], processes: Sequence[int]) -> dict[Ran, Thread]:
+def _threads(spans: Mapping[Ran, Ticks], processes: Sequence[int]) -> dict[Ran, Thread]:
     """One per stream of a device, what computes first: Perfetto shows them in the order of their numbers. It takes a
     thread with the number of a process for its main thread, so none has one."""
     tracks = _tracks(spans)
@@ -74,7 +74,7 @@ class _Track(NamedTuple):
     number: int
 
 
-def _tracks(spans: Mapping[Ran, Span]) -> dict[Ran, _Track]:
+def _tracks(spans: Mapping[Ran, Ticks]) -> dict[Ran, _Track]:
     """Perfetto drops a slice that overlaps another one of its thread. Where those of a stream do, as recorded ones may,
     the stream has several tracks: each takes the first that is free."""
     found = {}
@@ -88,7 +88,7 @@ def _tracks(spans: Mapping[Ran, Span]) -> dict[Ran, _Track]:
     return found
 
 
-def _slice(one: Ran, thread: Thread, span: Span, waited: int) -> dict[str, Any]:
+def _slice(one: Ran, thread: Thread, span: Ticks, waited: int) -> dict[str, Any]:
     about = {**one.what.tags, "bytes": one.what.bytes, "waited_us": _microseconds(waited)}
     if one.what.line:
         about["line"] = one.what.line
@@ -103,7 +103,7 @@ def _slice(one: Ran, thread: Thread, span: Span, waited: int) -> dict[str, Any]:
     }
 
 
-def _arrow(number: int, sent: Span, sender: Thread, received: Span, receiver: Thread) -> Iterator[dict[str, Any]]:
+def _arrow(number: int, sent: Ticks, sender: Thread, received: Ticks, receiver: Thread) -> Iterator[dict[str, Any]]:
     """Perfetto binds each end to the slice that is open at its time, the innermost one, and points from the slice that
     begins first to the other one. A receive is often posted before the send begins, so the arrow ends at a mark of its
     own at the end of the receive: just before it, as the next slice may begin there. Where clocks differ, a recorded

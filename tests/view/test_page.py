@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -23,23 +22,14 @@ from piperlang.simulate.result import segments, summed
 from piperlang.simulate.timeline import Activity, Ran, Timeline
 from piperlang.simulate.unit import simulate
 from piperlang.view.page import page
+from tests.support.browser import CHROMIUM, DRIVER, FLAGS
 from tests.support.schedules import SCHEDULES
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs the system packages chromium and chromium-driver"),
     pytest.mark.xdist_group("browser"),  # one is enough
 ]
 
-FLAGS = (
-    "headless=new",
-    "no-sandbox",
-    "disable-gpu",
-    "disable-background-networking",
-    "disable-component-update",
-    "disable-sync",
-    "no-first-run",
-)
 SCRIPT = "<script>top.document.title = 1</script>"
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!--"
 

