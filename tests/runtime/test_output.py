@@ -12,7 +12,7 @@ import pytest
 
 from piperlang.cli.main import main
 from piperlang.runtime.driver.cluster.nodes import shipped_environment
-from piperlang.runtime.driver.cluster.processes import Processes
+from piperlang.runtime.driver.processes import Processes
 from tests.support.between_steps import BASE, PIPELINE
 from tests.support.jobs import Lent
 

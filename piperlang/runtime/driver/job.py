@@ -35,9 +35,9 @@ from piperlang.runtime.device.failure import Failure, failed
 from piperlang.runtime.driver import initial
 from piperlang.runtime.driver.assemble import Rest, assembled, known_to
 from piperlang.runtime.driver.cluster import Cluster, Patience, pack
-from piperlang.runtime.driver.cluster.processes import KILLED
 from piperlang.runtime.driver.loading import Feeds, Loaded, LoadedHere, Loading
 from piperlang.runtime.driver.output import last_lines, output_file
+from piperlang.runtime.driver.processes import KILLED
 from piperlang.runtime.driver.restoring import Restore
 from piperlang.runtime.driver.saving import WrittenPart, assigned
 from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansByShape, RunKey

@@ -28,9 +28,9 @@ from piperlang.runtime.comm import gloo
 from piperlang.runtime.comm.process_group import ProcessBackend
 from piperlang.runtime.driver.cluster import nodes
 from piperlang.runtime.driver.cluster.machines import Machine, OtherMachine, ThisMachine, WorkerPlace
-from piperlang.runtime.driver.cluster.processes import GONE, KILLED, STOPPED, state
 from piperlang.runtime.driver.cluster.ray_itself import RayItself, for_job
 from piperlang.runtime.driver.janitor import clear, processes, start_janitor, stop_janitor
+from piperlang.runtime.driver.processes import GONE, KILLED, STOPPED, state
 from piperlang.runtime.driver.training import SILENT, Lost
 from piperlang.runtime.driver.worker import Worker, process
 

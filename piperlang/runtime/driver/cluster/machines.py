@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -11,8 +12,9 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from piperlang.runtime.driver.cluster.processes import Processes
+from piperlang.runtime.driver.processes import Processes
 from piperlang.runtime.driver.training import SILENT, Lost
+from piperlang.runtime.driver.watcher import Watcher
 
 BEAT = 1.0
 """Seconds between two questions to a machine."""
@@ -58,25 +60,6 @@ class ThisMachine:
         self.processes.close()
 
 
-class Watcher:
-    """A small process on another machine: it answers when a worker, in C code that keeps the GIL, cannot."""
-
-    def __init__(self) -> None:
-        self.processes = Processes()
-        self.pids: set[int] = set()
-
-    def watch(self, pid: int) -> None:
-        self.pids.add(pid)
-        self.processes.watch(pid)
-
-    def look(self) -> dict[int, tuple[str, str]]:
-        """The state of every worker, and how it has ended."""
-        return {pid: (self.processes.state(pid), self.processes.said.get(pid, "")) for pid in self.pids}
-
-    def kill(self, pid: int) -> None:
-        self.processes.kill(pid)
-
-
 class OtherMachine:
     """Another machine."""
 
@@ -84,11 +67,13 @@ class OtherMachine:
         """The machine that has this bundle of resources."""
         self.name = name
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        self.watcher: Any = ray.remote(num_cpus=0)(Watcher).options(scheduling_strategy=place).remote()
+        actor: Any = ray.remote(num_cpus=0)(Watcher)
+        self.watcher = actor.options(scheduling_strategy=place).remote()
         self.seen: dict[int, tuple[str, str]] = {}
-        self.asked: Any = None
-        self.since = 0.0
-        """When it was asked, or has answered last."""
+        self.asked: Any = self.watcher.look.remote()
+        self.since = math.inf
+        """When it was asked, or has answered last. The first answer comes when the watcher has started, however long
+        that takes: until then nothing counts as silence, and Ray notices a node that is lost."""
         self.seen_at = self.asked_at = 0.0
         """When it was asked for what is seen, and when last."""
 

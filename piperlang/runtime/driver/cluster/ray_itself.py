@@ -19,8 +19,8 @@ import ray
 
 from piperlang.diagnostics import error
 from piperlang.interrupts import abandon, uninterrupted
-from piperlang.runtime.driver.cluster.processes import GONE, KILLED, STOPPED, state
 from piperlang.runtime.driver.janitor import MARK, clear
+from piperlang.runtime.driver.processes import GONE, KILLED, STOPPED, state
 
 START_ATTEMPTS = 4
 """Ray gives its processes 30 s to start, which a busy machine may exceed."""
