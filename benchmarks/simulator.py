@@ -4,7 +4,7 @@ Three kinds of cases, all in one run. `sleep`: the network that sleeps, under ev
 pp=4; the simulator is told what the naps take and the description of CPU workers, and nothing was measured before.
 `gpt`: a GPT on CPU workers; passes and transfers are measured under one schedule (`piperc profile`), and schedules that
 were never run before are predicted from that. `--gpu`: the same on NCCL, with one rank and with four, which share the
-GPU as shared_gpu.py says.
+GPU.
 
 A measured step is the median of some steps, none of them recorded, each from its begin on the workers to the end of
 the last of them.
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as f
 from torch import nn
 
-from benchmarks.shared_gpu import partitioned
+from benchmarks.shared_gpu import at_once
 from benchmarks.sleeping import Asleep, batch, compiled, make_model, optimizer, options, show
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import CutProgram, capture
@@ -50,6 +50,8 @@ from piperlang.source import Source
 from piperlang.view.page import page
 
 MS = 30.0
+TIMEOUT = 300.0
+"""Seconds that a rank waits for the others: in the first step one may compile for a minute longer than another."""
 PLACES = {
     "gpipe": ("loop(gpu, {ranks})", 1),
     "one_f_one_b": ("loop(gpu, {ranks})", 1),
@@ -192,7 +194,7 @@ def predicted_and_measured(
     first: Profile | None = None
     for name, text in scripts.items():
         graph, captured, plan = scheduled_gpt(size, name, text, device)
-        with Job(plan, captured, Training(partial(make_gpt, size), adam), timeout=60, cluster=cluster) as job:
+        with Job(plan, captured, Training(partial(make_gpt, size), adam), timeout=TIMEOUT, cluster=cluster) as job:
             batches = letters(size, "cpu")
             result = profiled(job, graph, batches, steps)
             taken = [job.step(batch).seconds for batch in islice(batches, steps + 1)][1:]
@@ -231,7 +233,7 @@ def gpt(ranks: int, size: Size, steps: int, device: str, keep: Path | None = Non
                 for name in ("interleaved", "looped_bfs", "interleaved_zero_bubble")
             }
         )
-    with partitioned(ranks if device == "cuda" else 1):
+    with at_once(ranks if device == "cuda" else 1):
         cluster = Cluster(ranks, backend=for_workers() if device == "cuda" else None)
         try:
             yield from predicted_and_measured(cluster, size, scripts, steps, device, keep)

@@ -75,6 +75,12 @@ def run(options: argparse.Namespace) -> int:
     write_output(output, result.found.dump(), "-o")
     costs = MeasuredCosts(plan, graph, result.found, machine_of(backend))
     print(text(result.typical, simulated(plan, graph, costs).timeline))
+    shared = result.found.shared_devices * result.found.side_by_side
+    if shared:
+        what = f"{len(plan.devices)} workers share {shared} {backend.device.resource}{'s' if shared > 1 else ''}"
+        emit(
+            Notice(f"{what}: times are those of one alone, and steps simulated with them share the same", warning=True)
+        )
     slower = 100 * (result.recording / result.seconds - 1)
     emit(Notice(f"a step takes {time_text(result.seconds)}; recording made it {slower:+.1f}% longer; saved {output}"))
     return 0

@@ -49,6 +49,8 @@ class InstructionCost(NamedTuple):
 
 
 NOTHING = InstructionCost(0.0)
+COMPUTE = "compute"
+"""What passes and updates share."""
 
 
 class CostModel(Protocol):
@@ -125,7 +127,7 @@ class MachineCosts:
                 return self._collectives[key]
             case Update(parameters=parameters):
                 touched = sum(self.sizes.of(one.old, device.device) for one in parameters)
-                return InstructionCost(machine.launch, UPDATE_PASSES * touched / machine.memory_bandwidth, "compute")
+                return InstructionCost(machine.launch, UPDATE_PASSES * touched / machine.memory_bandwidth, COMPUTE)
             case Copy(target=target) | Offload(target=target) | Fetch(target=target):
                 return InstructionCost(
                     machine.launch + 2 * self.sizes.of(target, device.device) / machine.memory_bandwidth
@@ -139,7 +141,7 @@ class MachineCosts:
         share = program.samples / self.graph.model.samples / prod(divide.size for divide in program.sharding[0])
         rate = max(rates(machine, self.graph.model, chunk), default=machine.rate("float32"))
         seconds = work.flops / rate + work.moved_bytes / machine.memory_bandwidth
-        return InstructionCost(machine.launch, share * seconds, "compute")
+        return InstructionCost(machine.launch, share * seconds, COMPUTE)
 
     # ----------------------------------------------------------------------------------------------- communication
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import Collective, GatherParameters, Instruction, Receive, Send, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
-from piperlang.simulate.costs import CostModel, InstructionCost
+from piperlang.simulate.costs import COMPUTE, CostModel, InstructionCost
 from piperlang.simulate.timeline import Activity, Place, Ran, Timeline
 
 MessageKey: TypeAlias = tuple[int, int, int]
@@ -193,7 +193,12 @@ class _Execution:
                 self._join(row, i, x, now)
             case _:
                 cost = self.costs.cost(self.plan.devices[row], x)
-                self._start(cost, ((cost.of, row),), lambda then: self._end(row, i, then), now)
+                self._start(cost, self._computing_on(row), lambda then: self._end(row, i, then), now)
+
+    def _computing_on(self, row: int) -> tuple[Shared, ...]:
+        """The device of a row, or those of all ranks that it stands for."""
+        devices = self.costs.machine.shared_devices
+        return tuple((COMPUTE, rank % devices) for rank in self.alike[row]) if devices else ((COMPUTE, row),)
 
     def _start(
         self, cost: InstructionCost, uses: tuple[Shared, ...], then: Callable[[float], None], now: float
@@ -330,7 +335,7 @@ class _Execution:
             heapq.heappush(self.events, (now + max(0.0, flow.left) / rate, self.order, flow, flow.version))
 
     def _capacity(self, use: Shared) -> int:
-        return self.costs.machine.side_by_side if use[0] == "compute" else 1
+        return self.costs.machine.side_by_side if use[0] == COMPUTE else 1
 
     # --------------------------------------------------------------------------------------------------------- result
 

@@ -23,7 +23,8 @@ from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import Collective, Compute, Instruction, Receive, Send, Update
 from piperlang.plan.plan import DevicePlan, Plan
-from piperlang.simulate.costs import InstructionCost, MachineCosts
+from piperlang.simulate.costs import COMPUTE, InstructionCost, MachineCosts
+from piperlang.simulate.sharing import Sharing, undisturbed
 from piperlang.simulate.timeline import RecordedStep
 
 FORMAT, VERSION = "piperlang profile", 1
@@ -50,6 +51,9 @@ class Profile:
     after: float = 0.0
     rendezvous: bool = False
     side_by_side: int = 1
+    shared_devices: int = 0
+    """How many devices the ranks shared, in turn, and how many passes run at full speed at once on each. Times of
+    passes are those without others beside them."""
     about: dict[str, Any] = field(default_factory=dict)
     """What was measured, where, and with which versions."""
 
@@ -76,7 +80,7 @@ def load(path: Path) -> Profile:
         raise _unusable(path, str(problem)) from None
     rows = [row for its in found.transfers.values() for row in its]
     times = [*found.passes.values(), *found.local.values(), *found.issued.values(), found.before, found.after]
-    if not found.passes or not all(found.transfers.values()) or found.side_by_side < 1:
+    if not found.passes or not all(found.transfers.values()) or found.side_by_side < 1 or found.shared_devices < 0:
         raise _unusable(path, "it has nothing that was measured")
     if not all(isfinite(number) and 0 <= number <= LONGEST for number in (*times, *(one for _, one in rows))):
         raise _unusable(path, f"a time is not between 0 and {LONGEST:g} s")
@@ -147,6 +151,7 @@ def profile_of(
     before: float,
     after: float,
     rendezvous: bool,
+    sharing: Sharing,
     about: Mapping[str, Any],
 ) -> Profile:
     """Of rounds of steps in which every instruction was recorded once: of each kind of instruction the mean in the
@@ -156,10 +161,18 @@ def profile_of(
     for steps in rounds:
         for step in steps:
             sizes = {id(receiver): sender.what.bytes for sender, receiver in step.timeline.messages}
+            computing = undisturbed(
+                {
+                    (row, i): one
+                    for (row, i), one in step.ran.items()
+                    if not isinstance(plan.devices[row].instructions[i], Send | Receive | Collective)
+                },
+                sharing,
+            )
             for (row, i), one in step.ran.items():
                 device = plan.devices[row]
                 x = device.instructions[i]
-                seconds = max(0.0, one.end - one.start - one.waited)
+                seconds = computing.get((row, i), max(0.0, one.end - one.start - one.waited))
                 if isinstance(x, Compute):
                     passes.add(keys.of_pass(x.program), seconds)
                 elif isinstance(x, Collective):
@@ -182,6 +195,8 @@ def profile_of(
         before,
         after,
         rendezvous,
+        sharing.side_by_side,
+        sharing.devices,
         about=dict(about),
     )
 
@@ -219,6 +234,7 @@ class MeasuredCosts:
             machine,
             rendezvous=found.rendezvous,
             side_by_side=found.side_by_side,
+            shared_devices=found.shared_devices,
             host=max(found.issued.values(), default=0.0),
         )
         self.before, self.after = found.before, found.after
@@ -250,7 +266,8 @@ class MeasuredCosts:
             return cost if seconds is None else InstructionCost(0.0, seconds, cost.of or "node")
         key = self.keys.of_local(device, x)
         if key in self.profile.local:
-            return InstructionCost(self.profile.local[key])
+            seconds = self.profile.local[key]
+            return InstructionCost(0.0, seconds, COMPUTE) if self.machine.shared_devices else InstructionCost(seconds)
         self.unknown.add(key)
         return self.guess.cost(device, x)
 
@@ -271,7 +288,7 @@ class MeasuredCosts:
         if known is None:
             guess = self.guess.of_pass(program)
             known = (guess.alone + guess.shared) * self._faster
-        return InstructionCost(0.0, known, "compute")
+        return InstructionCost(0.0, known, COMPUTE)
 
     def _of_other_samples(self, key: str) -> float | None:
         """The same pass of another number of samples: more take longer, but none less than the shortest pass."""

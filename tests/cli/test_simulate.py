@@ -164,6 +164,7 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
         ("passes", []),
         ("before", float("nan")),
         ("side_by_side", 0),
+        ("shared_devices", -1),
         ("transfers", {"message": []}),
         ("transfers", {"message": [[-5.0, 1.0]]}),
         ("version", 99),

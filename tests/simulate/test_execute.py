@@ -17,14 +17,15 @@ from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import schedule
 from piperlang.plan.estimate.machine import Interconnect, Machine
-from piperlang.plan.instructions import Compute, Instruction, Send
+from piperlang.plan.instructions import Collective, Compute, Instruction, Receive, Send
 from piperlang.plan.linearize import alike
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import DevicePlan, Plan
-from piperlang.simulate.costs import NOTHING, InstructionCost, MachineCosts
+from piperlang.simulate.costs import COMPUTE, NOTHING, InstructionCost, MachineCosts
 from piperlang.simulate.execute import SimulatedStep, execute
 from piperlang.simulate.machine_files import load, names
 from piperlang.simulate.result import as_json, segments, simulated, text
+from piperlang.simulate.sharing import Sharing, undisturbed
 from piperlang.simulate.timeline import measure
 from piperlang.simulate.unit import UNIT, simulate
 from piperlang.source import Source
@@ -146,6 +147,65 @@ def test_messages_wait_for_their_receiver_where_they_must() -> None:
         assert all(sender.start <= receiver.end for sender, receiver in pairs)
     assert all(taken > 0 for taken in ends[True])
     assert not any(ends[False])
+
+
+# ------------------------------------------------------------------------------------------------ shared devices
+
+PIPELINE_OF_FOUR = """from std.pipeline import loop, one_f_one_b
+mesh gpu = pp: 4
+loop(gpu, 4)
+split batch into 4 as mb
+one_f_one_b(gpu, 4, 4)
+"""
+REPLICAS = """from std.data import ddp
+mesh gpu = dp: 4
+place [stage=*] on gpu
+ddp(gpu.dp)
+split batch into 2 as mb
+"""
+SECONDS = {"F": 1.0, "B": 2.5}
+
+
+class PassesOnly(Units):
+    """Passes take what SECONDS says, all else nothing."""
+
+    def cost(self, device: DevicePlan, x: Instruction) -> InstructionCost:
+        return InstructionCost(0.0, SECONDS[x.op], COMPUTE) if isinstance(x, Compute) else NOTHING
+
+
+@pytest.mark.parametrize("sharing", [Sharing(), Sharing(1), Sharing(2), Sharing(1, 2), Sharing(1, 3)])
+def test_passes_are_known_from_a_step_that_shares(sharing: Sharing) -> None:
+    """Whatever disturbs them, and however long they took: what they would have taken alone comes out."""
+    graph, plan = planned(4, 4, PIPELINE_OF_FOUR)
+    machine = Machine(launch=0.0, shared_devices=sharing.devices, side_by_side=sharing.side_by_side)
+    found = execute(plan, PassesOnly(plan, graph, machine))
+    instructions = [device.instructions for device in plan.devices]
+    places = [(row, i) for row, its in enumerate(instructions) for i in range(len(its))]
+    ran = {
+        place: one
+        for place, one in zip(places, found.timeline.ran, strict=True)
+        if not isinstance(instructions[place[0]][place[1]], Send | Receive | Collective)
+    }
+    taken = undisturbed(ran, sharing)
+    passes = {place: instructions[place[0]][place[1]].op for place in ran}
+    assert {place: taken[place] for place, op in passes.items() if op in SECONDS} == pytest.approx(
+        {place: SECONDS[op] for place, op in passes.items() if op in SECONDS}
+    )
+    stretched = any(ran[place].end - ran[place].start > 1.01 * taken[place] for place in ran if taken[place])
+    assert stretched == bool(sharing.devices)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "times"), [((0, 1), 1.0), ((1, 1), 4.0), ((2, 1), 2.0), ((1, 4), 1.0), ((1, 3), 4 / 3)]
+)
+def test_replicas_on_shared_devices(sharing: tuple[int, int], times: float) -> None:
+    """All ranks compute at once, so a step takes longer by as much as a device has more than it can run."""
+    graph, plan = planned(4, 8, REPLICAS)
+    machine = Machine(launch=0.0, shared_devices=sharing[0], side_by_side=sharing[1])
+    costs = PassesOnly(plan, graph, machine)
+    every = [(device.device,) for device in plan.devices]
+    alone = sum(SECONDS[x.op] for x in plan.devices[0].instructions if isinstance(x, Compute))
+    assert execute(plan, costs, every).timeline.length == pytest.approx(times * alone)
 
 
 # ------------------------------------------------------------------------------------------------------ machines

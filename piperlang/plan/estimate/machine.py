@@ -39,6 +39,8 @@ class Machine:
     """A message is sent when its receiver is ready, too, as by NCCL; otherwise it is buffered, as by gloo."""
     side_by_side: int = 1
     """How many passes run at full speed at once on a device; more share it."""
+    shared_devices: int = 0
+    """How many devices all ranks share, in turn; 0: each has one of its own."""
 
     def rate(self, dtype: str) -> float:
         """Half precision is that of bfloat16, everything unknown float32."""

@@ -38,7 +38,8 @@ def _gradient(
 ) -> torch.Tensor:
     if output == program.loss:
         assert x.loss_share is not None
-        return torch.tensor(x.loss_share, device=device.where, dtype=device.loss_dtype)
+        # Not `torch.tensor`, which copies from the host: on CUDA it would wait for all that its stream has to do.
+        return torch.full((), x.loss_share, device=device.where, dtype=device.loss_dtype)
     if not keys:
         zero = next(zero for zero in x.zeros if zero.output == output)
         return torch.zeros(zero.shape, dtype=getattr(torch, zero.dtype), device=device.where)

@@ -18,6 +18,7 @@ from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.recording import around, parts, recorded
 from piperlang.runtime.hardware.kind import StepTimes
 from piperlang.simulate.measured import Profile, profile_of
+from piperlang.simulate.sharing import Sharing
 from piperlang.simulate.timeline import Timeline
 
 WHOLE = 3
@@ -67,6 +68,7 @@ def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: 
         before,
         after,
         not job.backend.buffered,
+        Sharing(*job.backend.device.sharing(len(plan.devices))) if job.cluster.local else Sharing(),
         _about(job.backend),
     )
     timelines = sorted((recorded(plan, step, "recorded").timeline for step in whole), key=lambda step: step.length)

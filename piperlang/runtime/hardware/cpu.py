@@ -131,6 +131,11 @@ class Cpu(DeviceKind):
     def claim(self, rank: int) -> torch.device:
         return torch.device("cpu")
 
+    def sharing(self, ranks: int) -> tuple[int, int]:
+        """Passes run on one thread each, wherever the system puts them."""
+        cores = len(os.sched_getaffinity(0))
+        return (1, cores) if cores < ranks else (0, 1)
+
     def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams:
         return CpuStreams(device.plan.instructions, execute, f"{device.plan.device}:")
 

@@ -136,6 +136,10 @@ class Cuda(DeviceKind):
         torch.cuda.set_device(device)
         return device
 
+    def sharing(self, ranks: int) -> tuple[int, int]:
+        count = torch.cuda.device_count()
+        return (count, 1) if 0 < count < ranks else (0, 1)
+
     def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams:
         return CudaStreams(device, execute)
 

@@ -71,6 +71,11 @@ class DeviceKind(ABC):
     def claim(self, rank: int) -> torch.device:
         """The device of a rank, made the current one of this process."""
 
+    def sharing(self, ranks: int) -> tuple[int, int]:
+        """How ranks on one machine share its devices, where there are fewer: how many devices there are, and how many
+        passes run at full speed at once on each. 0 devices: each rank has one of its own."""
+        return 0, 1
+
     @abstractmethod
     def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams: ...
 
