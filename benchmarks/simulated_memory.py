@@ -32,6 +32,9 @@ loop(gpu, {RANKS}, 1)
 """
 CASES = {
     "1F1B": f"{PIPELINE}one_f_one_b(gpu, {RANKS}, 4)\n",
+    "1F1B, what is cheap recomputed": (
+        f"{PIPELINE}recompute [stage=*] with policy=cheap\none_f_one_b(gpu, {RANKS}, 4)\n"
+    ),
     "1F1B, all stages recomputed": f"{PIPELINE}recompute [stage=*]\none_f_one_b(gpu, {RANKS}, 4)\n",
     "ZeRO-3": (
         f"mesh gpu = dp: {RANKS}\nplace [stage=*] on gpu\nsplit batch into 2 as mb\n"

@@ -43,6 +43,8 @@ class HasModel(Protocol):
     @property
     def model(self) -> Model: ...
 
+    def recomputing(self, cheap: frozenset[int]) -> HasModel: ...
+
 
 class SupportsCut(Protocol):
     """A traced model, which tags cut into chunks."""
@@ -87,11 +89,23 @@ class Schedule:
         self.halved: dict[Tagset, Directive] = {}
         """Whose backward is in two halves because a directive other than an order names them."""
         self.recomputed: dict[Tagset, Recompute] = {}
+        """Whose forward runs again before the backward;"""
+        self.cheap: frozenset[Tagset] = frozenset()
+        """of these the backward recomputes only what is cheap."""
         self.offloaded: dict[Tagset, Offload] = {}
 
     @cached_property
-    def captured(self) -> HasModel:
+    def cut(self) -> HasModel:
         return self.program.cut(self.tag_directives)
+
+    @property
+    def captured(self) -> HasModel:
+        """The model as it is cut, with what the backwards of chunks recompute."""
+        if not self.cheap:
+            return self.cut
+        return self.cut.recomputing(
+            frozenset(chunk.number for chunk in self.cut.model.chunks if chunk.tagset in self.cheap)
+        )
 
     @cached_property
     def outline(self) -> Outline:
@@ -104,11 +118,11 @@ class Schedule:
     @property
     def settled(self) -> bool:
         """Whether the model has been cut: while tags still come, that is put off."""
-        return "captured" in self.__dict__
+        return "cut" in self.__dict__
 
     def recut(self) -> None:
         """New tags cut the model anew, when it is next looked at."""
-        for name in ("captured", "outline", "groups"):
+        for name in ("cut", "outline", "groups"):
             self.__dict__.pop(name, None)
 
     @property

@@ -40,7 +40,7 @@ class Program:
     """Where it is planned for a padded batch: for each sample, the sample of the given batch that it repeats."""
     _known: dict[object, int] = field(default_factory=dict)
     _joints: dict[tuple[int, int], Joint] = field(default_factory=dict)
-    _pieces: dict[tuple[int, int, Sharding], PassGraphs] = field(default_factory=dict)
+    _pieces: dict[tuple[int, int, Sharding, bool], PassGraphs] = field(default_factory=dict)
     _places: dict[tuple[int, int, Sharding], ir.Places] = field(default_factory=dict)
     _tried: dict[tuple[int, int, tuple[ir.Divide, ...]], Tried] = field(default_factory=dict)
     _promised: dict[tuple[int, Sharding], tuple[int, ir.Places]] = field(default_factory=dict)
@@ -62,13 +62,17 @@ class Program:
         """An identifier that is equal for chunks that compute the same."""
         return self._known.setdefault(signature(self.sizes.small, chunk, self.sizes), len(self._known))
 
-    def pass_graphs(self, chunk: Subgraph, key: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
+    def pass_graphs(
+        self, chunk: Subgraph, key: int, samples: int, sharding: Sharding = ((), ()), cheap: bool = False
+    ) -> PassGraphs:
+        """`cheap`: the backward recomputes what is cheap."""
         known = (key, samples, sharding)
-        if known not in self._pieces:
+        if (*known, cheap) not in self._pieces:
             first = (key, self.sizes.samples, ((), ()))
-            like = self.pass_graphs(chunk, *first) if known != first else None
-            made = divide(self._joint(chunk, key, samples), self._local(chunk, known) if sharding[0] else None, like)
-            if any(DISPATCHED in places for places in self._places.get(known, {}).values()):
+            like = self.pass_graphs(chunk, *first, cheap) if known != first else None
+            local = self._local(chunk, known) if sharding[0] else None
+            made = divide(self._joint(chunk, key, samples), local, like, cheap)
+            if not cheap and any(DISPATCHED in places for places in self._places.get(known, {}).values()):
                 self._any_rows(chunk, known, made)
             promised = self._promised.get((key, sharding))
             if promised is not None and 1 < samples < promised[0] and promised[1] != self._places[known]:
@@ -78,8 +82,8 @@ class Program:
                     f"chunk {tags} is sharded differently with {samples} samples than with {promised[0]} samples",
                     help="put `split` and `replicate` before `shard`",
                 )
-            self._pieces[known] = made
-        return self._pieces[known]
+            self._pieces[*known, cheap] = made
+        return self._pieces[*known, cheap]
 
     def _joint(self, chunk: Subgraph, key: int, samples: int) -> Joint:
         if (key, samples) not in self._joints:
@@ -237,10 +241,17 @@ def capture(
 class CutProgram:
     """The program cut into chunks."""
 
-    def __init__(self, program: Program, chunks: list[Subgraph]) -> None:
-        self.program, self.chunks = program, chunks
+    def __init__(self, program: Program, chunks: list[Subgraph], cheap: frozenset[int] = frozenset()) -> None:
+        """`cheap`: the numbers of the chunks whose backward recomputes what is cheap."""
+        self.program, self.chunks, self.cheap = program, chunks, cheap
+        self._others: dict[frozenset[int], CutProgram] = {}
         self.keys = [program.key(chunk) for chunk in chunks]
         self.model = self._describe()
+
+    def recomputing(self, cheap: frozenset[int]) -> CutProgram:
+        if cheap not in self._others:
+            self._others[cheap] = CutProgram(self.program, self.chunks, cheap)
+        return self._others[cheap]
 
     def check_state(self) -> None:
         """Python state that the program has captured must not change. Called before every step."""
@@ -285,7 +296,7 @@ class CutProgram:
         return max(self.program.rows) + 1 if self.program.rows else self.program.sizes.samples
 
     def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
-        return self.program.pass_graphs(self.chunks[chunk], self.keys[chunk], samples, sharding)
+        return self.program.pass_graphs(self.chunks[chunk], self.keys[chunk], samples, sharding, chunk in self.cheap)
 
     def divided(self, chunk: int, samples: int, sharding: Sharding) -> ir.Places:
         return self.program.places(self.chunks[chunk], self.keys[chunk], samples, sharding)
@@ -353,7 +364,7 @@ class CutProgram:
             tuple(path for path in paths if path),
             pieces.saved_bytes,
             pieces.kept_bytes,
-            self.keys[chunk.number],
+            chunk.number in self.cheap,
             *pieces.saved(),
             dispatch(chunk),
             tuple(

@@ -1,4 +1,4 @@
-"""recompute: runs the forward again before the backward instead of storing activations.
+"""recompute: computes activations again in the backward instead of storing them.
 
     recompute [stage=0]
 
@@ -23,16 +23,22 @@ After:
 
 F stores only its inputs. R waits for the gradient of the outputs; one R serves a backward in two halves, too.
 
-Preconditions: the chunks exist, and their activations are not offloaded."""
+With policy=cheap there is no R: F stores the fewest bytes from which pointwise operators, normalisations and the like
+compute what B, I and W read (capture/autodiff/min_cut.py). Matrix products, attention and random operators run once.
+policy=none takes back what an earlier line says.
+
+Preconditions: the chunks exist; what is recomputed as a whole is not offloaded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from piperlang.build.divide import refuse_both
 from piperlang.core.selector import Selector
 from piperlang.elaborate.directive import Directive
+from piperlang.elaborate.options import Kind, Words
 from piperlang.syntax import tree
 
 if TYPE_CHECKING:
@@ -41,12 +47,16 @@ if TYPE_CHECKING:
     from piperlang.elaborate.outline import Outline
 
 
+NONE, CHEAP, ALL = "none", "cheap", "all"
+
+
 @dataclass(frozen=True)
 class Recompute(Directive):
-    """recompute SELECTOR
-    Recompute the forward before the backward instead of storing activations."""
+    """recompute SELECTOR [with policy=all|cheap|none]
+    Recompute activations in the backward instead of storing them: all of the forward, or what is cheap."""
 
     nodes = (tree.Recompute,)
+    legal: ClassVar[Mapping[str, Kind]] = {"policy": Words((ALL, CHEAP, NONE))}
 
     selector: Selector
 
@@ -57,11 +67,20 @@ class Recompute(Directive):
     def __str__(self) -> str:
         return f"recompute {self.selector}{self.with_options}"
 
+    @property
+    def policy(self) -> str:
+        return next((str(option.value) for option in self.options), ALL)
+
     def apply_to_outline(self, outline: Outline) -> None:
-        outline.recomputed.append(self.selector)
+        outline.recomputed.append((self.selector, self.policy == ALL))
 
     def apply_to_schedule(self, schedule: Schedule) -> None:
-        for group, _ in schedule.meant(self.selector):
-            refuse_both(self, group, schedule.offloaded.get(group), "offloaded")
-            schedule.recomputed[group] = self
+        groups = {group for group, _ in schedule.meant(self.selector)}
+        for group in groups:
+            schedule.recomputed.pop(group, None)
+            if self.policy == ALL:
+                refuse_both(self, group, schedule.offloaded.get(group), "offloaded")
+                schedule.recomputed[group] = self
+        cheap = schedule.cheap - groups
+        schedule.cheap = cheap | groups if self.policy == CHEAP else cheap
         self.apply_to_outline(schedule.outline)

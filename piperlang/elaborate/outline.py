@@ -39,7 +39,8 @@ class Outline:
         self.placements = Placements(model=model)
         self.lanes = Lanes(self.placements, self.splits)
         self.chains: list[Order] = []
-        self.recomputed: list[Selector] = []
+        self.recomputed: list[tuple[Selector, bool]] = []
+        """What has been said of forwards, and whether they run again: the last one holds."""
         self._values: dict[str, set[TagValue]] = {}
         self._counted = 0
 

@@ -264,7 +264,7 @@ def _extras(draft: Draft) -> list[str]:
     for stage in stages:
         kind = draw.random()
         if kind < 0.2:
-            lines.append(f"recompute [stage={stage}]")
+            lines.append(f"recompute [stage={stage}]{draw.choice(('', ' with policy=cheap'))}")
         elif kind < 0.35:
             lines.append(f"offload [stage={stage}] with prefetch={draw.randrange(3)}")
         if draw.random() < 0.4 and draft.library is None:

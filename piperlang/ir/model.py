@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -95,8 +95,8 @@ class Chunk:
     """Paths of the modules in it, for messages."""
     saved_bytes: int = 0
     kept_bytes: int = 0
-    key: object = field(default=None, compare=False)
-    """Equal for chunks that compute the same."""
+    recomputes: bool = False
+    """Its backward recomputes what is cheap."""
     saved_apart: int = 0
     """Of the saved bytes, those that share no memory with an input or output."""
     saved_in: tuple[Slot, ...] = ()

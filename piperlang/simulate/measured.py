@@ -115,7 +115,8 @@ class Keys:
         """With the size of the stage: the same one of another model is something else."""
         its = self.plan.programs[program]
         divided = "".join(f", {one.style} {one.size}" for one in its.sharding[0])
-        return f"{its.op} of {self.chunks[its.chunk]}{divided}{AT}{its.samples}"
+        again = ", recomputing" if its.op in "BIW" and self.graph.model.chunks[its.chunk].recomputes else ""
+        return f"{its.op} of {self.chunks[its.chunk]}{divided}{again}{AT}{its.samples}"
 
     def of_local(self, device: DevicePlan, x: Instruction) -> str:
         if isinstance(x, Update):

@@ -36,15 +36,18 @@ class UnitCosts:
 
     passes: Mapping[str, int] = field(default_factory=lambda: {"F": 1, "B": 2, "I": 1, "W": 1})
     factors: Mapping[tuple[str, TagValue], int] = field(default_factory=dict)
-    recomputed: Sequence[Selector] = ()
-    """Passes whose forward runs again before the backward, or before its first half."""
+    recomputed: Sequence[tuple[Selector, bool]] = ()
+    """Whether the forward of a pass runs again before the backward, or before its first half: the last one holds."""
 
     def of(self, item: Item) -> int:
         op = str(item["pass"])
         units = self.passes[op]
-        if op in ("B", "I") and any(one.matches(item) for one in self.recomputed):
+        if op in ("B", "I") and self._runs_again(item):
             units += self.passes["F"]
         return units * prod(self.factors.get(tag, 1) for tag in item.items())
+
+    def _runs_again(self, item: Item) -> bool:
+        return next((again for selector, again in reversed(self.recomputed) if selector.matches(item)), False)
 
     def __str__(self) -> str:
         """`F=I=W=1, B=2, stage=3 takes 2 times that`"""
@@ -52,7 +55,7 @@ class UnitCosts:
         for name in ("F", "I", "W", "B"):
             by_cost.setdefault(self.passes[name], []).append(name)
         words = [f"{'='.join(names)}={cost}" for cost, names in by_cost.items()]
-        words += ["B and I with F again where recomputed"] if self.recomputed else []
+        words += ["B and I with F again where recomputed"] if any(again for _, again in self.recomputed) else []
         return ", ".join(
             [*words, *(f"{key}={value} takes {factor} times that" for (key, value), factor in self.factors.items())]
         )

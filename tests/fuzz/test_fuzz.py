@@ -45,6 +45,7 @@ DRAWN = {
         "params=sharded",
         "grads=sharded",
         "recompute",
+        "policy=cheap",
         "offload",
         "split batch",
         "split [",

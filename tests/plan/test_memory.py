@@ -154,6 +154,10 @@ SCHEDULES = {
     "zero2": zero(" with grads=sharded"),
     "zero3": zero(" with params=sharded"),
     "recompute": pipeline("gpipe", "loop", 4, 1, "recompute [stage=0:3]"),
+    "recompute cheap": pipeline("gpipe", "loop", 4, 1, "recompute [stage=*] with policy=cheap"),
+    "recompute cheap, in halves": pipeline(
+        "zbv", "vee", 2, 2, "replicate [pass=*] over gpu.dp\nrecompute [stage=*] with policy=cheap"
+    ),
 }
 
 

@@ -60,13 +60,14 @@ def test_what_is_recomputed_takes_its_forward_again() -> None:
     """1F1B: every backward takes 3 instead of 2; with one stage recomputed of two, it is the slower one."""
     script = "from std.pipeline import loop, one_f_one_b\nmesh gpu = pp: 2\nsplit batch into 4 as mb\nloop(gpu, 2)\n"
     lengths = {}
-    for recomputed in ("", "recompute [stage=*]\n", "recompute [stage=1]\n", "recompute [stage=7]\n"):
+    taken_back = "recompute [stage=*]\nrecompute [stage=*] with policy=cheap\n"
+    for recomputed in ("", "recompute [stage=*]\n", "recompute [stage=1]\n", "recompute [stage=7]\n", taken_back):
         found = outline(Source("s.piper", f"{script}{recomputed}one_f_one_b(gpu, 2, 4)\n"))
         assert not found.problems
         costs = replace(UNIT, recomputed=found.outline.recomputed)
         lengths[recomputed] = simulate(found.outline.orders(), costs).length
     whole, one = lengths["recompute [stage=*]\n"], lengths["recompute [stage=1]\n"]
-    assert lengths[""] == (4 + 1) * 3 == lengths["recompute [stage=7]\n"]
+    assert lengths[""] == (4 + 1) * 3 == lengths["recompute [stage=7]\n"] == lengths[taken_back]
     assert whole == (4 + 1) * 4
     assert lengths[""] < one < whole
     assert "F again" in str(replace(UNIT, recomputed=found.outline.recomputed))

@@ -60,7 +60,7 @@ def script(model: str, *names: str) -> str:
     if "order" in names:
         lines += _order(names, stages)
     if "recompute" in names:
-        lines.append("recompute [stage=0]")
+        lines += ["recompute [stage=0]", "recompute [stage=1] with policy=cheap"]
     if "offload" in names:
         lines.append("offload [stage=1]")
     return "\n".join(lines) + "\n"

@@ -77,7 +77,11 @@ JOB_SCHEDULES = {
     ),
     "recompute and offload": (
         "unet",
-        'recompute [stage=1]\noffload [stage=2]\nsplit batch into 2 as mb\nstream [stage=3, pass=W] on "weights"\n',
+        (
+            "recompute [stage=1]\noffload [stage=2]\nrecompute [stage=2:4] with policy=cheap\n"
+            "split batch into 2 as mb\n"
+            'stream [stage=3, pass=W] on "weights"\n'
+        ),
     ),
     "ranks wait for each other": (
         "mlp",

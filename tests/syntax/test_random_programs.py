@@ -284,7 +284,7 @@ class Writer:
                 ),
                 lambda: f"stream {self.selector(1)} on {self.string(0)}",
                 lambda: f"order {self.step(1)} -> {self.step(1)}",
-                lambda: f"recompute {self.selector(1)}",
+                lambda: f"recompute {self.selector(1)} with policy={self.pick(*OPTION_WORDS['policy'])}",
                 lambda: f"offload {self.selector(1)} with prefetch={self.integer(0)}",
                 lambda: f"require {self.truth(2)}, {self.string(0)}",
                 lambda: f"print {self.expr(2)}, {self.expr(1)}",

@@ -1,0 +1,153 @@
+"""`recompute ... with policy=cheap`: the backward computes again what is cheap, from as few bytes as can be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import combinations
+from random import Random
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._ops import OpOverload
+
+from piperlang.capture.annotate import annotate
+from piperlang.capture.autodiff.cost import bytes_of
+from piperlang.capture.autodiff.cut import Subgraph, cut
+from piperlang.capture.autodiff.differentiate import differentiate
+from piperlang.capture.autodiff.min_cut import CHEAP, VIEWS, fewest_bytes, is_cheap
+from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.trace.trace import Traced, trace
+from tests.support.chunks import run
+from tests.support.models import CASES, WIDTH, Case, square, vectors
+
+torch.set_num_threads(1)
+aten = torch.ops.aten
+
+
+@cache
+def captured(name: str, cheap: bool) -> tuple[Traced, list[Subgraph], list[PassGraphs]]:
+    case = CASES[name]
+    traced = trace(case.model, case.loss, case.batch(4))
+    chunks = cut(traced)
+    return traced, chunks, differentiate(traced, chunks, cheap)
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["B", "IW"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_same_bitwise(name: str, halves: bool) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    batch, model = case.batch(4), case.model()
+    loss, gradients = run(*captured(name, False), model, batch, halves=halves)
+    again_loss, again = run(*captured(name, True), model, batch, halves=halves)
+    assert again_loss == loss
+    assert again.keys() == gradients.keys()
+    assert all(torch.equal(again[one], gradient) for one, gradient in gradients.items())
+
+
+def takes_long(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and target not in CHEAP | VIEWS and torch.Tag.pointwise not in target.tags
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_takes_long_runs_once(name: str) -> None:
+    """Matrix products, attention, random numbers: no backward has more of them than one that recomputes nothing."""
+
+    def work(*pieces: PassGraph | None) -> Counter[str]:
+        nodes = [node for piece in pieces if piece for node in piece.module.graph.nodes]
+        return Counter(str(node.target) for node in nodes if takes_long(node))
+
+    for plain, cheap in zip(captured(name, False)[2], captured(name, True)[2], strict=True):
+        assert work(cheap.F) == work(plain.F)
+        assert work(cheap.B) <= work(plain.B)
+        assert work(cheap.I, cheap.W) <= work(plain.I, plain.W)
+        # Inputs that the backward reads are not counted: they are kept instead of what is computed from them.
+        assert cheap.saved_bytes <= plain.saved_bytes
+        assert cheap.saved_bytes + cheap.kept_bytes <= plain.saved_bytes + plain.kept_bytes
+
+
+class Block(nn.Module):
+    """A layer normalisation, a layer, an activation and another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage, block in enumerate(self.blocks):
+            with annotate("stage", stage):
+                x = block(x)
+        return x
+
+
+def test_what_is_saved_of_a_block() -> None:
+    """What the first layer gives: not the normalised input, nor the activation, which B, and I and W, compute once more
+    from that and from the input of the block."""
+    case = Case("blocks", Blocks, square, vectors, 3)
+    traced = trace(case.model, case.loss, case.batch(4))
+    chunks = cut(traced)
+    (_, plain, _), (_, cheap, _) = (differentiate(traced, chunks, policy) for policy in (False, True))
+    values = 4 * WIDTH * 4
+    assert plain.saved_bytes >= (1 + 4 + 4) * values
+    assert cheap.saved_bytes == 4 * values
+    assert cheap.B is not None
+    assert ("input", 0) in cheap.B.inputs
+    # The gradient of what the first layer gives, and of the normalisation's weight and bias; and its result.
+    assert cheap.kept_bytes == 4 * values + 2 * WIDTH * 4 + values
+
+
+# ------------------------------------------------------------------------------------------------- the cut itself
+
+OPERATORS = [aten.mul.Tensor, aten.mm.default, aten.cat.default, aten.mul.Tensor]
+
+
+def drawn(draw: Random) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """Operators on values of any size, the inputs, and what a backward reads."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(f"x{i}") for i in range(3)]
+    nodes = list(inputs)
+    for _ in range(draw.randrange(2, 8)):
+        sources = draw.sample(nodes, min(len(nodes), draw.randrange(1, 3)))
+        nodes.append(graph.call_function(draw.choice(OPERATORS), tuple(sources)))
+    for node in nodes:
+        node.meta["val"] = torch.empty(draw.randrange(1, 9))
+    return nodes[len(inputs) :], inputs, draw.sample(nodes, draw.randrange(1, 4))
+
+
+def suffices(saved: set[fx.Node], read: list[fx.Node], made: list[fx.Node]) -> bool:
+    there = set(saved)
+    for node in made:
+        if is_cheap(node) and there.issuperset(node.all_input_nodes):
+            there.add(node)
+    return there.issuperset(read)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_other_choice_saves_fewer_bytes(seed: int) -> None:
+    """Against all choices there are."""
+    draw = Random(seed)
+    made, inputs, read = drawn(draw)
+    free = set(draw.sample(inputs, draw.randrange(3)))
+    found = fewest_bytes(read, made, free)
+    values = [node for node in [*inputs, *made] if node not in free]
+    least = min(
+        bytes_of(choice)
+        for count in range(len(values) + 1)
+        for choice in combinations(values, count)
+        if suffices(free.union(choice), read, made)
+    )
+    assert suffices(found | free, read, made)
+    assert bytes_of(found) == least
+    assert found == fewest_bytes(read, made, free)
