@@ -1,10 +1,10 @@
 """What a background checkpoint and the check of `--on-nan` cost a step.
 
-    python -m benchmarks.saving [--layers 8] [--steps 12] [--folder DIR]
+    python -m benchmarks.saving [--cpu] [--layers 8] [--steps 12] [--folder DIR]
 
 A GPT of one_gpu.py in bf16 with AdamW, on one GPU. Jobs with and without the check alternate; the median of their steps
-counts. A checkpoint is saved after every sixth
-step: how long the step loop waits for it, how long it takes to be on the disk, and how fast steps are meanwhile.
+counts. A checkpoint is saved after every sixth step: how long the step loop waits for it, how long it takes to be on
+the disk, and how fast steps are meanwhile. `--cpu`: of a small GPT on two CPU workers, without the check.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import one_gpu
+from benchmarks.simulator import STAGED, Size, adam, letters, make_gpt, scheduled_gpt
 from piperlang.capture.program import capture
 from piperlang.pipeline import planned, schedule
 from piperlang.runtime.checkpoint.manifest import DataPosition
@@ -29,6 +33,8 @@ from piperlang.runtime.driver.training import Training
 from piperlang.source import Source
 
 EVERY = 6
+SMALL = Size(stages=2, layers=3, width=512, samples=16)
+"""On CPU workers: 20 million weights, a checkpoint of 240 MB."""
 
 
 def job(layers: int, skips: bool) -> Job:
@@ -41,8 +47,18 @@ def job(layers: int, skips: bool) -> Job:
     return Job(planned(graph, None, skips), captured, Training(make, one_gpu.optimizer), loss_dtype=dtype)  # type: ignore[arg-type]
 
 
-def timed(running: Job, steps: int) -> list[float]:
-    return [running.step(one_gpu.batch(step, "cpu")).seconds for step in range(steps)]
+def job_on_cpu() -> Job:
+    text = STAGED.format(name="one_f_one_b", ranks=2, micro=4, chunks=1)
+    _, captured, plan = scheduled_gpt(SMALL, "two.piper", text, "cpu")
+    return Job(plan, captured, Training(partial(make_gpt, SMALL), adam), timeout=60)
+
+
+def batches() -> Iterator[Any]:
+    return (one_gpu.batch(step, "cpu") for step in count())
+
+
+def timed(running: Job, given: Iterator[Any], steps: int) -> list[float]:
+    return [running.step(batch).seconds for batch in islice(given, steps)]
 
 
 def check_costs(layers: int, steps: int) -> dict[str, Any]:
@@ -50,8 +66,8 @@ def check_costs(layers: int, steps: int) -> dict[str, Any]:
     memory: dict[bool, int] = {}
     for skips in (False, True, False, True):
         with job(layers, skips) as running:
-            timed(running, 3)
-            times[skips] += timed(running, steps)
+            timed(running, batches(), 3)
+            times[skips] += timed(running, batches(), steps)
             memory[skips] = running.step(one_gpu.batch(0, "cpu")).memory
     middle = {skips: statistics.median(found) for skips, found in times.items()}
     return {
@@ -61,16 +77,16 @@ def check_costs(layers: int, steps: int) -> dict[str, Any]:
     }
 
 
-def save_costs(layers: int, steps: int, folder: Path) -> dict[str, Any]:
-    with job(layers, True) as running:
-        timed(running, 3)
-        plain = statistics.median(timed(running, steps))
+def save_costs(running: Job, given: Iterator[Any], steps: int, folder: Path) -> dict[str, Any]:
+    with running:
+        timed(running, given, 3)
+        plain = statistics.median(timed(running, given, steps))
         checkpoints = Checkpoints(running, store_of(folder), 0, {}, 2)
         during, stalled, seconds = [], [], []
         for step in range(3 * EVERY):
             if step % EVERY == 0:
                 checkpoints.save(step, DataPosition(step, step), {})
-            during += timed(running, 1)
+            during += timed(running, given, 1)
             done = checkpoints.finished()
             if done is not None:
                 stalled.append(done.stalled)
@@ -94,12 +110,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
+    parser.add_argument("--cpu", action="store_true", help="two CPU workers")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this needs a GPU")
+    if not options.cpu and not torch.cuda.is_available():
+        sys.exit("this needs a GPU, or `--cpu`")
     with tempfile.TemporaryDirectory() as made:
-        found = check_costs(options.layers, options.steps)
-        found |= save_costs(options.layers, options.steps, options.folder or Path(made))
+        folder = options.folder or Path(made)
+        if options.cpu:
+            found = save_costs(job_on_cpu(), letters(SMALL, "cpu"), options.steps, folder)
+        else:
+            found = check_costs(options.layers, options.steps)
+            found |= save_costs(job(options.layers, True), batches(), options.steps, folder)
     for name, value in found.items():
         print(f"{name}: {value}")
 

@@ -154,6 +154,32 @@ def test_constants_in_the_shape_of_an_activation_learn_nothing() -> None:
         torch.testing.assert_close(gradients[name], weight.grad)
 
 
+class LstmFirst(nn.Module):
+    """The input of the LSTM requires no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(WIDTH // 2, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 0):
+            x = self.lstm(x.view(len(x), 2, WIDTH // 2))[0][:, -1]
+        with annotate("stage", 1):
+            return self.head(x)
+
+
+def test_an_lstm_on_the_batch_itself() -> None:
+    case = Case("lstm", LstmFirst, square, vectors, 2)
+    torch.manual_seed(0)
+    batch = case.batch(4)
+    model, loss = eager(case, batch)
+    got, gradients = run(*captured(case), model, batch, halves=True)
+    assert got == pytest.approx(loss, rel=1e-6)
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        torch.testing.assert_close(gradients[name], weight.grad)
+
+
 def test_halves_repeat_nothing() -> None:
     """Operators of I and W together are those of B, views of weights aside."""
     from piperlang.capture.autodiff.min_cut import VIEWS

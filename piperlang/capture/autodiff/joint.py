@@ -5,6 +5,9 @@ Private API, kept in this file: `torch._functorch.aot_autograd.aot_export_joint_
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -17,6 +20,8 @@ from piperlang.capture.trace.random import PLACE
 from piperlang.capture.trace.trace import Traced
 from piperlang.capture.trace.untraceable import differentiating, refuse_sparse
 from piperlang.ir.model import Slot
+
+LSTM = {torch.ops.aten.lstm.input, torch.ops.aten.lstm.data}
 
 
 def sources(traced: Traced, chunk: Subgraph) -> list[tuple[Slot, fx.Node, bool]]:
@@ -110,4 +115,12 @@ class Joint:
                 copied[node].args, copied[node].kwargs = self.sizes.arguments(node, self.samples, lambda n: copied[n])
         names = {node.name: node for node in self.chunk.nodes}
         graph.output(tuple(copied[names[value.name]] for value in self.chunk.outputs))
-        return fx.Interpreter(self.traced.root, graph=graph)
+        return _Operators(self.traced.root, graph=graph)
+
+
+class _Operators(fx.Interpreter):
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # An LSTM whose input requires no gradient would become one operator of oneDNN whose forward does not give what
+        # its backward needs (torch 2.11 and 2.13). Without oneDNN it becomes matrix products, as with other inputs.
+        with torch.backends.mkldnn.flags(enabled=False) if target in LSTM else nullcontext():
+            return super().call_function(target, args, kwargs)

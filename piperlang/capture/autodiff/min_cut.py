@@ -6,6 +6,7 @@ Of several such cuts it is the one nearest to the backward, which recomputes lea
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from piperlang.capture.autodiff.cost import size
+from piperlang.capture.autodiff.cost import size, storages
 
 aten = torch.ops.aten
 
@@ -102,7 +103,7 @@ def fewest_bytes(read: Iterable[fx.Node], made: Collection[fx.Node], free: Colle
         if node in seen:
             continue
         seen.add(node)
-        network.add_edge((node, "in"), (node, "out"), **_capacity(node.meta["val"]))
+        network.add_edge((node, "in"), (node, "out"), capacity=_held(node.meta["val"]))
         if node not in made or not is_cheap(node):
             network.add_edge(_SOURCE, (node, "in"))
             continue
@@ -115,6 +116,7 @@ def fewest_bytes(read: Iterable[fx.Node], made: Collection[fx.Node], free: Colle
     return {node for node in seen if (node, "in") in before and (node, "out") not in before}
 
 
-def _capacity(value: Any) -> dict[str, int]:
-    """What cannot be saved by itself, such as a number, has none: it is infinite."""
-    return {"capacity": size(value)} if isinstance(value, torch.Tensor | tuple | list) else {}
+def _held(value: Any) -> float:
+    """The bytes that saving a value keeps in memory: of a view, all that it is a view of. What cannot be saved by
+    itself, such as a number, has infinitely many."""
+    return sum(storages(value).values()) if isinstance(value, torch.Tensor | tuple | list) else math.inf
