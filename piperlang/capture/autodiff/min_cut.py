@@ -11,7 +11,7 @@ import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import networkx as nx
+import networkx as nx  # which torch requires
 import torch
 from torch import fx
 from torch._ops import OpOverload
