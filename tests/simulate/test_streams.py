@@ -21,6 +21,7 @@ from piperlang.source import Source
 from piperlang.view.gantt import gantt
 from tests.support import ROOT
 
+pytestmark = pytest.mark.xdist_group("streams")  # the model is captured once
 EXAMPLE = ROOT / "examples" / "06_dualpipev"
 WAYS = ("one_stream", "two_streams", "bucketed", "overlapped")
 
