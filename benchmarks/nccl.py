@@ -1,5 +1,7 @@
 """The schedules of tests/support/job_schedules.py on CUDA over NCCL, four ranks sharing what GPUs there are, against
-plain training on one, with clipping and evaluation.
+plain training on one, with clipping and evaluation. The first two steps are issued instruction by instruction, and give
+their gradients; the next ones are CUDA graphs, with a learning rate that changes. Every second schedule has an
+optimizer whose updates are part of the graph.
 
 python -m benchmarks.nccl [--json]
 """
@@ -32,6 +34,8 @@ from tests.support.job_schedules import JOB_SCHEDULES
 from tests.support.models import CASES, Case
 
 RANKS = 4
+ISSUED, STEPS = 2, 6
+"""Steps before the graph, and all of them."""
 MAX_NORM = 0.05
 """Gradients are clipped, as every job that trains a language model does."""
 
@@ -44,8 +48,19 @@ SUMMED = {
 }
 
 
-def compare(cluster: Cluster, case: Case, script: str, compiles: bool) -> dict[str, Any]:
-    """The largest relative differences of losses, gradients and weights from plain training, over two steps."""
+def fused(params: Any) -> torch.optim.Optimizer:
+    """A large `eps`, so that an update is about as large as its gradient: others divide by what is next to zero."""
+    return torch.optim.AdamW(params, lr=0.05, eps=0.1, fused=True)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def compare(
+    cluster: Cluster, case: Case, script: str, compiles: bool, optimizer: Any = optimizer, steps: int = STEPS
+) -> dict[str, Any]:
+    """The largest relative differences of losses, gradients and weights from plain training."""
 
     def batch(step: int, device: str) -> Any:
         torch.manual_seed(100 + step)
@@ -60,13 +75,16 @@ def compare(cluster: Cluster, case: Case, script: str, compiles: bool) -> dict[s
     torch.manual_seed(0)
     plain = case.model().cuda()
     eager = optimizer([p for p in plain.parameters() if p.requires_grad])
+    rates = falling(eager)
     worst = {"loss": 0.0, "gradients": 0.0}
-    with Job(plan, captured, Training(case.model, optimizer), timeout=60, cluster=cluster, compiles=compiles) as job:
+    with Job(
+        plan, captured, Training(case.model, optimizer, falling), timeout=60, cluster=cluster, compiles=compiles
+    ) as job:
         if evaluates:
             job.shapes.add("evaluate", forward(lower(graph)), captured)
-        for step in range(2):
+        for step in range(steps):
             evaluated = job.evaluate(batch(step, "cpu")) if evaluates else None
-            done = job.step(batch(step, "cpu"), gradients=True)
+            done = job.step(batch(step, "cpu"), gradients=step < ISSUED)
             inputs, target = batch(step, "cuda")
             eager.zero_grad()
             loss = case.loss(called(plain, inputs), target)
@@ -76,17 +94,18 @@ def compare(cluster: Cluster, case: Case, script: str, compiles: bool) -> dict[s
                 abs(done.loss - loss.item()) / abs(loss.item()),
                 abs(evaluated - loss.item()) / abs(loss.item()) if evaluated is not None else 0.0,
             )
-            expected = {name: p.grad.cpu() for name, p in plain.named_parameters() if p.grad is not None}
-            worst["gradients"] = max(
-                worst["gradients"],
-                *gradient_errors(graph, [device.device for device in plan.devices], job.gradients(), expected).values(),
-            )
+            if step < ISSUED:
+                expected = {name: p.grad.cpu() for name, p in plain.named_parameters() if p.grad is not None}
+                devices = [device.device for device in plan.devices]
+                errors = gradient_errors(graph, devices, job.gradients(), expected)
+                worst["gradients"] = max(worst["gradients"], *errors.values())
             torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
             eager.step()
+            rates.step()
         weights = job.weights()
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     worst["weights"] = max(relative(weights[name], t.detach().cpu()) for name, t in tensors.items() if name in weights)
-    return {"devices": len(plan.devices), **worst}
+    return {"devices": len(plan.devices), **worst, "graph": ", ".join(job.not_captured) or "yes"}
 
 
 def main() -> None:
@@ -100,11 +119,13 @@ def main() -> None:
     cluster = Cluster(RANKS, backend=nccl.BACKEND)
     try:
         chosen = {name: job for name, job in {**JOB_SCHEDULES, **SUMMED}.items() if options.only in name}
-        for name, (model, script) in chosen.items():
+        for number, (name, (model, script)) in enumerate(chosen.items()):
             started = time.perf_counter()
             script = script.replace("dp: 2", "dp: 1") if "pp: 4" in script else script  # four ranks are what there is
             try:
-                row: dict[str, Any] = compare(cluster, cases[model], script, options.compile)
+                row: dict[str, Any] = compare(
+                    cluster, cases[model], script, options.compile, fused if number % 2 else optimizer
+                )
             except Exception as problem:
                 traceback.print_exc()
                 row = {"error": f"{type(problem).__name__}: {problem}"[:300]}

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import one_gpu
+from benchmarks.one_gpu import optimizer
+from benchmarks.one_gpu_models import MODELS, Gpt, Model, loss
 from benchmarks.simulator import STAGED, Size, adam, letters, make_gpt, scheduled_gpt
 from piperlang.capture.program import capture
 from piperlang.pipeline import planned, schedule
@@ -38,13 +39,13 @@ SMALL = Size(stages=2, layers=3, width=512, samples=16)
 
 
 def job(layers: int, skips: bool) -> Job:
-    make = one_gpu.Make(layers)
-    program = capture(make, one_gpu.loss, one_gpu.batch(0, "cuda"))
+    make = Model(partial(Gpt, layers=layers), MODELS["gpt"].batch, MODELS["gpt"].length)
+    program = capture(make, loss, make.inputs(0, "cuda"))
     found = schedule(program, Source("one.piper", "mesh gpu = d: 1\nplace [pass=*] on gpu\n"))
     assert not found.problems, found.problems
     graph, captured = found.graph(), found.captured
     dtype = graph.model.tensors[graph.model.loss].dtype
-    return Job(planned(graph, None, skips), captured, Training(make, one_gpu.optimizer), loss_dtype=dtype)  # type: ignore[arg-type]
+    return Job(planned(graph, None, skips), captured, Training(make, optimizer), loss_dtype=dtype)  # type: ignore[arg-type]
 
 
 def job_on_cpu() -> Job:
@@ -54,7 +55,7 @@ def job_on_cpu() -> Job:
 
 
 def batches() -> Iterator[Any]:
-    return (one_gpu.batch(step, "cpu") for step in count())
+    return (MODELS["gpt"].inputs(step, "cpu") for step in count())
 
 
 def timed(running: Job, given: Iterator[Any], steps: int) -> list[float]:
@@ -68,7 +69,7 @@ def check_costs(layers: int, steps: int) -> dict[str, Any]:
         with job(layers, skips) as running:
             timed(running, batches(), 3)
             times[skips] += timed(running, batches(), steps)
-            memory[skips] = running.step(one_gpu.batch(0, "cpu")).memory
+            memory[skips] = running.step(MODELS["gpt"].inputs(0, "cpu")).memory
     middle = {skips: statistics.median(found) for skips, found in times.items()}
     return {
         "--on-nan continue": f"{1000 * middle[False]:.1f} ms, {memory[False] / 2**30:.2f} GiB",

@@ -455,6 +455,7 @@ def _started(
             timeout=options.timeout,
             address=options.address,
             compiles=options.compile,
+            graphs=options.cuda_graphs,
             others=others,
             patience=_patience(options),
             output=folder / OUTPUT,

@@ -54,6 +54,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "--compile", action=argparse.BooleanOptionalAction, help="compile chunks with Inductor (default: on CUDA)"
     )
     parser.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="capture the step of a device once and replay it (default: on CUDA)",
+    )
+    parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,

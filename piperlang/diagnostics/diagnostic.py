@@ -51,8 +51,9 @@ class Diagnostic:
 
     def __str__(self) -> str:
         where = f"{self.span}: " if self.span is not None else ""
+        notes = "".join(f"\n  note: {note}" for note in self.notes)
         helps = "".join(f"\n  help: {help}" for help in self.helps)
-        return f"{where}{self.code} {self.message}{helps}"
+        return f"{where}{self.code} {self.message}{notes}{helps}"
 
     def seen_by_user(self) -> Diagnostic:
         """Make the user's own line the primary location of an error inside the standard library.
@@ -88,7 +89,7 @@ class PiperError(Exception):
             noted.append(self)
 
     def __str__(self) -> str:
-        """For a traceback in a notebook or a log: file, line, code, message and help of every diagnostic."""
+        """For a traceback in a notebook or a log: file, line, code, message, notes and help of every diagnostic."""
         return "\n".join(str(diagnostic) for diagnostic in self.diagnostics)
 
     def __reduce__(self) -> tuple[type[PiperError], tuple[Diagnostic, ...]]:

@@ -156,6 +156,7 @@ def compile(
     backend: str | None = None,
     cuda: bool | None = None,
     compiles: bool | None = None,
+    cuda_graphs: bool | None = None,
     verify: bool = True,
     progress: bool | None = None,
     shapes: int = MOST,
@@ -172,8 +173,9 @@ def compile(
     before anything is updated; "continue" updates.
 
     `backend` is that of `--backend`; `cuda` chooses between nccl and gloo. By default CUDA is used where it is
-    available, and chunks are compiled there (`compiles`). `verify`: before the first step the
-    captured program is compared with the eager model on slices of `example`; the result is `trainer.verified`.
+    available, chunks are compiled there (`compiles`), and steps are CUDA graphs (`cuda_graphs`). `verify`: before the
+    first step the captured program is compared with the eager model on slices of `example`; the result is
+    `trainer.verified`.
     `progress`: show progress, on standard error or in the notebook; by default it is shown in notebooks only. `shapes`:
     batches of other shapes than `example` are traced and planned when they come, up to this number of shapes."""
     if executor not in ("ray", "inline"):
@@ -233,7 +235,16 @@ def compile(
 
     def start() -> Job | ThreadJob:
         return start_job(
-            runs_on, plan, captured, training, dtype, timeout=timeout, address=address, compiles=compiles, others=others
+            runs_on,
+            plan,
+            captured,
+            training,
+            dtype,
+            timeout=timeout,
+            address=address,
+            compiles=compiles,
+            graphs=cuda_graphs,
+            others=others,
         )
 
     def verified() -> Verified:

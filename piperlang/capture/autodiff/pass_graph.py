@@ -5,7 +5,7 @@ Graphs call piperlang's own operators, which exist once their files have been im
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch import fx
 from piperlang.capture.autodiff.cost import Cost
 from piperlang.capture.batch.layout import BatchLayout
 from piperlang.capture.trace import effects, functions, keep, routed, sums  # noqa: F401
+from piperlang.capture.user.operators import operators_of_user
 from piperlang.ir.model import Sharding, Slot
 
 
@@ -26,6 +27,12 @@ class PassGraph:
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     cost: Cost
+    compiled: Callable[..., Any] | None = None
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """Users' own operators that it calls."""
+        return frozenset(name for name, _ in operators_of_user(self.module.graph))
 
     def run(self, values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         return dict(zip(self.outputs, self.call([values[slot] for slot in self.inputs]), strict=True))
@@ -33,7 +40,7 @@ class PassGraph:
     def call(self, taken: Sequence[Any]) -> Sequence[Any]:
         """Calls `forward` directly: a GraphModule called as a module prints its code when an operator raises, and loses
         the location."""
-        function = self.module.forward if isinstance(self.module, fx.GraphModule) else self.module
+        function = self.module.forward if self.compiled is None else self.compiled
         return function(*taken)  # type: ignore[no-any-return]
 
 

@@ -25,11 +25,16 @@ def is_of_user(name: str) -> bool:
 
 def functions_of_operators(graph: fx.Graph) -> Iterator[FunctionType]:
     """The functions that users' operators in a graph consist of: implementations, backwards, shapes."""
+    return (function for _, function in operators_of_user(graph))
+
+
+def operators_of_user(graph: fx.Graph) -> Iterator[tuple[str, FunctionType]]:
+    """The same functions, each with the name of its operator."""
     schemas = (getattr(node.target, "_schema", None) for node in graph.nodes)
     for name in dict.fromkeys(schema.name for schema in schemas if schema is not None):
         if is_of_user(name):
             for held in vars(OPDEFS[name]).values():
-                yield from (one for one in _members(held) if isinstance(one, FunctionType) and is_users(one))
+                yield from ((name, one) for one in _members(held) if isinstance(one, FunctionType) and is_users(one))
 
 
 def _members(held: Any) -> list[Any]:

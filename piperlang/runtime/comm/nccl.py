@@ -55,8 +55,9 @@ class NcclComm(ProcessComm):
 
     def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
         work = dist.isend(tensor, self.ranks[device], group=self.pairs[self._here(), device])
-        # One thread issues everything, so the list can be replaced.
-        self.pending = [(sent, kept) for sent, kept in self.pending if not sent.is_completed()]
+        # One thread issues everything, so the list can be replaced. A capture sends nothing yet.
+        if not torch.cuda.is_current_stream_capturing():
+            self.pending = [(sent, kept) for sent, kept in self.pending if not sent.is_completed()]
         self.pending.append((work, tensor))
 
     def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:

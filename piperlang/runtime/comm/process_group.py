@@ -121,7 +121,8 @@ class ProcessComm(Comm):
         else:
             came = torch.empty_like(whole)
             all_gather(came, mine, group=self.groups[group])
-            whole.view(len(turned), -1).copy_(came.view(len(turned), -1)[turned])
+            for k, part in enumerate(whole.view(len(turned), -1)):
+                part.copy_(came.view(len(turned), -1)[turned[k]])
 
     def scatter_into(self, group: int, mine: torch.Tensor, whole: torch.Tensor) -> None:
         turned = self.turned[group]
@@ -131,14 +132,18 @@ class ProcessComm(Comm):
             reduce_scatter(mine, whole, group=self.groups[group])
         else:
             parts = torch.empty_like(whole)
-            parts.view(len(turned), -1)[turned] = whole.view(len(turned), -1)
+            for k, part in enumerate(whole.view(len(turned), -1)):
+                parts.view(len(turned), -1)[turned[k]].copy_(part)
             reduce_scatter(mine, parts, group=self.groups[group])
 
     def _of(self, group: int) -> dist.ProcessGroup | None:
         """torch's group. A collective that begins after `abort` would wait for its timeout."""
+        self.check_alive()
+        return self.groups[group]
+
+    def check_alive(self) -> None:
         if self.aborted:
             raise RuntimeError("communication was ended, because another worker is lost")
-        return self.groups[group]
 
     def abort(self) -> None:
         """Ends what waits in a call, which raises then. Called by another thread."""

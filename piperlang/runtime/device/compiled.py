@@ -21,6 +21,6 @@ def compiled(pieces: Sequence[PassGraph | None], programs: Sequence[StageProgram
             found.append(piece)
             continue
         if piece is not None and id(piece) not in known:
-            known[id(piece)] = replace(piece, module=torch.compile(piece.module, fullgraph=True, dynamic=False))  # type: ignore[arg-type]
+            known[id(piece)] = replace(piece, compiled=torch.compile(piece.module, fullgraph=True, dynamic=False))
         found.append(known[id(piece)] if piece is not None else None)
     return found

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from piperlang.capture.trace.random import mix
 from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Backward, Compute, Forward, InputGradient, Recompute, WeightGradient
 from piperlang.plan.plan import StageProgram
@@ -25,8 +24,7 @@ def compute(device: DeviceValues, x: Compute) -> None:
         elif name == "grad_output":
             given[slot] = _gradient(device, slot[1], keys, x, program)
         elif name == "rng":
-            state = [mix(device.seed, device.step), x.first_sample, *x.coordinates]
-            given[slot] = torch.tensor(state, device=device.where)
+            given[slot] = device.random_state(x.first_sample, x.coordinates)
         else:
             given[slot] = device.values[keys[0]]
     taken = [given[slot] for slot in piece.inputs]

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from piperlang.capture.autodiff.pass_graph import PassGraph
+from piperlang.capture.trace.random import mix
 from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Instruction
 from piperlang.plan.plan import DevicePlan, Group, ParameterShard, StageProgram
@@ -60,6 +61,12 @@ class DeviceValues:
             else kept
         )
         self.values: dict[ValueId, Any] = {}
+        self.fixed: dict[ValueId, torch.Tensor] = {}
+        """Where the parts of every batch are copied to, if steps are a graph that reads them there."""
+        self.draws = any(slot[0] == "rng" for program in programs for slot in program.inputs)
+        self.drawn = torch.zeros(1, dtype=torch.int64, device=where)
+        """Seed and step, mixed."""
+        self.places: dict[tuple[int, ...], torch.Tensor] = {}
         self.sums = sums(plan)
         self.reads = {id(instruction): reads(instruction, self.sums) for instruction in plan.instructions}
         """What each instruction reads, sums in place of their parts."""
@@ -85,10 +92,23 @@ class DeviceValues:
 
     def begin(self, step: int, feeds: dict[ValueId, torch.Tensor]) -> None:
         """`feeds` is emptied: its tensors are freed after their last read, so the caller must not keep them."""
-        self.values = {**self.kept, **{key: value.to(self.where, non_blocking=True) for key, value in feeds.items()}}
+        self.values = {**self.kept, **{key: self._arrived(key, value) for key, value in feeds.items()}}
         feeds.clear()
         self.left = dict(self.uses)
+        if self.draws:
+            self.drawn.fill_(mix(self.seed, step))
         self.step, self.norm, self.skip, self.known = step, None, None, None
+
+    def _arrived(self, key: ValueId, value: torch.Tensor) -> torch.Tensor:
+        where = self.fixed.get(key)
+        return value.to(self.where, non_blocking=True) if where is None else where.copy_(value, non_blocking=True)
+
+    def random_state(self, first_sample: int, coordinates: tuple[int, ...]) -> torch.Tensor:
+        """What the random numbers of a pass depend on."""
+        place = (first_sample, *coordinates)
+        if place not in self.places:
+            self.places[place] = torch.tensor(place, device=self.where)
+        return torch.cat([self.drawn, self.places[place]])
 
     @property
     def skipped(self) -> bool:

@@ -26,6 +26,7 @@ from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Compute, Send, Update
 from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.plan.verify import check
+from piperlang.progress.events import Notice, emit
 from piperlang.runtime.box import take
 from piperlang.runtime.checkpoint.files import Folder
 from piperlang.runtime.checkpoint.manifest import MANIFEST
@@ -42,7 +43,7 @@ from piperlang.runtime.driver.restoring import Restore
 from piperlang.runtime.driver.saving import WrittenPart, assigned
 from piperlang.runtime.driver.shapes import TRAIN, Mode, OtherShapes, PlansByShape, RunKey
 from piperlang.runtime.driver.training import CUT, DIED, Lost, StepResult, Training, piece_of
-from piperlang.runtime.driver.worker import Setup, Started
+from piperlang.runtime.driver.worker import WHOLE_STEP, Setup, Started
 from piperlang.runtime.driver.worker_batches import WorkerBatches
 from piperlang.runtime.hardware.kind import StepTimes
 from piperlang.runtime.optimizer.average import no_averages, set_averages
@@ -115,10 +116,12 @@ class Job:
         others: OtherShapes | None = None,
         patience: Patience | None = None,
         output: Path | None = None,
+        graphs: bool | None = None,
     ) -> None:
         """`output`: the folder for what workers print; by default it ends with the job.
         `cluster`: existing workers, which stay when the job ends, with their backend. `compiles`: whether stage
-        programs are compiled; by default, where the device suggests it. `others`: how batches of other shapes are
+        programs are compiled, and `graphs`: whether steps are graphs of the device; by default, where the device
+        suggests it. `others`: how batches of other shapes are
         planned."""
         self.plan, self.captured = plan, captured
         self.training = self.active = WorkerInputs(plan, captured)
@@ -129,6 +132,9 @@ class Job:
         """Where workers load batches themselves."""
         self.backend = cluster.backend if cluster is not None else backend or for_workers()
         self.compiles = self.backend.device.compiles if compiles is None else compiles
+        self.graphs = self.backend.device.graphs if graphs is None else graphs
+        self.not_captured: set[str] = set()
+        """Why some steps are no graphs: said once."""
         if not self.backend.buffered:
             check(plan, buffered=False)
         self.borrowed, self.averages = cluster is not None, training.ema is not None
@@ -182,6 +188,7 @@ class Job:
                 self.training.pairs(),
                 self.backend,
                 self.compiles,
+                self.graphs,
                 training.masters,
                 training.make_model,
                 training.optimizer,
@@ -386,6 +393,9 @@ class Job:
             next((r.norm for r in reports if r.norm is not None), None),
             any(r.skipped for r in reports),
         )
+        for why in {report.not_captured for report in reports} - {""} - self.not_captured:
+            self.not_captured.add(why)
+            emit(Notice(f"steps are issued one instruction at a time, not as one CUDA graph: {why}"))
         coming = [report.coming for report in reports if report.coming is not None]
         if coming:
             assert self.batches is not None
@@ -449,7 +459,8 @@ class Job:
     def _cut_off(self, worker: int, failure: Failure) -> Lost | None:
         """Communication that fails while all workers are alive: between machines, connections break."""
         instructions = self.active.plan.devices[worker].instructions
-        computes = failure.position < 0 or isinstance(instructions[failure.position], Compute | Update)
+        at = failure.position
+        computes = at == -1 or (at != WHOLE_STEP and isinstance(instructions[at], Compute | Update))
         if self.cluster.local or computes or failure.diagnostics:
             return None
         return Lost(worker, CUT, failure.said)
@@ -466,7 +477,7 @@ class Job:
         """The current instruction of a worker, and what the others were waiting for."""
         notes = []
         if at is not None:
-            notes.append(f"it was running {self._named(worker, at)}" if at >= 0 else "it was between two steps")
+            notes.append(f"it was running {self._named(worker, at)}" if at != -1 else "it was between two steps")
         for other, streams in self.cluster.ask(
             "running", [i for i in range(len(self.plan.devices)) if i != worker], 0.3
         ).items():
@@ -510,6 +521,8 @@ class Job:
         return int(at)
 
     def _named(self, worker: int, at: int) -> str:
+        if at == WHOLE_STEP:
+            return "its step as one CUDA graph: --no-cuda-graphs names the instruction"
         plan = self.active.plan
         instruction = plan.devices[worker].instructions[at]
         return f"{instruction.op} of {plan.nodes[instruction.node]}"

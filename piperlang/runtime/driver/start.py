@@ -34,12 +34,14 @@ def start(
     others: OtherShapes | None = None,
     patience: Patience | None = None,
     output: Path | None = None,
+    graphs: bool | None = None,
 ) -> Job | ThreadJob:
-    """`address`, `compiles` and `cluster` are for workers. `others`: how batches of other shapes are planned."""
+    """`address`, `compiles`, `graphs` and `cluster` are for workers. `others`: how batches of other shapes are
+    planned."""
     if isinstance(backend, Threads):
         return ThreadJob(plan, captured, training, timeout, loss_dtype, backend, others)
     from piperlang.runtime.driver.job import Job  # imports Ray, which threads do not need
 
     assert isinstance(backend, ProcessBackend)
     about = plan, captured, training, digest(plan)
-    return Job(*about, address, timeout, loss_dtype, cluster, backend, compiles, others, patience, output)
+    return Job(*about, address, timeout, loss_dtype, cluster, backend, compiles, others, patience, output, graphs)

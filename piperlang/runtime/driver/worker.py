@@ -37,7 +37,7 @@ from piperlang.capture.user.weight_files import InFiles, StoredWeights
 from piperlang.capture.user.where import line_of, line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
-from piperlang.plan.instructions import Instruction
+from piperlang.plan.instructions import Collective, Instruction, Receive, Send
 from piperlang.plan.plan import DevicePlan, Group, StageProgram
 from piperlang.runtime.checkpoint.files import Folder
 from piperlang.runtime.comm.interfaces import own_address, towards
@@ -53,7 +53,7 @@ from piperlang.runtime.driver.output import print_to
 from piperlang.runtime.driver.restoring import Restore
 from piperlang.runtime.driver.saving import Assigned, Writer, WrittenPart, check_state, snapshot
 from piperlang.runtime.driver.shapes import TRAIN, Mode, RunKey
-from piperlang.runtime.hardware.kind import DeviceKind, Failed, StepTimes
+from piperlang.runtime.hardware.kind import Captures, DeviceKind, Failed, StepTimes
 from piperlang.runtime.optimizer.copies import WeightPart
 from piperlang.runtime.optimizer.optimize import Optimizers
 from piperlang.runtime.optimizer.saved import restore
@@ -88,6 +88,8 @@ class Setup:
     pairs: list[tuple[int, int]]
     backend: ProcessBackend
     compiles: bool
+    graphs: bool
+    """Whether steps may be CUDA graphs."""
     masters: bool
     make_model: Callable[[], Any]
     optimizer: Callable[[Any], Any]
@@ -108,6 +110,10 @@ class Setup:
     """The model is never whole in a worker."""
 
 
+WHOLE_STEP = -2
+"""In place of the index of an instruction: the device runs them all, as one graph."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The result of a step on one device."""
@@ -122,6 +128,8 @@ class Report:
     """A digest of the options that a schedule has set."""
     coming: Loaded | None = None
     """The next batch, if the worker has loaded one."""
+    not_captured: str = ""
+    """Why the step cannot be a CUDA graph."""
 
 
 class Started(NamedTuple):
@@ -135,8 +143,11 @@ class Started(NamedTuple):
 class DeviceRun:
     """A plan of this device: for training or for evaluation."""
 
-    def __init__(self, device: Device, comm: ProcessComm, kind: DeviceKind, begun: Callable[[int], None]) -> None:
-        """`begun` is called with the index of every instruction before it runs."""
+    def __init__(
+        self, device: Device, comm: ProcessComm, kind: DeviceKind, begun: Callable[[int], None], graphs: bool
+    ) -> None:
+        """`begun` is called with the index of every instruction before it runs, or with WHOLE_STEP. `graphs`: whether
+        steps may be graphs."""
         self.device, self.comm = device, comm
         positions = {id(instruction): i for i, instruction in enumerate(device.plan.instructions)}
         self.positions = positions
@@ -145,7 +156,9 @@ class DeviceRun:
             begun(positions[id(instruction)])
             device.execute(instruction)
 
-        self.streams = kind.streams(device, execute)
+        limit = comm.limit.total_seconds() if _communicates(device) else None
+        self.captures = Captures(comm.settle, comm.check_alive, lambda: begun(WHOLE_STEP), limit) if graphs else None
+        self.streams = kind.streams(device, execute, self.captures)
 
     def step(self, step: int, feeds: dict[ValueId, torch.Tensor], times: StepTimes | None = None) -> float:
         """The device's contribution to the loss. Raises the exception of a failed instruction or send."""
@@ -154,6 +167,13 @@ class DeviceRun:
             self.streams.step(times)
         self.comm.settle()
         return self.device.end()
+
+
+def _communicates(device: Device) -> bool:
+    return any(
+        isinstance(x, Send | Receive) or (isinstance(x, Collective) and len(device.groups[x.group].members) > 1)
+        for x in device.plan.instructions
+    )
 
 
 class Worker:
@@ -296,7 +316,7 @@ class Worker:
             self.steps = setup.restore.step
             restore(device.optimizers, setup.restore.reader, setup.restore.new_options)
         self.program_reads = _program_reads(setup, model)
-        self.runs[TRAIN] = self.last = DeviceRun(device, self.comm, setup.backend.device, self._begun)
+        self.runs[TRAIN] = self.last = DeviceRun(device, self.comm, setup.backend.device, self._begun, setup.graphs)
         self.operators_read = Frozen("an operator of the program", operators, (), None).plain()
         return Started(started_from, self.settings())
 
@@ -315,7 +335,7 @@ class Worker:
             pieces = compiled(pieces, programs)
         device = Device(plan, programs, groups, pieces, {}, comm, trained.where, setup.seed, trained.kept)
         device.optimizers, device.loss_dtype = trained.optimizers, trained.loss_dtype
-        self.runs[key] = DeviceRun(device, comm, setup.backend.device, self._begun)
+        self.runs[key] = DeviceRun(device, comm, setup.backend.device, self._begun, setup.graphs)
         if self.loader is None or self.loader.unplanned is None:
             return None
         self.loader.add(key, layout, plan.feeds)
@@ -456,7 +476,8 @@ class Worker:
         if times is not None:
             times.begun, times.ended = started, time.perf_counter()
             self.recorded.append(times)
-        return Report(loss, time.perf_counter() - started, memory, norm, device.skipped)
+        why = run.captures.refused if run.captures is not None else ""
+        return Report(loss, time.perf_counter() - started, memory, norm, device.skipped, not_captured=why)
 
     def record(self, chosen: Collection[int] | None) -> list[StepTimes]:
         """From now on these instructions of steps are recorded, or none any more. What was recorded so far."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from piperlang.plan.instructions import Instruction
-from piperlang.runtime.hardware.kind import DeviceKind, Failed, StepTimes, Streams
+from piperlang.runtime.hardware.kind import Captures, DeviceKind, Failed, StepTimes, Streams
 
 if TYPE_CHECKING:
     from piperlang.runtime.device import Device
@@ -120,7 +120,7 @@ class CpuStreams:
 
 
 class Cpu(DeviceKind):
-    name, resource, compiles, recorded_parts = "cpu", "CPU", False, 1
+    name, resource, compiles, graphs, recorded_parts = "cpu", "CPU", False, False, 1
 
     def available(self) -> bool:
         return True
@@ -136,7 +136,9 @@ class Cpu(DeviceKind):
         cores = len(os.sched_getaffinity(0))
         return (1, cores) if cores < ranks else (0, 1)
 
-    def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams:
+    def streams(
+        self, device: Device, execute: Callable[[Instruction], None], captures: Captures | None = None
+    ) -> Streams:
         return CpuStreams(device.plan.instructions, execute, f"{device.plan.device}:")
 
     def synchronize(self) -> None:

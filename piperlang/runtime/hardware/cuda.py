@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from piperlang.plan.instructions import GatherParameters, Instruction
-from piperlang.runtime.hardware.kind import DeviceKind, Failed, StepTimes, Streams
+from piperlang.runtime.hardware.kind import Captures, DeviceKind, Failed, StepTimes, Streams
+from piperlang.runtime.hardware.step_graph import WARM_UP, Borrowed, NotCaptured, StepGraph, captured, divided
 
 if TYPE_CHECKING:
     from piperlang.runtime.device import Device
 
+POLL = 50e-6
+"""Seconds between looks at whether a graph has ended."""
+
 
 class CudaStreams:
-    def __init__(self, device: Device, execute: Callable[[Instruction], None]) -> None:
-        self.values, self.execute = device, execute
+    """Issues every instruction of a step, or replays a graph of all of them."""
+
+    graph: StepGraph | None = None
+    steps = 0
+    """Issued without a graph."""
+
+    def __init__(
+        self, device: Device, execute: Callable[[Instruction], None], captures: Captures | None = None
+    ) -> None:
+        self.values, self.execute, self.captures = device, execute, captures
         instructions = self.instructions = device.plan.instructions
         self.streams: dict[str, Any] = {
             stream: torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -34,8 +46,61 @@ class CudaStreams:
         self.begins: dict[int, Any] = {}
         self.ends: dict[int, Any] = {}
         """Events before and after each instruction, of steps that are recorded."""
+        self.late: list[int] = []
+        """What is issued after the graph."""
 
     def step(self, times: StepTimes | None = None) -> None:
+        if times is None and self.captures is not None and self.values.last_gradients is None:
+            self._prepare(self.captures)
+            if self.graph is not None:
+                self.captures.begun()
+                self.graph.replay(self.values)
+                if self.late:
+                    self._issue(self.late)
+                if self.captures.limit is not None and (self.values.plan.losses or self.values.skip is not None):
+                    self._wait(self.captures, self.captures.limit)
+                return
+        self._issue(range(len(self.instructions)), times)
+        self.steps += 1
+
+    # ------------------------------------------------------------------------------------------------------- a graph
+
+    def _prepare(self, captures: Captures) -> None:
+        """A graph of the step that comes, if there can be one and there is none yet."""
+        if self.graph is not None and not self.values.optimizers.refreshed():
+            self.graph.close()
+            self.graph = None
+        if self.graph is not None or self.steps < WARM_UP:
+            return
+        try:
+            chosen, self.late = divided(self.values)
+            self.graph = captured(self.values, lambda: self._captured(chosen, captures))
+            self.values.optimizers.refreshed()
+        except NotCaptured as why:
+            captures.refused = str(why)
+            self.captures = None
+
+    def _captured(self, chosen: Sequence[int], captures: Captures) -> None:
+        self._issue(chosen, borrowed=Borrowed(self.instructions))
+        captures.settle()
+
+    def _wait(self, captures: Captures, limit: float) -> None:
+        """For the end of a graph, before the host reads what it leaves. Nobody else counts how long its communication
+        takes."""
+        end: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        end.record()
+        late = time.monotonic() + limit
+        while not end.query():
+            captures.check()
+            if time.monotonic() > late:
+                raise RuntimeError(f"the step did not end within {limit:g} s")
+            time.sleep(POLL)
+        captures.check()
+
+    # --------------------------------------------------------------------------------------------------- instructions
+
+    def _issue(self, which: Sequence[int], times: StepTimes | None = None, borrowed: Borrowed | None = None) -> None:
+        """`borrowed`: in a capture."""
         timed = times is not None
         start = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         started = time.perf_counter()
@@ -47,19 +112,27 @@ class CudaStreams:
         events = {**self.events, **{i: self.ends[i] for i in chosen}} if chosen else self.events
         for stream in self.streams.values():
             stream.wait_event(start)
-        for i, instruction in enumerate(self.instructions):
+        issuing = range(len(self.instructions)) if len(which) == len(self.instructions) else frozenset(which)
+        for i in which:
+            instruction = self.instructions[i]
+            waits = [earlier for earlier in instruction.waits if earlier in issuing]
             self.running = {instruction.stream: i}
             stream = self.streams[instruction.stream]
-            if isinstance(instruction, GatherParameters):
+            if isinstance(instruction, GatherParameters) and borrowed is None:
                 # The host must not run ahead of the instructions that limit gathers: memory is allocated when an
                 # instruction is issued, not when it runs.
-                for earlier in instruction.waits:
+                for earlier in waits:
                     events[earlier].synchronize()
             issued = time.perf_counter()
             with torch.cuda.stream(stream):
-                for earlier in instruction.waits:
+                for earlier in waits:
                     stream.wait_event(events[earlier])
-                self._borrow(instruction, stream)
+                if borrowed is not None:
+                    borrowed.issue(i, self._borrowed(instruction))
+                else:
+                    for _, tensors in self._borrowed(instruction):
+                        for tensor in tensors:
+                            tensor.record_stream(stream)
                 recorded = i in chosen
                 recording = _record(self.begins[i]) if recorded else 0.0
                 try:
@@ -82,18 +155,20 @@ class CudaStreams:
                 first, last = start.elapsed_time(self.begins[i]), start.elapsed_time(self.ends[i])
                 times.spans[i] = started + first / 1e3, started + last / 1e3
 
-    def _borrow(self, instruction: Instruction, stream: Any) -> None:
-        """Tells the allocator that this stream reads tensors of another stream, so that their memory is not reused
-        before."""
+    def _borrowed(self, instruction: Instruction) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Tensors of other streams that an instruction reads: their memory must not be reused before."""
         for key in self.values.reads[id(instruction)]:
             made = key.source if key.is_total and key.source is not None else key
-            if self.made.get(made, instruction.stream) != instruction.stream:
-                for tensor in _tensors(self.values.values.get(key)):
-                    tensor.record_stream(stream)
+            owner = self.made.get(made, instruction.stream)
+            if owner != instruction.stream:
+                yield owner, list(_tensors(self.values.values.get(key)))
 
     def close(self) -> None:
         """Also frees the cuBLAS workspaces of the streams: 32 MiB per stream on a large GPU, and the next job has its
         own streams."""
+        if self.graph is not None:
+            self.graph.close()
+            self.graph = None
         self.streams.clear()
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -122,7 +197,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Cuda(DeviceKind):
-    name, resource, compiles, recorded_parts = "cuda", "GPU", True, 1
+    name, resource, compiles, graphs, recorded_parts = "cuda", "GPU", True, True, 1
 
     def available(self) -> bool:
         return torch.cuda.is_available()
@@ -140,8 +215,10 @@ class Cuda(DeviceKind):
         count = torch.cuda.device_count()
         return (count, 1) if 0 < count < ranks else (0, 1)
 
-    def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams:
-        return CudaStreams(device, execute)
+    def streams(
+        self, device: Device, execute: Callable[[Instruction], None], captures: Captures | None = None
+    ) -> Streams:
+        return CudaStreams(device, execute, captures)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -37,6 +37,21 @@ class StepTimes:
         """Seconds that the host needed to issue each; 0 where it runs them itself."""
 
 
+class Captures:
+    """What a device needs to run its steps as graphs that it captures once, where it can."""
+
+    refused = ""
+    """Why steps are not captured."""
+
+    def __init__(
+        self, settle: Callable[[], None], check: Callable[[], None], begun: Callable[[], None], limit: float | None
+    ) -> None:
+        """`settle`: ends what communication is still under way at the end of a step. `check`: raises if communication
+        was ended from outside. `begun` is called before a graph runs, which may take `limit` seconds; None: it waits
+        for nobody."""
+        self.settle, self.check, self.begun, self.limit = settle, check, begun, limit
+
+
 class Streams(Protocol):
     """Runs the instructions of one device: each stream in order, with waits across streams only where the plan has
     them."""
@@ -57,6 +72,8 @@ class DeviceKind(ABC):
     """The resource that Ray counts it as: `CPU`, or `GPU` for every accelerator."""
     compiles: ClassVar[bool]
     """Whether stage programs are compiled by default."""
+    graphs: ClassVar[bool]
+    """Whether steps are captured as graphs of the device by default."""
     recorded_parts: ClassVar[int]
     """Over how many steps a profile records the instructions of one: where recording takes time itself, few in each."""
 
@@ -77,7 +94,10 @@ class DeviceKind(ABC):
         return 0, 1
 
     @abstractmethod
-    def streams(self, device: Device, execute: Callable[[Instruction], None]) -> Streams: ...
+    def streams(
+        self, device: Device, execute: Callable[[Instruction], None], captures: Captures | None = None
+    ) -> Streams:
+        """`captures`: if steps may be graphs."""
 
     @abstractmethod
     def synchronize(self) -> None:

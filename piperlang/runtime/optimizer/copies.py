@@ -81,6 +81,8 @@ class LocalOptimizer:
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.skips = type(optimizer) in SKIP_ON_DEVICE and fused and not step_hooks(optimizer)
         """Whether the device itself can leave out a step, so that the host does not wait for the decision."""
+        self.on_device = False
+        """Whether its steps need nothing of the host but a learning rate."""
         self.skip: torch.Tensor | None = None
         self.arrived = 0
         self.pending: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -129,6 +131,10 @@ class LocalOptimizer:
             if parameter.data_ptr() != weight.data_ptr():  # a float32 master, or an optimizer that replaces `p.data`
                 weight.copy_(parameter)
         _settle(self.updates > 1 and self.pending[0][1].is_cuda)
+        self.forget()
+
+    def forget(self) -> None:
+        """The updates that have arrived."""
         for parameter, _ in self.pending:
             parameter.grad = None
         self.pending.clear()

@@ -7,7 +7,8 @@ contain the local shards of the same weights."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,7 @@ from piperlang.runtime.optimizer.copies import (
     same_option,
     set_option,
 )
+from piperlang.runtime.optimizer.on_device import DeviceRates, counts_on_device
 from piperlang.runtime.optimizer.options_only import (
     SharedState,
     attributes_of,
@@ -77,6 +79,8 @@ class DistributedOptimizer:
         """All copies, each with its weights."""
         self.attributes = fingerprints(attributes_of(user))
         """Fingerprints of its attributes before the first step."""
+        self.rates: list[DeviceRates] = []
+        """Of every group of the user's optimizer, where steps are CUDA graphs."""
         self.scope = scope_of(user, make)
         self._make_copies(model, updates)
         self.shared = SharedState(user, make, copies=len(self.copies))
@@ -98,6 +102,33 @@ class DistributedOptimizer:
         optimizer, parameters = self.local[device, key]
         optimizer.update(parameters, weights, gradients, skip)
         return all(parameter is None or parameter.requires_grad for parameter in parameters)
+
+    def on_device(self, device: int, key: ValueId) -> bool:
+        """Whether an update needs nothing of the host but learning rates."""
+        found = self.local.get((device, key))
+        return found is None or found[0].on_device
+
+    @contextmanager
+    def counting_on_device(self) -> Iterator[None]:
+        """Updates in this block read learning rates from the device: those that can."""
+        counting = {
+            id(group) for local, _ in self.local.values() if local.on_device for group in local.optimizer.param_groups
+        }
+        self.rates = [DeviceRates([one for one in its if id(one) in counting]) for its in self.groups]
+        with ExitStack() as stack:
+            for rates in self.rates:
+                stack.enter_context(rates.used())
+            yield
+
+    def refreshed(self) -> bool:
+        """Learning rates on the device are those of the next step. False if another option has changed."""
+        fresh = [rates.refresh() for rates in self.rates]
+        return all(fresh)
+
+    def forget_updates(self) -> None:
+        """Those that have not been stepped yet."""
+        for local, _ in self.local.values():
+            local.forget()
 
     def check(self) -> None:
         """After a step: nothing has changed that copies do not know of."""
@@ -214,6 +245,7 @@ class DistributedOptimizer:
                 copies.append(one)
         self.copies.append((made, pairs))
         optimizer = LocalOptimizer(made, len(updates))
+        optimizer.on_device = len(updates) == 1 and counts_on_device(made)
         self.local |= {
             (update.device, update.key): (optimizer, its) for update, its in zip(updates, parameters, strict=True)
         }

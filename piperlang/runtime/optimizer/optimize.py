@@ -4,7 +4,8 @@ options."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -97,6 +98,29 @@ class Optimizers:
         for one in self.each:
             if not one.update(device, key, weights, gradients, skip):
                 raise _frozen("of a weight", self.make)
+
+    def on_device(self, device: int, key: ValueId) -> bool:
+        """Whether an update needs nothing of the host but learning rates: those of a graph."""
+        return all(one.on_device(device, key) for one in self.each)
+
+    @contextmanager
+    def counting_on_device(self) -> Iterator[None]:
+        """Updates in this block are captured: they read learning rates from the device."""
+        with ExitStack() as stack:
+            for one in self.each:
+                stack.enter_context(one.counting_on_device())
+            yield
+
+    def refreshed(self) -> bool:
+        """Before a graph of updates runs: learning rates on the device are those of the next step. False if another
+        option has changed, which is part of the graph."""
+        fresh = [one.refreshed() for one in self.each]
+        return all(fresh)
+
+    def forget_updates(self) -> None:
+        """Those of a capture that has failed."""
+        for one in self.each:
+            one.forget_updates()
 
     def advance(self, skipped: bool = False) -> None:
         """The end of a training step on all devices of the process: the schedules are stepped, and the options that

@@ -1,0 +1,157 @@
+"""One step of a device as one CUDA graph: all streams of its plan with their waits, transfers and collectives included.
+It is captured once, while nothing runs, and replayed for every step after that.
+
+What a graph cannot do itself stays out of it. A step that needs the host in the middle is not captured at all; updates
+by optimizers that count on the host, and gathers of the weights that they change, are issued after the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from piperlang.plan.instructions import Compute, Fetch, GatherParameters, Instruction, Offload, Routing, Update
+from piperlang.runtime.hardware.kind import Failed
+
+if TYPE_CHECKING:
+    from piperlang.core.value_id import ValueId
+    from piperlang.runtime.device import Device
+
+WARM_UP = 2
+"""Steps before the capture: they compile, choose kernels, and create the states of optimizers."""
+
+
+class NotCaptured(Exception):
+    """Why a step cannot be a graph."""
+
+
+@cache
+def _pool() -> Any:
+    """Of all graphs of this process: no two run at once, and what one leaves for the host is read before the next."""
+    return torch.cuda.graph_pool_handle()
+
+
+# --------------------------------------------------------------------------------------------------- what is captured
+
+
+def divided(device: Device) -> tuple[list[int], list[int]]:
+    """The instructions that a graph can hold, and those to issue after it. Raises NotCaptured."""
+    instructions = device.plan.instructions
+    for x in instructions:
+        _refuse(device, x)
+    late = {
+        i
+        for i, x in enumerate(instructions)
+        if isinstance(x, Update) and not device.optimizers.on_device(device.plan.device, x.writes[0])
+    }
+    if late:
+        kept = set(device.plan.next.values())
+        late |= {
+            i for i, x in enumerate(instructions) if isinstance(x, GatherParameters) and not kept.isdisjoint(x.writes)
+        }
+        changed = {key for i in late for key in instructions[i].writes}
+        for i, x in enumerate(instructions):
+            if i not in late and (not late.isdisjoint(x.waits) or not changed.isdisjoint(x.reads)):
+                raise NotCaptured(f"{device.plan.device}: {x.op} comes after an update that needs the host")
+    return [i for i in range(len(instructions)) if i not in late], sorted(late)
+
+
+def _refuse(device: Device, x: Instruction) -> None:
+    if isinstance(x, Routing):
+        raise NotCaptured("the host reads how many tokens go to each expert")
+    if isinstance(x, Offload | Fetch):
+        raise NotCaptured("activations are kept in host memory")
+    if isinstance(x, Compute) and device.pieces[x.program].operators:
+        name = min(device.pieces[x.program].operators)
+        raise NotCaptured(f"operator `{name}` is Python code, which may do something else in every step")
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Borrowed:
+    """Tensors that another stream reads than the one that their memory belongs to. In a capture the allocator cannot
+    ask when that stream is done, so they are kept until their own stream has waited for it."""
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.instructions = instructions
+        self.known: dict[str, dict[str, int]] = {}
+        """By stream: the last instruction of each other stream that it has waited for, directly or not."""
+        self.then: dict[int, dict[str, int]] = {}
+        """The same when an instruction ends, with itself."""
+        self.kept: list[tuple[str, str, int, list[torch.Tensor]]] = []
+
+    def issue(self, i: int, borrowed: Iterable[tuple[str, list[torch.Tensor]]]) -> None:
+        """`borrowed`: tensors that instruction i reads, with the stream that they belong to."""
+        x = self.instructions[i]
+        known = self.known.setdefault(x.stream, {})
+        for earlier in x.waits:
+            for stream, last in self.then.get(earlier, {}).items():
+                known[stream] = max(known.get(stream, -1), last)
+        self.then[i] = {**known, x.stream: i}
+        self.kept += [(owner, x.stream, i, tensors) for owner, tensors in borrowed]
+        self.kept = [one for one in self.kept if one[0] != x.stream or known.get(one[1], -1) < one[2]]
+
+
+# --------------------------------------------------------------------------------------------------------------- graph
+
+
+@dataclass
+class StepGraph:
+    graph: Any
+    values: Mapping[ValueId, Any]
+    """What the graph leaves: losses, weights, and what is read after it."""
+    left: Mapping[ValueId, int]
+    norm: torch.Tensor | None
+    skip: torch.Tensor | None
+
+    def replay(self, device: Device) -> None:
+        self.graph.replay()
+        device.values, device.left = dict(self.values), dict(self.left)
+        device.norm, device.skip, device.known = self.norm, self.skip, None
+
+    def close(self) -> None:
+        self.graph.reset()
+
+
+def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
+    """`issue`: issues what the graph is to hold, on the current stream and others that it waits for. Nothing of it
+    runs. Raises NotCaptured; then the device is as it was before."""
+    before, kept = dict(device.values), {key: value.data_ptr() for key, value in device.kept.items()}
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with (
+            device.optimizers.counting_on_device(),
+            torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"),
+        ):
+            issue()
+        _check_in_place(device, kept)
+    except (RuntimeError, NotCaptured, Failed) as problem:
+        torch.cuda.set_stream(stream)  # torch leaves its own one as it is if a capture fails
+        device.optimizers.forget_updates()
+        device.values, device.left = before, dict(device.uses)
+        device.norm = device.skip = device.known = None
+        graph.reset()
+        _pool.cache_clear()  # it may still wait for the end of the capture
+        raise NotCaptured(_first(problem)) from problem
+    device.fixed = {key: before[key] for key, _, _ in device.plan.feeds}
+    return StepGraph(graph, device.values, device.left, device.norm, device.skip)
+
+
+def _first(problem: BaseException) -> str:
+    """What went wrong first: to end a capture that has failed is another error."""
+    while isinstance(problem.__context__, RuntimeError | Failed):
+        problem = problem.__context__
+    where = f"{problem.instruction.op}: " if isinstance(problem, Failed) else ""
+    return where + str(problem).partition("\n")[0]
+
+
+def _check_in_place(device: Device, kept: Mapping[ValueId, int]) -> None:
+    """Every step reads weights where the one before has left them."""
+    for old, new in device.plan.next.items():
+        now = device.values.get(new)
+        if now is not None and now.data_ptr() != kept[old]:
+            raise NotCaptured(f"weight {device.plan.weights[old].weight} moves")
