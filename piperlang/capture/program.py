@@ -421,7 +421,7 @@ def _pass(piece: PassGraph) -> ir.Pass:
         piece.outputs,
         piece.cost.flops,
         piece.cost.read_bytes + piece.cost.written_bytes,
-        piece.cost.scratch_bytes,
+        piece.cost.scratch,
     )
 
 

@@ -57,6 +57,16 @@ class Weight:
         return prod(self.shape) * self.itemsize
 
 
+class Scratch(NamedTuple):
+    """What a pass has at one point, beyond its inputs and outputs; less than nothing where inputs that end there have
+    made room for outputs."""
+
+    activations: int
+    """Bytes that grow with the samples, for all of them."""
+    gradients: int
+    """Bytes of gradients of weights, however many samples there are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """F, B, I or W of a chunk: what it takes and gives, and what it costs at the size it was captured."""
@@ -65,7 +75,8 @@ class Pass:
     outputs: tuple[Slot, ...]
     flops: int = 0
     moved_bytes: int = 0
-    scratch_bytes: int = 0
+    scratch: tuple[Scratch, ...] = ()
+    """At the points where it may be the most."""
 
 
 class Change(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from piperlang.ir.model import Scratch
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -34,8 +36,8 @@ class Cost:
     """Floating-point operations of matrix products, convolutions and attention, as torch counts them."""
     read_bytes: int
     written_bytes: int
-    scratch_bytes: int = 0
-    """Peak bytes of temporaries, beyond inputs and outputs."""
+    scratch: tuple[Scratch, ...] = ()
+    """At the points of the pass where it may be the most."""
     given: tuple[frozenset[int], ...] = ()
     """For each input, the numbers of the storages it uses; the same for outputs. Equal numbers mean the same
     storage."""
@@ -44,12 +46,20 @@ class Cost:
     """Bytes of each storage."""
 
 
-def cost(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Cost:
+def cost(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    mode: FakeTensorMode,
+    ending: Collection[int] = (),
+    gradients: Collection[int] = (),
+) -> Cost:
+    """`ending`: the inputs that nothing reads after this. `gradients`: the outputs that are gradients of weights."""
     counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
-    watched = _Watched(module, inputs)
+    watched = _Watched(module, [value for i, value in enumerate(inputs) if i not in ending])
     with mode, counter, torch.no_grad():
         results = watched.run(*inputs)
-    scratch = max(0, watched.most - sum(watched.storages(results).values()))
+    of_weights = watched.storages([results[i] for i in gradients])
+    scratch = watched.scratch(watched.storages((inputs, results)), of_weights)
     taken, gave = [storages(value) for value in inputs], [storages(value) for value in results]
     sizes = {storage: length for found in (*taken, *gave) for storage, length in found.items()}
     numbers = {storage: i for i, storage in enumerate(sizes)}
@@ -75,32 +85,56 @@ def storages(values: Any) -> dict[int, int]:
 
 
 class _Watched(fx.Interpreter):
-    """Runs a graph and records the peak size of its temporaries. Like the generated code, it frees a value after its
-    last use."""
+    """Runs a graph and records what it has when. Like the generated code, it frees a value after its last use."""
 
-    def __init__(self, module: fx.GraphModule, inputs: list[Any]) -> None:
+    def __init__(self, module: fx.GraphModule, others: list[Any]) -> None:
+        """`others`: inputs that are not freed."""
         super().__init__(module)
         self.given: set[int] = set()
-        self.given = set(self.storages(inputs))
+        self.given = set(self.storages(others))
         self.held: dict[fx.Node, dict[int, int]] = {}
         self.uses: dict[int, int] = {}
-        self.now = self.most = 0
+        self.changes: list[tuple[int, int]] = []
+        """The numbers of storages that are made, with their bytes, and that are freed, with their bytes less than 0."""
+        self.numbers: dict[int, int] = {}
+        """Of storages: the identity of one that is freed may be that of a later one."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         self.held[n] = self.storages(result)
         for storage, length in self.held[n].items():
-            self.now += length if not self.uses.get(storage) else 0
+            if not self.uses.get(storage):
+                self.numbers[storage] = len(self.changes)
+                self.changes.append((self.numbers[storage], length))
             self.uses[storage] = self.uses.get(storage, 0) + 1
-        self.most = max(self.most, self.now)
         for done in self.user_to_last_uses.get(n, ()):
             for storage, length in self.held.pop(done, {}).items():
                 self.uses[storage] -= 1
-                self.now -= length if not self.uses[storage] else 0
+                if not self.uses[storage]:
+                    self.changes.append((self.numbers[storage], -length))
         return result
 
+    def scratch(self, counted: Mapping[int, int], gradients: Mapping[int, int]) -> tuple[Scratch, ...]:
+        """`counted`: storages of inputs and outputs, and `gradients`: those of gradients of weights among them."""
+        of_gradients = {self.numbers[storage] for storage in gradients if storage in self.numbers}
+        now = [
+            -sum(length for storage, length in counted.items() if storage not in gradients),
+            -sum(gradients.values()),
+        ]
+        points: set[Scratch] = set()
+        for number, length in self.changes:
+            now[number in of_gradients] += length
+            if length > 0:
+                points.add(Scratch(*now))
+        # Those that another one does not exceed in both.
+        found: list[Scratch] = []
+        for one in sorted(points, reverse=True):
+            if not found or one.gradients > found[-1].gradients:
+                found.append(one)
+        return tuple(found)
+
     def storages(self, values: Any) -> dict[int, int]:
-        """The storages of values, without those of the inputs."""
+        """The storages of values, without those of inputs that stay."""
         return {storage: length for storage, length in storages(values).items() if storage not in self.given}
 
 

@@ -257,5 +257,15 @@ class _Division:
             module,
             tuple(slots),
             tuple(slot for slot, _ in results),
-            cost(module, [node.meta["val"] for node in outer], self.mode),
+            cost(
+                module,
+                [node.meta["val"] for node in outer],
+                self.mode,
+                _places(slots, "saved", "kept", "grad_output"),
+                _places([slot for slot, _ in results], "grad_weight"),
+            ),
         )
+
+
+def _places(slots: Sequence[Slot], *kinds: str) -> set[int]:
+    return {i for i, slot in enumerate(slots) if slot[0] in kinds}

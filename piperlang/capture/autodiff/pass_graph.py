@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -27,7 +28,8 @@ class PassGraph:
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     cost: Cost
-    compiled: Callable[..., Any] | None = None
+    compiled: Callable[[list[Any]], Sequence[Any]] | None = None
+    """Runs it in place of the graph, with the same inputs."""
 
     @property
     def operators(self) -> frozenset[str]:
@@ -37,11 +39,35 @@ class PassGraph:
     def run(self, values: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         return dict(zip(self.outputs, self.call([values[slot] for slot in self.inputs]), strict=True))
 
-    def call(self, taken: Sequence[Any]) -> Sequence[Any]:
-        """Calls `forward` directly: a GraphModule called as a module prints its code when an operator raises, and loses
-        the location."""
-        function = self.module.forward if self.compiled is None else self.compiled
-        return function(*taken)  # type: ignore[no-any-return]
+    def call(self, taken: list[Any]) -> Sequence[Any]:
+        """Empties `taken`: what nobody else has is freed after its last use. Calls `forward` directly: a GraphModule
+        called as a module prints its code when an operator raises, and loses the location."""
+        function = freeing(self.module).forward if self.compiled is None else self.compiled
+        return function(taken)
+
+
+class _Freeing(fx.graph.CodeGen):
+    """Of a forward that is given a list, and empties it."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **given: Any) -> str:
+        names = [name.partition(":")[0].strip() for name in free_vars if name != "self"]
+        lines = [f"def forward(self, taken){maybe_return_annotation}:"]
+        lines += [f"    {''.join(f'{name}, ' for name in names)} = taken"] if names else []
+        return "\n".join([*lines, "    taken.clear()"])
+
+
+_freeing: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
+
+
+def freeing(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, called with a list of its inputs, which it empties."""
+    found = _freeing.get(module)
+    if found is None:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        graph.set_codegen(_Freeing())
+        found = _freeing[module] = fx.GraphModule(module, graph)
+    return found
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ class ValueSizes:
         self.known: dict[ValueId, int] = {}
         self.weights: dict[tuple[ValueId, int], int] = {}
         self.bundles: dict[ValueId, int] = {}
+        self.scratches: dict[int, int] = {}
+        """By program."""
         self.fetched: dict[ValueId, int] = {}
         """Activations that come back from the host: those share memory with nothing else."""
         for device in plan.devices:
@@ -104,10 +106,16 @@ class ValueSizes:
             self.fetched[last] = self._scaled(chunk.saved_bytes, program)
 
     def scratch(self, number: int) -> int:
-        """Of a pass, beyond what it reads and writes."""
-        program = self.plan.programs[number]
-        work = self.graph.model.chunks[program.chunk].passes["F" if program.op == "R" else program.op]
-        return self._scaled(work.scratch_bytes, program)
+        """Of a pass, beyond what it reads and writes; what it reads for the last time may be gone when it writes."""
+        found = self.scratches.get(number)
+        if found is None:
+            program = self.plan.programs[number]
+            work = self.graph.model.chunks[program.chunk].passes["F" if program.op == "R" else program.op]
+            parts = prod(divide.size for divide in program.sharding[0])
+            found = self.scratches[number] = max(
+                (self._scaled(one.activations, program) + one.gradients // parts for one in work.scratch), default=0
+            )
+        return found
 
     def _scaled(self, whole: int, program: StageProgram) -> int:
         """For the samples and the part of a chunk that a device has."""
@@ -248,6 +256,12 @@ class _Walk:
                 self.left[key] -= 1
                 if not self.left[key]:
                     self._end(key)
+            if isinstance(instruction, Send) and instruction.value is not None and instruction.value not in self.live:
+                # Until the receiver has it, as far as it is no copy.
+                whole = any(one.box is None for one in instruction.messages)
+                kept = self.sizes.of(instruction.value, self.number) if whole else 0
+                self.now[COMMUNICATION] += kept
+                sent += kept
         return Peak(self.best, self.at, self.by)
 
     def _look(self, i: int, more: Mapping[str, int]) -> None:

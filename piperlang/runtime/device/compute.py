@@ -28,7 +28,10 @@ def compute(device: DeviceValues, x: Compute) -> None:
         else:
             given[slot] = device.values[keys[0]]
     taken = [given[slot] for slot in piece.inputs]
-    _store(device, x, program, dict(zip(piece.outputs, piece.call(taken), strict=True)), taken)
+    given.clear()
+    device.release(x)
+    others = [device.values[key] for key in device.reads[id(x)] if key in device.values]
+    _store(device, x, program, dict(zip(piece.outputs, piece.call(taken), strict=True)), others)
 
 
 def _gradient(
@@ -47,14 +50,15 @@ def _gradient(
     return total
 
 
-def _store(device: DeviceValues, x: Compute, program: StageProgram, gave: dict[Any, Any], taken: list[Any]) -> None:
+def _store(device: DeviceValues, x: Compute, program: StageProgram, gave: dict[Any, Any], others: list[Any]) -> None:
+    """`others`: tensors that the pass has read, and something else will."""
     saved = {slot: value for slot, value in gave.items() if slot[0] == "saved"}
     kept = {slot: value for slot, value in gave.items() if slot[0] == "kept"}
     slots = [] if program.op == "R" else [slot for slot in program.outputs if slot[0] not in ("saved", "kept")]
     for slot, key in zip(slots, x.outputs, strict=False):
         # A gradient that is added to a sum is freed at once: all of them, and their sums in float32, are much memory.
         value = gave.pop(slot) if key in device.sums else gave[slot]
-        device.put(key, value, (taken, gave))
+        device.put(key, value, (others, gave))
     bundles = [saved] if program.op in ("F", "R") else [kept] if kept else []
     for key, bundle in zip(x.outputs[len(slots) :], bundles, strict=False):
         device.put(key, bundle)

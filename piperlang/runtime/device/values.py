@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -70,6 +71,8 @@ class DeviceValues:
         self.sums = sums(plan)
         self.reads = {id(instruction): reads(instruction, self.sums) for instruction in plan.instructions}
         """What each instruction reads, sums in place of their parts."""
+        self.given = self.kept.keys() | {key for key, _, _ in plan.feeds}
+        """What is there when a step begins."""
         self.uses: dict[ValueId, int] = {}
         for keys in self.reads.values():
             for key in keys:
@@ -125,6 +128,12 @@ class DeviceValues:
                 self.kept[old] = self.values[new]
         self.values = {}
         return loss
+
+    def release(self, instruction: Instruction) -> None:
+        """Forget what other instructions have made and nothing reads after this one, which has taken it."""
+        for key, times in Counter(self.reads[id(instruction)]).items():
+            if self.left[key] == times and key not in self.given and key not in self.permanent:
+                self.values.pop(key, None)
 
     def rank(self, group: int) -> int:
         return self.groups[group].members.index(self.plan.device)
