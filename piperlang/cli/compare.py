@@ -35,9 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if len(options.scripts) < 2:
         raise error("P0902", "one schedule cannot be compared", help="name at least two scripts")
-    output = Path(options.output) if options.output is not None else None
-    if output is not None:
-        _check_drawing(output, len(options.scripts))
+    output = _checked_drawing(options) if options.output is not None else None
     for script in options.scripts:
         from_source(*open_script(script))
     chosen = chosen_costs(options)
@@ -51,16 +49,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_drawing(output: Path, schedules: int) -> None:
-    if output.suffix not in KINDS:
-        raise error("P0902", f"`-o {output}`: unknown kind of file", help=f"end it with {', '.join(KINDS)}")
-    if schedules > MOST:
+def _checked_drawing(options: argparse.Namespace) -> Path:
+    output = check_output(options.output, "-o", options, KINDS)
+    if len(options.scripts) > MOST:
         raise error(
             "P0902",
-            f"`-o {output}` draws at most {MOST} schedules, and there are {schedules}",
+            f"`-o {output}` draws at most {MOST} schedules, and there are {len(options.scripts)}",
             help="name fewer schedules, or leave out `-o`: the table has no limit",
         )
-    check_output(output, "-o")
+    return output
 
 
 def _told_apart(found: Sequence[SimulatedScript], scripts: Sequence[str]) -> list[SimulatedScript]:

@@ -41,10 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.svg:
-        if Path(options.svg).suffix != ".svg":
-            raise error("P0902", f"`--svg {options.svg}`: unknown kind of file", help="end it with .svg")
-        check_output(Path(options.svg), "--svg")
+    output = check_output(options.svg, "--svg", options, (".svg",)) if options.svg is not None else None
     try:
         costs = parse_costs(word.strip() for word in options.cost.split(",") if word.strip())
     except ValueError as problem:
@@ -69,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
         _json(lanes, found.outline.chains)
     elif options.csv:
         _csv(lanes)
-    elif options.svg:
-        _svg(Path(options.svg), timeline, Path(source.name).name)
+    elif output is not None:
+        _svg(output, timeline, Path(source.name).name)
     else:
         width = shutil.get_terminal_size((140, 24)).columns
         if timeline.ran:

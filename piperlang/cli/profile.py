@@ -36,8 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output = Path(options.output or f"{Path(options.model).stem}.profile.json")
-    check_output(output, "-o")
+    name = options.output if options.output is not None else f"{Path(options.model).stem}.profile.json"
+    output = check_output(name, "-o", options)
     file = load_both(options.model, options.script, options.precision, options.seed)
     backend = chosen_backend(options)
     if backend.name == "threads":

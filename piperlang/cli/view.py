@@ -30,12 +30,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output = Path(options.output)
-    if output.suffix not in KINDS:
-        raise error("P0902", f"`-o {output}`: unknown kind of file", help=f"end it with {', '.join(KINDS)}")
-    check_output(output, "-o")
+    output = check_output(options.output, "-o", options, KINDS)
     if options.other is not None:
-        if output.suffix != ".html":
+        if output.suffix.lower() != ".html":
             other = "use a .html file, or `piperc compare` for an .svg"
             raise error("P0902", f"`-o {output}` shows one schedule", help=other)
         from_source(*open_script(options.other))
@@ -50,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 def write(found: Sequence[SimulatedScript], output: Path) -> None:
     with doing(f"writing {output}"):
-        write_output(output, drawn(found, output.suffix), "-o")
+        write_output(output, drawn(found, output.suffix.lower()), "-o")
     emit(Notice(f"saved {output}"))
 
 

@@ -116,7 +116,7 @@ def test_compare_draws_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixt
     for one in copies:
         one.write_text(script.read_text())
     scripts = [str(MLP / "both.piper"), str(script), *map(str, copies)]
-    for kind in ("svg", "html"):
+    for kind in ("svg", "html", "SVG"):
         with traced_once():
             words = ["--model", model, "--machine", "cpu", "-o", str(tmp_path / f"all.{kind}")]
             assert main(["compare", *scripts, *words]) == 0
@@ -129,7 +129,8 @@ def test_compare_draws_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads(data[1])
     assert [one["title"] for one in found["timelines"]] == named
     assert all(one["path"]["bars"] and one["path"]["parts"] for one in found["timelines"])
-    assert capsys.readouterr().out.count("pipeline.piper") == 6
+    assert capsys.readouterr().out.count("pipeline.piper") == 9
+    assert (tmp_path / "all.SVG").read_text() == (tmp_path / "all.svg").read_text()
 
 
 @pytest.mark.parametrize(
