@@ -104,13 +104,13 @@ def as_json(found: SimulatedStep, memory: float = 0.0) -> dict[str, Any]:
     """`memory`: of a device, in bytes; 0 if unknown."""
     timeline = found.timeline
     peaks = [max((size for _, size in timeline.memory.get(row, ())), default=0.0) for row in range(len(timeline.rows))]
-    most = max(range(len(peaks)), key=lambda row: peaks[row]) if peaks else 0
+    most = max(range(len(peaks)), key=lambda row: (peaks[row], -min(timeline.rows[row])), default=0)
     return {
         "seconds": timeline.length,
         "devices": sum(map(len, timeline.rows)),
         "idle": {"mean": timeline.idle_share(), "min": min(timeline.idle()), "max": max(timeline.idle())},
         "exposed": timeline.exposed(),
-        "memory": {"peak": peaks[most], "device": timeline.rows[most][0], "of": memory or None},
+        "memory": {"peak": peaks[most], "device": min(timeline.rows[most]), "of": memory or None},
         "critical_path": [one._asdict() for one in summed(segments(found))],
     }
 

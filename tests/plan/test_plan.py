@@ -494,7 +494,8 @@ def test_summary_fits_a_screen_and_says_the_same_as_json() -> None:
         assert json.loads(json.dumps(found)) == found
         assert found["devices"]["count"] == len(plan.devices)
         assert sum(found["nodes"]["by_kind"].values()) == len(graph.nodes)
-        assert 0 <= found["step"]["bubble"]["min"] <= found["step"]["bubble"]["max"] <= 1
+        assert 0 <= found["step"]["idle"]["min"] <= found["step"]["idle"]["max"] <= 1
+        assert "on the target machine of the compiler, which is a large accelerator;" in shown
         assert found["memory"]["bytes"]["max"] == sum(found["memory"]["by"].values())
 
 
