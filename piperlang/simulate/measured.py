@@ -1,7 +1,8 @@
 """Times that were measured on workers, as data: saved, and used to simulate the same model under other schedules.
 
-Passes are known by what they compute, not by where they are in a plan: the tags of their chunk, the number of samples
-and how weights are divided. Communication is known by its kind, its bytes and the number of devices."""
+Passes are known by what they compute, not by where they are in a plan: the tags of their chunk, its size and work, the
+number of samples and how weights are divided. Communication is known by its kind, its bytes and the number of
+devices."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from piperlang.simulate.costs import COMPUTE, InstructionCost, MachineCosts
 from piperlang.simulate.sharing import Sharing, undisturbed
 from piperlang.simulate.timeline import RecordedStep
 
-FORMAT, VERSION = "piperlang profile", 1
+FORMAT, VERSION = "piperlang profile", 2
 LONGEST = 1e6
 """Seconds that an instruction may have taken."""
 AT = ", samples: "
@@ -107,12 +108,14 @@ class Keys:
         for chunk in model.chunks:
             weights = sum(prod(model.weights[name].shape) for name in chunk.weights)
             outputs = sum(prod(model.tensors[name].shape(1)) for name in chunk.outputs)
-            size = f"{weights} weights, {outputs} outputs of a sample"
+            work = f"{chunk.passes['F'].flops / model.samples:.6g} FLOPs"
+            size = f"{weights} weights, {outputs} outputs and {work} of a sample"
             self.chunks.append(f"{chunk} #{count[str(chunk)]}, {size}")
             count[str(chunk)] += 1
 
     def of_pass(self, program: int) -> str:
-        """With the size of the stage: the same one of another model is something else."""
+        """With the size of the stage, and the work of its forward, which is the same on every device: a stage of
+        another model is something else."""
         its = self.plan.programs[program]
         divided = "".join(f", {one.style} {one.size}" for one in its.sharding[0])
         again = ", recomputing" if its.op in "BIW" and self.graph.model.chunks[its.chunk].recomputes else ""

@@ -122,6 +122,25 @@ def test_a_machine_that_cannot_be(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("precision", "known", "needed"),
+    [
+        ("bf16-mixed", "float32", "bfloat16"),
+        ("bf16-true", "float32", "bfloat16"),
+        ("bf16-mixed", "float16", None),  # at the same rate
+        ("bf16-mixed", "bfloat16", None),  # weights are in float32, and no product is
+    ],
+)
+def test_the_rate_of_what_a_precision_computes_in(
+    precision: str, known: str, needed: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("".join(f"{key} = {text}\n" for key, text in {**GOOD, "flops": f"{{ {known} = 1e12 }}"}.items()))
+    words = ["simulate", MODEL, ONE, "--machine", str(path), "--precision", precision]
+    assert main(words) == (2 if needed else 0)
+    assert not needed or f"the model computes in {needed}, and" in capsys.readouterr().err
+
+
 def test_steps_of_a_run_are_recorded(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert main([MODEL, OTHER, "--steps", "6", "--trace", "2", "--out", str(run), "--no-verify"]) == 0
@@ -156,6 +175,15 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
         data = json.loads(capsys.readouterr().out)
         assert at_least < data["seconds"] < 40
         assert data["idle"]["mean"] < 0.9
+    # A pass that computes more than the one that was measured is another one, whatever else is the same.
+    more = json.loads(path.read_text())
+    first = next(key for key in more["passes"] if key.startswith("F of stage=0"))
+    for key in [key for key in more["passes"] if "of stage=0" in key]:
+        more["passes"][re.sub(r"[\d.e+]+ FLOPs", "1 FLOPs", key)] = more["passes"].pop(key)
+    (tmp_path / "more.json").write_text(json.dumps(more))
+    assert main(["simulate", MODEL, OTHER, "--profile", str(tmp_path / "more.json")]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"not measured, and estimated from what was: B of {first[5:]}" in said
     good = json.loads(path.read_text())
     for key, value in (
         ("passes", {}),

@@ -30,8 +30,9 @@ ATTENTION = {
 
 @dataclass(frozen=True)
 class Cost:
-    flops: int
-    """Floating-point operations of matrix products, convolutions and attention, as torch counts them."""
+    flops: Mapping[str, int]
+    """Floating-point operations of matrix products, convolutions and attention, as torch counts them, by the dtype that
+    they are in."""
     read_bytes: int
     written_bytes: int
     scratch_bytes: int = 0
@@ -46,7 +47,7 @@ class Cost:
 
 def cost(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Cost:
     counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
-    watched = _Watched(module, inputs)
+    watched = _Watched(module, inputs, counter)
     with mode, counter, torch.no_grad():
         results = watched.run(*inputs)
     scratch = max(0, watched.most - sum(watched.storages(results).values()))
@@ -55,7 +56,7 @@ def cost(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Cos
     numbers = {storage: i for i, storage in enumerate(sizes)}
     numbered = [tuple(frozenset(numbers[storage] for storage in one) for one in side) for side in (taken, gave)]
     return Cost(
-        int(counter.get_total_flops()),
+        watched.flops,
         sum(map(size, inputs)),
         sum(map(size, results)),
         scratch,
@@ -75,11 +76,13 @@ def storages(values: Any) -> dict[int, int]:
 
 
 class _Watched(fx.Interpreter):
-    """Runs a graph and records the peak size of its temporaries. Like the generated code, it frees a value after its
-    last use."""
+    """Runs a graph and records the peak size of its temporaries, and its FLOPs. Like the generated code, it frees a
+    value after its last use."""
 
-    def __init__(self, module: fx.GraphModule, inputs: list[Any]) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: list[Any], counter: FlopCounterMode) -> None:
         super().__init__(module)
+        self.counter = counter
+        self.flops: dict[str, int] = {}
         self.given: set[int] = set()
         self.given = set(self.storages(inputs))
         self.held: dict[fx.Node, dict[int, int]] = {}
@@ -87,7 +90,9 @@ class _Watched(fx.Interpreter):
         self.now = self.most = 0
 
     def run_node(self, n: fx.Node) -> Any:
+        before = self.counter.get_total_flops()
         result = super().run_node(n)
+        self._count(int(self.counter.get_total_flops() - before), result)
         self.held[n] = self.storages(result)
         for storage, length in self.held[n].items():
             self.now += length if not self.uses.get(storage) else 0
@@ -98,6 +103,14 @@ class _Watched(fx.Interpreter):
                 self.uses[storage] -= 1
                 self.now -= length if not self.uses[storage] else 0
         return result
+
+    def _count(self, flops: int, result: Any) -> None:
+        """In the dtype of the result: that of operands, which may be quantized, is not that of their products."""
+        dtypes = [value.dtype for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
+        dtype = next((dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), None)
+        if flops and dtype is not None:
+            name = str(dtype).removeprefix("torch.")
+            self.flops[name] = self.flops.get(name, 0) + flops
 
     def storages(self, values: Any) -> dict[int, int]:
         """The storages of values, without those of the inputs."""
