@@ -79,9 +79,9 @@ def _row(script: str, found: SimulatedScript) -> dict[str, Any]:
         "devices": data["devices"],
         "seconds": data["seconds"],
         "idle": data["idle"]["mean"],
-        "exposed": sum(data["exposed"].values()),
+        "exposed": timeline.exposed_at_most(),
         "memory": data["memory"]["peak"],
-        "bytes": sum(len(timeline.rows[one.row]) * one.what.bytes for one in timeline.ran),
+        "bytes": round(sum(len(timeline.rows[one.row]) * one.what.bytes for one in timeline.ran)),
     }
 
 

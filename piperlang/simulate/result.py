@@ -13,7 +13,7 @@ from piperlang.plan.estimate.summary import bytes_text, time_text
 from piperlang.plan.plan import Plan
 from piperlang.simulate.costs import CostModel
 from piperlang.simulate.execute import SimulatedStep, execute
-from piperlang.simulate.timeline import Curve, Ran, Timeline, stream_name
+from piperlang.simulate.timeline import ROUNDING, Curve, Ran, Timeline, stream_name
 
 SEGMENTS = 8
 """Parts of the critical path that are shown: the longest."""
@@ -70,12 +70,12 @@ def _curve(ran: Sequence[Ran], sizes: Sequence[int]) -> Curve:
 def segments(found: SimulatedStep) -> list[Segment]:
     """The critical path in order. What is left of the step, before or between them, is the host's."""
     parts: list[Segment] = []
-    at = 0.0
+    at, shortest = 0.0, ROUNDING * found.timeline.length
     for one in found.path:
         begins = max(at, one.start + one.waited)
-        if begins > at:
+        if begins - at > shortest:
             parts.append(Segment("host", _device(found.timeline, one), "", begins - at))
-        if one.end > begins:
+        if one.end - begins > shortest:
             parts.append(Segment(_what(one), _device(found.timeline, one), one.what.line, one.end - begins))
         at = max(at, one.end)
     return parts

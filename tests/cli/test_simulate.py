@@ -73,6 +73,16 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert path.read_text().count("both.piper") >= 1
 
 
+def test_compare_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposed is of one device, over its streams: no more than the time in which it does not compute."""
+    assert main(["compare", ONE, OTHER, "--model", MODEL, "--machine", "cpu", "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out):
+        assert main(["simulate", MODEL, row["script"], "--machine", "cpu", "--json"]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert 0 < max(alone["exposed"].values()) <= row["exposed"] <= alone["idle"]["max"] * alone["seconds"]
+        assert type(row["bytes"]) is int
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

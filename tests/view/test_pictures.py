@@ -47,6 +47,29 @@ def test_idle_and_exposed() -> None:
     assert list(minus([(0, 10)], union([(2, 3), (2.5, 5), (9, 12)]))) == [(0, 2), (5, 9)]
 
 
+def test_streams_that_are_exposed_at_once_count_once() -> None:
+    compute, reduce = Activity("F", "F", {"stage": 0}), Activity("all_reduce", "all_reduce", {})
+    ran = [
+        Ran(0, "compute", compute, 0.0, 2.0),
+        Ran(0, "r0", reduce, 1.0, 4.0),
+        Ran(0, "r1", reduce, 1.0, 5.0),
+        Ran(1, "compute", compute, 0.0, 5.0),
+        Ran(1, "r2", reduce, 3.0, 6.0),
+    ]
+    found = Timeline([(0,), (1,)], ran, 6.0)
+    assert found.exposed() == {"r0": 2.0, "r1": 3.0, "r2": 1.0}
+    assert found.exposed_at_most() == 3.0
+    assert found.exposed_at_most() <= max(found.idle()) * found.length
+
+
+def test_what_is_left_of_rounding_is_nothing() -> None:
+    compute, reduce = Activity("F", "F", {"stage": 0}), Activity("all_reduce", "all_reduce", {})
+    end = 0.1 + 0.2  # a little more than 0.3
+    found = Timeline([(0,)], [Ran(0, "compute", compute, 0.0, 0.3), Ran(0, "r", reduce, 0.1, end)], end)
+    assert found.exposed() == {"r": 0.0}
+    assert (found.exposed_at_most(), found.idle()) == (0.0, [0.0])
+
+
 @pytest.mark.parametrize("name", ["one_f_one_b", "dualpipe", "zbv"])
 def test_widths_are_durations(name: str) -> None:
     timeline = simulate(SCHEDULES[name].lanes(4, 8))
