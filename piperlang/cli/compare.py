@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -16,10 +17,18 @@ from piperlang.cli.report import check_output, open_script
 from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, simulate
 from piperlang.cli.view import write
 from piperlang.diagnostics import error
+from piperlang.diagnostics.printable import printable
 from piperlang.elaborate.modules import from_source
 from piperlang.plan.estimate.summary import bytes_text, time_text
+from piperlang.view.names import columns, shortened
 
 KINDS = (".html", ".svg")
+APART = "  "
+"""Between columns of the table."""
+UNLIMITED = 10_000
+"""Columns of what is no terminal."""
+NARROWEST = 16
+"""Columns that a name has at least, in however narrow a terminal."""
 MOST = 8
 """Schedules in one drawing: more of them cannot be read."""
 
@@ -43,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     traced = captured(file)
     found = [simulate(options, chosen, traced, script, file.max_norm) for script in options.scripts]
     rows = [_row(script, one) for script, one in zip(options.scripts, found, strict=True)]
-    print(json.dumps(rows) if options.json else _table(rows))
+    print(json.dumps(rows) if options.json else f"{_table(rows)}\n{found[0].step.timeline.source}")
     if output is not None:
         write(_told_apart(found, options.scripts), output)
     return 0
@@ -76,6 +85,7 @@ def _row(script: str, found: SimulatedScript) -> dict[str, Any]:
     data, timeline = as_json(found.step, found.memory), found.step.timeline
     return {
         "script": script,
+        "on": found.where,
         "devices": data["devices"],
         "seconds": data["seconds"],
         "idle": data["idle"]["mean"],
@@ -91,7 +101,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         lines.append(
             [
-                row["script"],
+                printable(row["script"]),
                 f"{row['devices']:,}",
                 time_text(row["seconds"]),
                 f"{row['seconds'] / best:.2f}",
@@ -101,9 +111,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
                 bytes_text(row["bytes"]),
             ]
         )
-    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+    widths = [max(len(line[k]) for line in lines) for k in range(1, len(lines[0]))]
+    room = shutil.get_terminal_size((UNLIMITED, 24)).columns - sum(width + len(APART) for width in widths)
+    names = [shortened(name, max(NARROWEST, room)) for name, *_ in lines]
+    widest = max(map(columns, names))
     shown = []
-    for name, *figures in lines:
-        cells = [f"{cell:>{width}}" for cell, width in zip(figures, widths[1:], strict=True)]
-        shown.append("  ".join([f"{name:<{widths[0]}}", *cells]))
+    for name, (_, *figures) in zip(names, lines, strict=True):
+        cells = [f"{cell:>{width}}" for cell, width in zip(figures, widths, strict=True)]
+        shown.append(APART.join([name + " " * (widest - columns(name)), *cells]))
     return "\n".join(shown)

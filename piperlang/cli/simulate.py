@@ -7,6 +7,7 @@ import argparse
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -145,10 +146,15 @@ def _simulate(
             check_rates(machine, graph.model)
             costs: CostModel = MachineCosts(plan, graph, machine)
             step = simulated(plan, graph, costs, classes, Path(script).name)
-            return SimulatedScript(step, graph, machine.name, machine.memory)
+            return _from(step, graph, machine.name, machine.memory)
         costs = measured = MeasuredCosts(plan, graph, profile, machine)
         step = simulated(plan, graph, costs, classes, Path(script).name)
     if measured.unknown:
         emit(Notice(f"not measured, and estimated from what was: {_some(sorted(measured.unknown))}", warning=True))
     where = f"{profile.about.get('device', 'a device')}, as measured under {profile.about.get('script')}"
-    return SimulatedScript(step, graph, where, 0.0)
+    return _from(step, graph, f"{where} ({Path(options.profile).name})", 0.0)
+
+
+def _from(step: SimulatedStep, graph: Graph, where: str, memory: float) -> SimulatedScript:
+    timeline = replace(step.timeline, source=f"simulated on {where}")
+    return SimulatedScript(step._replace(timeline=timeline), graph, where, memory)

@@ -18,6 +18,7 @@ from typing import Any
 
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
+from piperlang.diagnostics.printable import printable
 from piperlang.ir.graph import Graph
 from piperlang.plan.codec import InvalidRecord, reader
 from piperlang.plan.estimate.machine import Machine
@@ -81,13 +82,21 @@ def load(path: Path) -> Profile:
         raise _unusable(path, str(problem)) from None
     rows = [row for its in found.transfers.values() for row in its]
     times = [*found.passes.values(), *found.local.values(), *found.issued.values(), found.before, found.after]
-    if not found.passes or not all(found.transfers.values()) or found.side_by_side < 1 or found.shared_devices < 0:
-        raise _unusable(path, "it has nothing that was measured")
+    if not found.passes:
+        raise _unusable(path, "`passes` is empty: nothing was measured")
+    empty = next((kind for kind, its in found.transfers.items() if not its), None)
+    if empty is not None:
+        raise _unusable(path, f"`transfers` has no times of `{empty}`")
+    if found.side_by_side < 1:
+        raise _unusable(path, f"`side_by_side` is {found.side_by_side}, and must be at least 1")
+    if found.shared_devices < 0:
+        raise _unusable(path, f"`shared_devices` is {found.shared_devices}, and must be at least 0")
     if not all(isfinite(number) and 0 <= number <= LONGEST for number in (*times, *(one for _, one in rows))):
         raise _unusable(path, f"a time is not between 0 and {LONGEST:g} s")
     if not all(isfinite(size) and size >= 0 for size, _ in rows):
         raise _unusable(path, "a number of bytes is negative")
-    return found
+    about = {name: printable(value) if isinstance(value, str) else value for name, value in found.about.items()}
+    return replace(found, about=about)
 
 
 def _unusable(path: Path, why: str) -> PiperError:

@@ -74,6 +74,8 @@ class Timeline:
     memory: Mapping[int, Curve] = field(default_factory=dict)
     """By row."""
     title: str = ""
+    source: str = ""
+    """Where its times are from: `simulated on NVIDIA H100`."""
 
     def of_row(self) -> list[list[Ran]]:
         return self._of_row

@@ -65,12 +65,32 @@ def test_view(kind: str, tmp_path: Path) -> None:
     assert "stage=0" in path.read_text()
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     path = tmp_path / "both.html"
     assert main(["compare", ONE, OTHER, "--model", MODEL, "--machine", "cpu", "-o", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["schedule", ONE, OTHER]
+    assert lines[3] == "simulated on CPU workers of one machine"
     assert path.read_text().count("both.piper") >= 1
+    assert lines[3] in path.read_text()
+    monkeypatch.setenv("COLUMNS", "90")
+    assert main(["compare", ONE, OTHER, "--model", MODEL, "--machine", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 90 for line in lines)
+    assert [line.split()[0][-10:] for line in lines[1:3]] == [ONE[-10:], OTHER[-10:]]
+    assert lines[1].startswith("…")
+
+
+def test_a_machine_is_no_control_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    described = "".join(f"{key} = {text}\n" for key, text in GOOD.items())
+    for name, shown in (('name = "\\u001b[31mred\\u0007"\n', "\\x1b[31mred\\x07"), ("", "mine.toml")):
+        path.write_text(name + described)
+        assert main(["simulate", MODEL, ONE, "--machine", str(path)]) == 0
+        assert f"simulated, on {shown}\n" in capsys.readouterr().out
+        assert main(["view", MODEL, ONE, "--machine", str(path), "-o", str(tmp_path / "step.svg")]) == 0
+        assert f"simulated on {shown}<" in (tmp_path / "step.svg").read_text()
 
 
 def test_compare_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +134,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("flops", "{ bfloat16 = 1e15 }", "the model computes in float32, and a large accelerator has no rate for it"),
+        ("flops", "{ bfloat16 = 1e15 }", "the model computes in float32, and mine.toml has no rate for it"),
         ("flops", "{ float33 = 1e12 }", "`flops` has `float33`"),
         ("flops", "{ float32 = 1e-300 }", "`flops.float32` is 1e-300, and must be between"),
         ("host", "1e308", "`host` is 1e+308, and must be between"),
@@ -195,21 +215,26 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
     said = " ".join(capsys.readouterr().err.split())
     assert f"not measured, and estimated from what was: B of {first[5:]}" in said
     good = json.loads(path.read_text())
-    for key, value in (
-        ("passes", {}),
-        ("passes", {"F": -1.0}),
-        ("passes", {"F": 1e308}),
-        ("passes", []),
-        ("before", float("nan")),
-        ("side_by_side", 0),
-        ("shared_devices", -1),
-        ("transfers", {"message": []}),
-        ("transfers", {"message": [[-5.0, 1.0]]}),
-        ("version", 99),
+    for key, value, why in (
+        ("passes", {}, "`passes` is empty"),
+        ("passes", {"F": -1.0}, "a time"),
+        ("passes", {"F": 1e308}, "a time"),
+        ("passes", [], "passes"),
+        ("before", float("nan"), "a time"),
+        ("side_by_side", 0, "`side_by_side` is 0, and must be at least 1"),
+        ("shared_devices", -1, "`shared_devices` is -1, and must be at least 0"),
+        ("transfers", {"message": []}, "`transfers` has no times of `message`"),
+        ("transfers", {"message": [[-5.0, 1.0]]}, "a number of bytes is negative"),
+        ("version", 99, "version 99"),
     ):
         path.write_text(json.dumps({**good, key: value}))
         assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1, key
-        assert "error[P0505]" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "error[P0505]" in said
+        assert why in said
+    path.write_text(json.dumps({**good, "about": {**good["about"], "device": "\x1b[31mred"}}))
+    assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 0
+    assert f"simulated, on \\x1b[31mred, as measured under {OTHER} (times.json)" in capsys.readouterr().out
     path.write_text("[" * 100_000)
     assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1
     path.write_text(

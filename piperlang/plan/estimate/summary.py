@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from math import prod
 from typing import Any
 
@@ -182,8 +183,6 @@ def _scaled(value: float, units: Sequence[str], step: int) -> str:
     while value >= step and unit + 1 < len(units):
         value /= step
         unit += 1
-    return (
-        f"{value:.0f} {units[unit]}"
-        if value >= 100 or (unit == 0 and value == int(value))
-        else f"{value:.1f} {units[unit]}"
-    )
+    whole = value >= 100 or (unit == 0 and value == int(value))
+    # As JavaScript does on a page; format() rounds halves to even.
+    return f"{Decimal(value).quantize(Decimal(1 if whole else '0.1'), ROUND_HALF_UP)} {units[unit]}"
