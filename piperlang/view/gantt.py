@@ -107,7 +107,7 @@ def _chart(timeline: Timeline, top: float, look: _Look) -> list[str]:
 def _heading(timeline: Timeline, top: float) -> list[str]:
     figures = _figures(timeline)
     room = WIDTH - 60 - 0.55 * FIGURES * len(figures)
-    title = shortened(timeline.title or "Timeline", int(room / (0.62 * TITLE)))
+    title = shortened(timeline.title or "Timeline", int(room / (0.72 * TITLE)))
     parts = [
         _text(20, top + 30, title, TITLE, weight="600"),
         _text(WIDTH - 20, top + 30, figures, FIGURES, FAINT, "end"),
