@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from piperlang.cli.model import captured, load_both
-from piperlang.cli.report import check_output, open_script
-from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, simulate
+from piperlang.cli.report import check_output
+from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, options_of, simulate
 from piperlang.cli.view import write
 from piperlang.diagnostics import error
 from piperlang.diagnostics.printable import printable
-from piperlang.elaborate.modules import from_source
 from piperlang.plan.estimate.summary import bytes_text, time_text
 from piperlang.view.names import columns, shortened
 
@@ -45,12 +44,11 @@ def run(options: argparse.Namespace) -> int:
     if len(options.scripts) < 2:
         raise error("P0902", "one schedule cannot be compared", help="name at least two scripts")
     output = _checked_drawing(options) if options.output is not None else None
-    for script in options.scripts:
-        from_source(*open_script(script))
+    each = options_of(options, options.scripts)
     chosen = chosen_costs(options)
     file = load_both(options.model, options.scripts[0], options.precision)
     traced = captured(file)
-    found = [simulate(options, chosen, traced, script, file.max_norm) for script in options.scripts]
+    found = [simulate(one, chosen, traced, file.max_norm) for one in each]
     rows = [_row(script, one) for script, one in zip(options.scripts, found, strict=True)]
     print(json.dumps(rows) if options.json else f"{_table(rows)}\n{found[0].step.timeline.source}")
     if output is not None:

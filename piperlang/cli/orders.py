@@ -42,6 +42,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     output = check_output(options.svg, "--svg", options, (".svg",)) if options.svg is not None else None
+    plain_data = next((flag for flag in ("json", "csv") if getattr(options, flag)), None)
+    if options.cost and plain_data is not None:
+        raise error(
+            "P0902",
+            f"`--cost` and `--{plain_data}` cannot be combined",
+            help=f"leave out --cost: --{plain_data} prints the order, and no times",
+        )
     try:
         costs = parse_costs(word.strip() for word in options.cost.split(",") if word.strip())
     except ValueError as problem:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from piperlang.cli.main import main
+from piperlang.cli.profile import _slower
 from piperlang.simulate.measured import load
 from tests.support import ROOT
 from tests.support.jobs import Lent
@@ -93,6 +94,31 @@ def test_a_machine_is_no_control_sequence(tmp_path: Path, capsys: pytest.Capture
         assert f"simulated on {shown}<" in (tmp_path / "step.svg").read_text()
 
 
+def test_a_parameter_goes_to_the_scripts_that_have_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path(OTHER).read_text()
+    other = tmp_path / "other.piper"
+    other.write_text(f"{text}param unused = 1\n")
+    words = ["compare", OTHER, str(other), "--model", MODEL, "--machine", "cpu", "--json"]
+    assert main(words) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert main([*words, "-p", "unused=2"]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main([*words, "-p", "unused=many"]) == 2
+    assert "other.piper" in capsys.readouterr().err
+    assert main([*words, "-p", "unusedd=2"]) == 2
+    said = capsys.readouterr().err
+    assert "error[P0903]: no script has a parameter `unusedd`" in said
+    assert f"{other} has" in said
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [(1.207, "recording made it 20.7% longer"), (0.793, "what recording adds is less than the noise")],
+)
+def test_what_recording_adds(ratio: float, said: str) -> None:
+    assert _slower(ratio) == said
+
+
 def test_compare_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Exposed is of one device, over its streams: no more than the time in which it does not compute."""
     assert main(["compare", ONE, OTHER, "--model", MODEL, "--machine", "cpu", "--json"]) == 0
@@ -111,7 +137,12 @@ def test_compare_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["view", MODEL, ONE, "-o", "step.png"], "unknown kind of file"),
         (["view", MODEL, ONE, OTHER, "-o", "step.svg"], "shows one schedule"),
         (["compare", ONE, "--model", MODEL], "one schedule cannot be compared"),
-        (["profile", MODEL, ONE, "--backend", "threads"], "threads"),
+        (["profile", MODEL, ONE, "--backend", "threads"], "`threads` is not one of gloo, nccl"),
+        (["orders", OTHER, "--cost", "F=2", "--json"], "`--cost` and `--json` cannot be combined"),
+        (["orders", OTHER, "--cost", "F=2", "--csv"], "`--cost` and `--csv` cannot be combined"),
+        (["orders", OTHER, "--cost", "F=2,F=3"], "the cost of F is given twice"),
+        (["compare", ONE, OTHER, "--model", MODEL, "-p", "nothing=4"], "no script has a parameter `nothing`"),
+        (["view", MODEL, ONE, OTHER, "-p", "nothing=4"], "no script has a parameter `nothing`"),
         (["orders", ONE, "--svg", "/nowhere/o.svg"], "cannot be written"),
         (["orders", OTHER, "--svg", "o.html"], "unknown kind of file"),
         (["orders", OTHER, "--cost", "stage9=2"], "no pass in an order has stage=9"),
