@@ -48,7 +48,7 @@ class Identity:
     def pass_graphs(self, chunk: int, samples: int, sharding: Any = ((), ())) -> PassGraphs:
         graph = fx.Graph()
         graph.output((graph.placeholder("x"),))
-        piece = PassGraph(fx.GraphModule(nn.Module(), graph), (("input", 0),), (("output", 0),), Cost(0, 0, 0))
+        piece = PassGraph(fx.GraphModule(nn.Module(), graph), (("input", 0),), (("output", 0),), Cost({}, 0, 0))
         return PassGraphs(piece, None, None, None, 0, 0)
 
 

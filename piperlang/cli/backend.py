@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from piperlang.diagnostics import error
@@ -21,12 +22,13 @@ def add_executor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_backend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        help="gloo runs on CPU, nccl on CUDA, threads in one process (default: nccl if torch finds a GPU)",
-    )
+RUN_ON = {"gloo": "gloo runs on CPU", "nccl": "nccl on CUDA", "threads": "threads in one process"}
+OF_WORKERS = tuple(name for name in BACKENDS if name != "threads")
+
+
+def add_backend(parser: argparse.ArgumentParser, names: Sequence[str] = BACKENDS) -> None:
+    where = ", ".join(RUN_ON[name] for name in names)
+    parser.add_argument("--backend", choices=names, help=f"{where} (default: nccl if torch finds a GPU)")
 
 
 def chosen_backend(options: argparse.Namespace) -> Backend:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -12,14 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from piperlang.cli.model import captured, load_both
-from piperlang.cli.report import check_output, open_script
-from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, simulate
+from piperlang.cli.report import check_output
+from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, options_of, simulate
 from piperlang.cli.view import write
 from piperlang.diagnostics import error
-from piperlang.elaborate.modules import from_source
+from piperlang.diagnostics.printable import printable
 from piperlang.plan.estimate.summary import bytes_text, time_text
+from piperlang.view.names import columns, shortened
 
 KINDS = (".html", ".svg")
+APART = "  "
+"""Between columns of the table."""
+UNLIMITED = 10_000
+"""Columns of what is no terminal."""
+NARROWEST = 16
+"""Columns that a name has at least, in however narrow a terminal."""
 MOST = 8
 """Schedules in one drawing: more of them cannot be read."""
 
@@ -35,32 +43,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if len(options.scripts) < 2:
         raise error("P0902", "one schedule cannot be compared", help="name at least two scripts")
-    output = Path(options.output) if options.output is not None else None
-    if output is not None:
-        _check_drawing(output, len(options.scripts))
-    for script in options.scripts:
-        from_source(*open_script(script))
+    output = _checked_drawing(options) if options.output is not None else None
+    each = options_of(options, options.scripts)
     chosen = chosen_costs(options)
     file = load_both(options.model, options.scripts[0], options.precision)
     traced = captured(file)
-    found = [simulate(options, chosen, traced, script, file.max_norm) for script in options.scripts]
+    found = [simulate(one, chosen, traced, file.max_norm) for one in each]
     rows = [_row(script, one) for script, one in zip(options.scripts, found, strict=True)]
-    print(json.dumps(rows) if options.json else _table(rows))
+    print(json.dumps(rows) if options.json else f"{_table(rows)}\n{found[0].step.timeline.source}")
     if output is not None:
         write(_told_apart(found, options.scripts), output)
     return 0
 
 
-def _check_drawing(output: Path, schedules: int) -> None:
-    if output.suffix not in KINDS:
-        raise error("P0902", f"`-o {output}`: unknown kind of file", help=f"end it with {', '.join(KINDS)}")
-    if schedules > MOST:
+def _checked_drawing(options: argparse.Namespace) -> Path:
+    output = check_output(options.output, "-o", options, KINDS)
+    if len(options.scripts) > MOST:
         raise error(
             "P0902",
-            f"`-o {output}` draws at most {MOST} schedules, and there are {schedules}",
+            f"`-o {output}` draws at most {MOST} schedules, and there are {len(options.scripts)}",
             help="name fewer schedules, or leave out `-o`: the table has no limit",
         )
-    check_output(output, "-o")
+    return output
 
 
 def _told_apart(found: Sequence[SimulatedScript], scripts: Sequence[str]) -> list[SimulatedScript]:
@@ -79,12 +83,13 @@ def _row(script: str, found: SimulatedScript) -> dict[str, Any]:
     data, timeline = as_json(found.step, found.memory), found.step.timeline
     return {
         "script": script,
+        "on": found.where,
         "devices": data["devices"],
         "seconds": data["seconds"],
         "idle": data["idle"]["mean"],
-        "exposed": sum(data["exposed"].values()),
+        "exposed": timeline.exposed_at_most(),
         "memory": data["memory"]["peak"],
-        "bytes": sum(len(timeline.rows[one.row]) * one.what.bytes for one in timeline.ran),
+        "bytes": round(sum(len(timeline.rows[one.row]) * one.what.bytes for one in timeline.ran)),
     }
 
 
@@ -94,7 +99,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         lines.append(
             [
-                row["script"],
+                printable(row["script"]),
                 f"{row['devices']:,}",
                 time_text(row["seconds"]),
                 f"{row['seconds'] / best:.2f}",
@@ -104,9 +109,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
                 bytes_text(row["bytes"]),
             ]
         )
-    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+    widths = [max(len(line[k]) for line in lines) for k in range(1, len(lines[0]))]
+    room = shutil.get_terminal_size((UNLIMITED, 24)).columns - sum(width + len(APART) for width in widths)
+    names = [shortened(name, max(NARROWEST, room)) for name, *_ in lines]
+    widest = max(map(columns, names))
     shown = []
-    for name, *figures in lines:
-        cells = [f"{cell:>{width}}" for cell, width in zip(figures, widths[1:], strict=True)]
-        shown.append("  ".join([f"{name:<{widths[0]}}", *cells]))
+    for name, (_, *figures) in zip(names, lines, strict=True):
+        cells = [f"{cell:>{width}}" for cell, width in zip(figures, widths, strict=True)]
+        shown.append(APART.join([name + " " * (widest - columns(name)), *cells]))
     return "\n".join(shown)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from piperlang.cli.model import add_precision, captured, doing, load_both, scheduled
 from piperlang.cli.parsing import POSITION
@@ -32,18 +31,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.svg:
-        check_output(Path(options.svg), "--svg")
+    output = check_output(options.svg, "--svg", options) if options.svg is not None else None
     found = scheduled(captured(load_both(options.model, options.script, options.precision)), options, options.after)
     if found.problems:
         raise PiperError(*found.problems)
     with doing("building the graph"):
         graph = found.graph()
-    if options.svg:
+    if output is not None:
         from piperlang.view.graph_svg import draw
 
-        write_output(Path(options.svg), draw(graph), "--svg")
-        print(f"{options.svg}: {len(graph.nodes):,} nodes")
+        write_output(output, draw(graph), "--svg")
+        print(f"{output}: {len(graph.nodes):,} nodes")
     elif options.json:
         print(json.dumps(as_json(graph)))
     else:

@@ -41,10 +41,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.svg:
-        if Path(options.svg).suffix != ".svg":
-            raise error("P0902", f"`--svg {options.svg}`: unknown kind of file", help="end it with .svg")
-        check_output(Path(options.svg), "--svg")
+    output = check_output(options.svg, "--svg", options, (".svg",)) if options.svg is not None else None
+    plain_data = next((flag for flag in ("json", "csv") if getattr(options, flag)), None)
+    if options.cost and plain_data is not None:
+        raise error(
+            "P0902",
+            f"`--cost` and `--{plain_data}` cannot be combined",
+            help=f"leave out --cost: --{plain_data} prints the order, and no times",
+        )
     try:
         costs = parse_costs(word.strip() for word in options.cost.split(",") if word.strip())
     except ValueError as problem:
@@ -69,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
         _json(lanes, found.outline.chains)
     elif options.csv:
         _csv(lanes)
-    elif options.svg:
-        _svg(Path(options.svg), timeline, Path(source.name).name)
+    elif output is not None:
+        _svg(output, timeline, Path(source.name).name)
     else:
         width = shutil.get_terminal_size((140, 24)).columns
         if timeline.ran:

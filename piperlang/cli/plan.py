@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.report import add_parameters, check_output, report, write_output
@@ -22,8 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.output:
-        check_output(Path(options.output), "-o")
+    output = check_output(options.output, "-o", options) if options.output is not None else None
     file = load_both(options.model, options.script, options.precision)
     found = scheduled(captured(file), options)
     if found.problems:
@@ -34,9 +32,9 @@ def run(options: argparse.Namespace) -> int:
     from piperlang.plan.estimate.summary import as_json, summary
 
     print(json.dumps(as_json(plan, graph)) if options.json else summary(plan, graph))
-    if options.output:
+    if output is not None:
         from piperlang.plan.files import dump
 
-        with doing(f"writing {options.output}"):
-            write_output(Path(options.output), dump(plan), "-o")
+        with doing(f"writing {output}"):
+            write_output(output, dump(plan), "-o")
     return 0

@@ -6,12 +6,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from piperlang.cli.backend import add_backend, chosen_backend
+from piperlang.cli.backend import OF_WORKERS, add_backend, chosen_backend
 from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SEED
 from piperlang.cli.report import add_parameters, check_output, report, write_output
 from piperlang.cli.simulate import machine_of
-from piperlang.diagnostics import error
 from piperlang.plan.estimate.summary import time_text
 from piperlang.progress import Notice, emit
 
@@ -28,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="compile passes with Inductor (default: on CUDA)"
     )
-    add_backend(parser)
+    add_backend(parser, OF_WORKERS)
     add_parameters(parser)
     add_precision(parser)
     add_on_nan(parser)
@@ -36,12 +35,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output = Path(options.output or f"{Path(options.model).stem}.profile.json")
-    check_output(output, "-o")
+    name = options.output if options.output is not None else f"{Path(options.model).stem}.profile.json"
+    output = check_output(name, "-o", options)
     file = load_both(options.model, options.script, options.precision, options.seed)
     backend = chosen_backend(options)
-    if backend.name == "threads":
-        raise error("P0902", "`--backend threads` has no workers to measure", help="omit --backend")
     batches = Batches(file, options.seed)
     found = scheduled(captured(file, options.seed, batches.first, backend), options)
     if found.problems:
@@ -81,6 +78,13 @@ def run(options: argparse.Namespace) -> int:
         emit(
             Notice(f"{what}: times are those of one alone, and steps simulated with them share the same", warning=True)
         )
-    slower = 100 * (result.recording / result.seconds - 1)
-    emit(Notice(f"a step takes {time_text(result.seconds)}; recording made it {slower:+.1f}% longer; saved {output}"))
+    slower = _slower(result.recording / result.seconds)
+    emit(Notice(f"a step takes {time_text(result.seconds)}; {slower}; saved {output}"))
     return 0
+
+
+def _slower(ratio: float) -> str:
+    """Of a step that was recorded to one that was not."""
+    if ratio <= 1:
+        return "what recording adds is less than the noise"
+    return f"recording made it {100 * (ratio - 1):.1f}% longer"

@@ -156,18 +156,47 @@ def add_import_path(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_output(path: Path, flag: str) -> None:
-    """Refuse a file that cannot be written before what goes into it is made, which may take minutes."""
+SOURCES = {".py": "a Python file", ".piper": "a schedule"}
+"""No command has these for output. Models and scripts import others, so each may be one that the command reads."""
+READ = ("model", "script", "other", "scripts", "machine", "profile")
+"""Options and operands that name files that a command reads."""
+
+
+def check_output(name: str, flag: str, options: argparse.Namespace, kinds: Sequence[str] = ()) -> Path:
+    """Refuse a file that cannot be written before what goes into it is made, which may take minutes. `kinds`: the
+    endings that it may have, in either case."""
+    path = Path(name)
+    if not name:
+        raise error("P0902", f"the name of `{flag}` is empty", help=f"name a file: `{flag} FILE`")
+    if kinds and path.suffix.lower() not in kinds:
+        raise error("P0902", f"`{flag} {path}`: unknown kind of file", help=f"end it with {', '.join(kinds)}")
+    problem = _unwritable(path) or _precious(path, options)
+    if problem is not None:
+        raise error("P0902", f"`{flag} {path}` cannot be written", notes=[problem], help="check the path")
+    return path
+
+
+def _unwritable(path: Path) -> str | None:
     folder = path.absolute().parent
     if is_file(path, folder=True):
-        problem = "it is a folder"
-    elif not is_file(folder, folder=True):
-        problem = f"there is no folder {folder}"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        problem = "permission denied"
-    else:
-        return
-    raise error("P0902", f"`{flag} {path}` cannot be written", notes=[problem], help="check the path")
+        return "it is a folder"
+    if not is_file(folder, folder=True):
+        return f"there is no folder {folder}"
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        return "permission denied"
+    return None
+
+
+def _precious(path: Path, options: argparse.Namespace) -> str | None:
+    """Why an existing file must not be overwritten."""
+    if not os.path.exists(path):
+        return None
+    given = [vars(options).get(name) for name in READ]
+    files = [file for one in given for file in (one if isinstance(one, list) else [one]) if file is not None]
+    if any(os.path.exists(file) and os.path.samefile(file, path) for file in files):
+        return "this command reads it"
+    kind = SOURCES.get(path.resolve().suffix.lower())
+    return f"it is {kind}, which would be lost" if kind is not None else None
 
 
 def write_output(path: Path, text: str, flag: str) -> None:

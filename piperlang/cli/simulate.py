@@ -7,13 +7,16 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from piperlang.cli.model import add_on_nan, add_precision, captured, doing, load_both, scheduled
-from piperlang.cli.report import add_parameters, paint
+from piperlang.cli.report import add_parameters, open_script, paint, parameters
 from piperlang.core.collector import uncollected
-from piperlang.diagnostics import PiperError
+from piperlang.diagnostics import PiperError, did_you_mean, error, listed
+from piperlang.elaborate.modules import from_source
 from piperlang.ir.graph import Graph
 from piperlang.pipeline import representative
 from piperlang.plan.estimate.machine import Machine
@@ -24,6 +27,7 @@ from piperlang.simulate.machine_files import load as load_machine
 from piperlang.simulate.machine_files import names
 from piperlang.simulate.measured import Profile
 from piperlang.simulate.measured import load as load_profile
+from piperlang.syntax import tree
 
 if TYPE_CHECKING:
     from piperlang.capture.program import Program
@@ -96,7 +100,7 @@ class SimulatedScript(NamedTuple):
 def run(options: argparse.Namespace) -> int:
     chosen = chosen_costs(options)
     file = load_both(options.model, options.script, options.precision)
-    found = simulate(options, chosen, captured(file), options.script, file.max_norm)
+    found = simulate(options, chosen, captured(file), file.max_norm)
     from piperlang.simulate.result import as_json, text
 
     step, _, where, memory = found
@@ -115,19 +119,46 @@ def _drawn(timeline: Timeline) -> str:
     return bars(timeline, width, paint(sys.stdout), glyphs(sys.stdout.encoding))
 
 
+def options_of(options: argparse.Namespace, scripts: Sequence[str]) -> list[argparse.Namespace]:
+    """Those of each script. A parameter goes to the scripts that have it, which at least one must."""
+    if len(scripts) == 1:
+        return [options]
+    given = parameters(options)
+    known = {script: _parameters_of(script) for script in scripts}
+    every = sorted({name for names in known.values() for name in names})
+    unknown = next((name for name in given if name not in every), None)
+    if unknown is not None:
+        raise error(
+            "P0903",
+            f"no script has a parameter `{unknown}`",
+            notes=[f"{script} has {listed(names, 'and') if names else 'none'}" for script, names in known.items()],
+            help=did_you_mean(unknown, every) or "name a parameter of at least one of them",
+        )
+    found = []
+    for script in scripts:
+        its = [f"{name}={value}" for name, value in given.items() if name in known[script]]
+        found.append(argparse.Namespace(**{**vars(options), "script": script, "parameters": its}))
+    return found
+
+
+def _parameters_of(script: str) -> list[str]:
+    module = from_source(*open_script(script))
+    return [one.name.text for one in module.script.statements if isinstance(one, tree.Param)]
+
+
 def simulate(
-    options: argparse.Namespace, chosen: ChosenCosts, traced: Program, script: str, max_norm: float | None
+    options: argparse.Namespace, chosen: ChosenCosts, traced: Program, max_norm: float | None
 ) -> SimulatedScript:
     """Raises the problems of the script."""
     with uncollected():
-        return _simulate(options, chosen, traced, script, max_norm)
+        return _simulate(options, chosen, traced, max_norm)
 
 
 def _simulate(
-    options: argparse.Namespace, chosen: ChosenCosts, traced: Program, script: str, max_norm: float | None
+    options: argparse.Namespace, chosen: ChosenCosts, traced: Program, max_norm: float | None
 ) -> SimulatedScript:
     machine, profile = chosen
-    found = scheduled(traced, argparse.Namespace(**{**vars(options), "script": script}))
+    found = scheduled(traced, options)
     if found.problems:
         raise PiperError(*found.problems)
     with doing("building the graph"):
@@ -144,11 +175,16 @@ def _simulate(
         if profile is None:
             check_rates(machine, graph.model)
             costs: CostModel = MachineCosts(plan, graph, machine)
-            step = simulated(plan, graph, costs, classes, Path(script).name)
-            return SimulatedScript(step, graph, machine.name, machine.memory)
+            step = simulated(plan, graph, costs, classes, Path(options.script).name)
+            return _from(step, graph, machine.name, machine.memory)
         costs = measured = MeasuredCosts(plan, graph, profile, machine)
-        step = simulated(plan, graph, costs, classes, Path(script).name)
+        step = simulated(plan, graph, costs, classes, Path(options.script).name)
     if measured.unknown:
         emit(Notice(f"not measured, and estimated from what was: {_some(sorted(measured.unknown))}", warning=True))
     where = f"{profile.about.get('device', 'a device')}, as measured under {profile.about.get('script')}"
-    return SimulatedScript(step, graph, where, 0.0)
+    return _from(step, graph, f"{where} ({Path(options.profile).name})", 0.0)
+
+
+def _from(step: SimulatedStep, graph: Graph, where: str, memory: float) -> SimulatedScript:
+    timeline = replace(step.timeline, source=f"simulated on {where}")
+    return SimulatedScript(step._replace(timeline=timeline), graph, where, memory)

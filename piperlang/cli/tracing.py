@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class Tracing:
         typical = sorted(steps, key=lambda step: step.length)[len(steps) // 2]
         machine = machine_of(backend)
         estimated = simulated(plan, graph, MachineCosts(plan, graph, machine), title=machine.name).timeline
+        estimated = replace(estimated, source=f"estimated for {machine.name}")
         write_text(self.folder / PAGE, page([typical], estimated), LOST)
         write_text(self.folder / EVENTS, trace(typical), LOST)
         for line in text(typical, estimated).splitlines():

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from piperlang.cli.model import captured, doing, load_both
-from piperlang.cli.report import check_output, open_script, write_output
-from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, simulate
+from piperlang.cli.report import check_output, write_output
+from piperlang.cli.simulate import SimulatedScript, add_costs, chosen_costs, options_of, simulate
 from piperlang.diagnostics import error
-from piperlang.elaborate.modules import from_source
 from piperlang.progress import Notice, emit
 
 KINDS = (".html", ".svg", ".json")
@@ -30,27 +29,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output = Path(options.output)
-    if output.suffix not in KINDS:
-        raise error("P0902", f"`-o {output}`: unknown kind of file", help=f"end it with {', '.join(KINDS)}")
-    check_output(output, "-o")
-    if options.other is not None:
-        if output.suffix != ".html":
-            other = "use a .html file, or `piperc compare` for an .svg"
-            raise error("P0902", f"`-o {output}` shows one schedule", help=other)
-        from_source(*open_script(options.other))
+    output = check_output(options.output, "-o", options, KINDS)
+    if options.other is not None and output.suffix.lower() != ".html":
+        other = "use a .html file, or `piperc compare` for an .svg"
+        raise error("P0902", f"`-o {output}` shows one schedule", help=other)
+    each = options_of(options, [options.script, *([options.other] if options.other is not None else [])])
     chosen = chosen_costs(options)
     file = load_both(options.model, options.script, options.precision)
     traced = captured(file)
-    scripts = [options.script, *([options.other] if options.other is not None else [])]
-    found = [simulate(options, chosen, traced, script, file.max_norm) for script in scripts]
+    found = [simulate(one, chosen, traced, file.max_norm) for one in each]
     write(found, output)
     return 0
 
 
 def write(found: Sequence[SimulatedScript], output: Path) -> None:
     with doing(f"writing {output}"):
-        write_output(output, drawn(found, output.suffix), "-o")
+        write_output(output, drawn(found, output.suffix.lower()), "-o")
     emit(Notice(f"saved {output}"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -73,10 +73,15 @@ class Pass:
 
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    flops: int = 0
+    flops_in: Mapping[str, int] = field(default_factory=dict)
+    """By the dtype that they are in."""
     moved_bytes: int = 0
     scratch: tuple[Scratch, ...] = ()
     """At the points where it may be the most."""
+
+    @property
+    def flops(self) -> int:
+        return sum(self.flops_in.values())
 
 
 class Change(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from piperlang.diagnostics import error, listed
 from piperlang.ir.graph import Graph
-from piperlang.ir.model import Chunk, Model
+from piperlang.ir.model import Model
 from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.estimate.memory import ValueSizes
 from piperlang.plan.estimate.summary import SentBytes
@@ -34,8 +34,6 @@ UPDATE_PASSES = 8
 """How often an optimizer like Adam reads or writes an element of each of its tensors: weight, gradient and two
 moments, read and written."""
 
-HALF = ("bfloat16", "float16")
-"""Dtypes that a device computes with at the same rate."""
 REDUCE_AND_GATHER = (AllReduce, ReduceGradients, GradientNorm)
 
 
@@ -73,31 +71,16 @@ class CostModel(Protocol):
         """Seconds that the host needs to issue it."""
 
 
-def rates(machine: Machine, model: Model, chunk: Chunk) -> list[float]:
-    """Those of the dtypes in which a chunk may compute, as far as the machine has them."""
-    found = []
-    for dtype in _dtypes(model, chunk):
-        alike = HALF if dtype in HALF else (dtype,)
-        found += [machine.flops[name] for name in (dtype, *alike) if name in machine.flops][:1]
-    return found
-
-
-def _dtypes(model: Model, chunk: Chunk) -> list[str]:
-    tensors = [model.tensors[name].dtype for name in (*chunk.inputs, *chunk.outputs) if name in model.tensors]
-    found = dict.fromkeys((*tensors, *(model.weights[name].dtype for name in chunk.weights)))
-    return [dtype for dtype in found if dtype.startswith(("float", "bfloat"))]
-
-
 def check_rates(machine: Machine, model: Model) -> None:
-    """That the machine has a rate for what each chunk computes in."""
-    for chunk in model.chunks:
-        needed = _dtypes(model, chunk)
-        if needed and not rates(machine, model, chunk):
+    """That the machine has a rate for each dtype that the model computes in."""
+    needed = dict.fromkeys(dtype for chunk in model.chunks for work in chunk.passes.values() for dtype in work.flops_in)
+    for dtype in needed:
+        if machine.known_rate(dtype) is None:
             raise error(
                 "P0902",
-                f"the model computes in {needed[0]}, and {machine.name} has no rate for it",
+                f"the model computes in {dtype}, and {machine.name} has no rate for it",
                 notes=[f"its `flops` are those of {listed(machine.flops, 'and')}"],
-                help=f"describe the machine in a file of your own, with `flops = {{ {needed[0]} = ... }}`",
+                help=f"describe the machine in a file of your own, with `flops = {{ {dtype} = ... }}`",
             )
 
 
@@ -139,8 +122,8 @@ class MachineCosts:
         chunk = self.graph.model.chunks[program.chunk]
         work = chunk.passes["F" if program.op == "R" else program.op]
         share = program.samples / self.graph.model.samples / prod(divide.size for divide in program.sharding[0])
-        rate = max(rates(machine, self.graph.model, chunk), default=machine.rate("float32"))
-        seconds = work.flops / rate + work.moved_bytes / machine.memory_bandwidth
+        computing = sum(flops / machine.rate(dtype) for dtype, flops in work.flops_in.items())
+        seconds = computing + work.moved_bytes / machine.memory_bandwidth
         return InstructionCost(machine.launch, share * seconds, COMPUTE)
 
     # ----------------------------------------------------------------------------------------------- communication

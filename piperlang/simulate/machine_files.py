@@ -11,6 +11,7 @@ from typing import Any
 
 from piperlang.diagnostics import PiperError, error, listed
 from piperlang.diagnostics.files import unreadable
+from piperlang.diagnostics.printable import printable
 from piperlang.plan.estimate.machine import Interconnect, Machine
 
 FOLDER = Path(__file__).with_name("machines")
@@ -46,7 +47,7 @@ def load(name: str) -> Machine:
 
 
 def _machine(data: dict[str, Any], name: str) -> Machine:
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"name": printable(Path(name).name)}
     kinds = {one.name: one for one in fields(Machine)}
     for key, value in data.items():
         if key not in kinds:
@@ -63,7 +64,7 @@ def _machine(data: dict[str, Any], name: str) -> Machine:
         elif isinstance(kinds[key].default, str | bool):
             if not isinstance(value, type(kinds[key].default)):
                 raise _invalid(name, f"`{key}` must be {'a text' if key == 'name' else 'true or false'}")
-            given[key] = value
+            given[key] = printable(value) if isinstance(value, str) else value
         else:
             number = _number(name, data, "", key)
             whole = isinstance(kinds[key].default, int)

@@ -1,7 +1,8 @@
 """Times that were measured on workers, as data: saved, and used to simulate the same model under other schedules.
 
-Passes are known by what they compute, not by where they are in a plan: the tags of their chunk, the number of samples
-and how weights are divided. Communication is known by its kind, its bytes and the number of devices."""
+Passes are known by what they compute, not by where they are in a plan: the tags of their chunk, its size and work, the
+number of samples and how weights are divided. Communication is known by its kind, its bytes and the number of
+devices."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from piperlang.diagnostics import PiperError, error
 from piperlang.diagnostics.files import unreadable
+from piperlang.diagnostics.printable import printable
 from piperlang.ir.graph import Graph
 from piperlang.plan.codec import InvalidRecord, reader
 from piperlang.plan.estimate.machine import Machine
@@ -27,7 +29,7 @@ from piperlang.simulate.costs import COMPUTE, InstructionCost, MachineCosts
 from piperlang.simulate.sharing import Sharing, undisturbed
 from piperlang.simulate.timeline import RecordedStep
 
-FORMAT, VERSION = "piperlang profile", 1
+FORMAT, VERSION = "piperlang profile", 2
 LONGEST = 1e6
 """Seconds that an instruction may have taken."""
 AT = ", samples: "
@@ -80,13 +82,21 @@ def load(path: Path) -> Profile:
         raise _unusable(path, str(problem)) from None
     rows = [row for its in found.transfers.values() for row in its]
     times = [*found.passes.values(), *found.local.values(), *found.issued.values(), found.before, found.after]
-    if not found.passes or not all(found.transfers.values()) or found.side_by_side < 1 or found.shared_devices < 0:
-        raise _unusable(path, "it has nothing that was measured")
+    if not found.passes:
+        raise _unusable(path, "`passes` is empty: nothing was measured")
+    empty = next((kind for kind, its in found.transfers.items() if not its), None)
+    if empty is not None:
+        raise _unusable(path, f"`transfers` has no times of `{empty}`")
+    if found.side_by_side < 1:
+        raise _unusable(path, f"`side_by_side` is {found.side_by_side}, and must be at least 1")
+    if found.shared_devices < 0:
+        raise _unusable(path, f"`shared_devices` is {found.shared_devices}, and must be at least 0")
     if not all(isfinite(number) and 0 <= number <= LONGEST for number in (*times, *(one for _, one in rows))):
         raise _unusable(path, f"a time is not between 0 and {LONGEST:g} s")
     if not all(isfinite(size) and size >= 0 for size, _ in rows):
         raise _unusable(path, "a number of bytes is negative")
-    return found
+    about = {name: printable(value) if isinstance(value, str) else value for name, value in found.about.items()}
+    return replace(found, about=about)
 
 
 def _unusable(path: Path, why: str) -> PiperError:
@@ -107,12 +117,14 @@ class Keys:
         for chunk in model.chunks:
             weights = sum(prod(model.weights[name].shape) for name in chunk.weights)
             outputs = sum(prod(model.tensors[name].shape(1)) for name in chunk.outputs)
-            size = f"{weights} weights, {outputs} outputs of a sample"
+            work = f"{chunk.passes['F'].flops / model.samples:.6g} FLOPs"
+            size = f"{weights} weights, {outputs} outputs and {work} of a sample"
             self.chunks.append(f"{chunk} #{count[str(chunk)]}, {size}")
             count[str(chunk)] += 1
 
     def of_pass(self, program: int) -> str:
-        """With the size of the stage: the same one of another model is something else."""
+        """With the size of the stage, and the work of its forward, which is the same on every device: a stage of
+        another model is something else."""
         its = self.plan.programs[program]
         divided = "".join(f", {one.style} {one.size}" for one in its.sharding[0])
         again = ", recomputing" if its.op in "BIW" and self.graph.model.chunks[its.chunk].recomputes else ""

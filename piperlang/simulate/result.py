@@ -13,7 +13,7 @@ from piperlang.plan.estimate.summary import bytes_text, time_text
 from piperlang.plan.plan import Plan
 from piperlang.simulate.costs import CostModel
 from piperlang.simulate.execute import SimulatedStep, execute
-from piperlang.simulate.timeline import Curve, Ran, Timeline, stream_name
+from piperlang.simulate.timeline import ROUNDING, Curve, Ran, Timeline, stream_name
 
 SEGMENTS = 8
 """Parts of the critical path that are shown: the longest."""
@@ -70,12 +70,12 @@ def _curve(ran: Sequence[Ran], sizes: Sequence[int]) -> Curve:
 def segments(found: SimulatedStep) -> list[Segment]:
     """The critical path in order. What is left of the step, before or between them, is the host's."""
     parts: list[Segment] = []
-    at = 0.0
+    at, shortest = 0.0, ROUNDING * found.timeline.length
     for one in found.path:
         begins = max(at, one.start + one.waited)
-        if begins > at:
+        if begins - at > shortest:
             parts.append(Segment("host", _device(found.timeline, one), "", begins - at))
-        if one.end > begins:
+        if one.end - begins > shortest:
             parts.append(Segment(_what(one), _device(found.timeline, one), one.what.line, one.end - begins))
         at = max(at, one.end)
     return parts
@@ -104,13 +104,13 @@ def as_json(found: SimulatedStep, memory: float = 0.0) -> dict[str, Any]:
     """`memory`: of a device, in bytes; 0 if unknown."""
     timeline = found.timeline
     peaks = [max((size for _, size in timeline.memory.get(row, ())), default=0.0) for row in range(len(timeline.rows))]
-    most = max(range(len(peaks)), key=lambda row: peaks[row]) if peaks else 0
+    most = max(range(len(peaks)), key=lambda row: (peaks[row], -min(timeline.rows[row])), default=0)
     return {
         "seconds": timeline.length,
         "devices": sum(map(len, timeline.rows)),
         "idle": {"mean": timeline.idle_share(), "min": min(timeline.idle()), "max": max(timeline.idle())},
         "exposed": timeline.exposed(),
-        "memory": {"peak": peaks[most], "device": timeline.rows[most][0], "of": memory or None},
+        "memory": {"peak": peaks[most], "device": min(timeline.rows[most]), "of": memory or None},
         "critical_path": [one._asdict() for one in summed(segments(found))],
     }
 

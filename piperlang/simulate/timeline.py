@@ -15,6 +15,9 @@ PASSES = ("F", "B", "I", "W", "R")
 
 COMMUNICATION = frozenset(("send", "recv", *COLLECTIVES))
 
+ROUNDING = 1e-9
+"""A share of the step: less of it is what is left of rounding, and none."""
+
 Place: TypeAlias = tuple[int, int]
 """Row and index of an instruction."""
 
@@ -71,6 +74,8 @@ class Timeline:
     memory: Mapping[int, Curve] = field(default_factory=dict)
     """By row."""
     title: str = ""
+    source: str = ""
+    """Where its times are from: `simulated on NVIDIA H100`."""
 
     def of_row(self) -> list[list[Ran]]:
         return self._of_row
@@ -90,10 +95,8 @@ class Timeline:
     def _idle(self) -> list[float]:
         if not self.length:
             return [0.0] * len(self.rows)
-        return [
-            1 - measure(union((one.start, one.end) for one in ran if one.what.computes)) / self.length
-            for ran in self.of_row()
-        ]
+        shares = (1 - measure(_computing(ran)) / self.length for ran in self.of_row())
+        return [share if share > ROUNDING else 0.0 for share in shares]
 
     def idle_share(self) -> float:
         """The mean over all devices."""
@@ -105,15 +108,32 @@ class Timeline:
         devices."""
         found: dict[str, float] = {}
         for ran in self.of_row():
-            computing = union((one.start, one.end) for one in ran if one.what.computes)
-            streams: dict[str, list[tuple[float, float]]] = {}
+            streams: dict[str, list[Ran]] = {}
             for one in ran:
                 if one.what.communicates:
-                    streams.setdefault(stream_name(one.stream), []).append((one.start + one.waited, one.end))
-            for stream, spans in streams.items():
-                alone = measure(minus(union(spans), computing))
-                found[stream] = max(found.get(stream, 0.0), alone)
+                    streams.setdefault(stream_name(one.stream), []).append(one)
+            computing = _computing(ran)
+            for stream, its in streams.items():
+                found[stream] = max(found.get(stream, 0.0), self._alone(its, computing))
         return dict(sorted(found.items()))
+
+    def exposed_at_most(self) -> float:
+        """Seconds of a step in which a device communicates on some stream and does not compute: the most of all
+        devices. Streams that do so at once count once, so it is not the sum of `exposed`."""
+        communicating = ([one for one in ran if one.what.communicates] for ran in self.of_row())
+        return max(
+            (self._alone(its, _computing(ran)) for its, ran in zip(communicating, self.of_row(), strict=True)),
+            default=0.0,
+        )
+
+    def _alone(self, communication: Iterable[Ran], computing: Sequence[tuple[float, float]]) -> float:
+        spans = union((one.start + one.waited, one.end) for one in communication)
+        found = measure(minus(spans, computing))
+        return found if found > ROUNDING * self.length else 0.0
+
+
+def _computing(ran: Iterable[Ran]) -> list[tuple[float, float]]:
+    return union((one.start, one.end) for one in ran if one.what.computes)
 
 
 class RecordedStep(NamedTuple):

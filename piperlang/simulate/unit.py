@@ -70,17 +70,20 @@ def parse_costs(words: Iterable[str], now: UnitCosts = UNIT) -> UnitCosts:
     """`F=2`, and `stage=3:2` or `stage3=2` for passes with a tag, which take so many times as long. Raises
     ValueError."""
     passes, factors = dict(now.passes), dict(now.factors)
-    named: set[str] = set()
+    named: set[str | tuple[str, TagValue]] = set()
     for word in words:
         whole = re.fullmatch(r"([A-Za-z_]\w*?)(?:=([\w.]+):|(\d+)=|=)(\d+)", word)
         if whole is None or not 1 <= int(whole[4]) <= LONGEST:
-            raise ValueError(f"`{word}` is not a cost; expected 1 to {LONGEST}")
+            raise ValueError(f"`{word}` is not a cost; expected a whole number from 1 to {LONGEST}")
         key, value, units = whole[1], whole[2] or whole[3], int(whole[4])
-        if value is not None:
-            factors[key, int(value) if value.isdecimal() else value] = units
+        tag = (key, int(value) if value.isdecimal() else value) if value is not None else None
+        if (tag or key) in named:
+            raise ValueError(f"the cost of {f'{key}={value}' if tag else key} is given twice")
+        named.add(tag or key)
+        if tag is not None:
+            factors[tag] = units
         elif key in PASSES:
             passes[key] = units
-            named.add(key)
         else:
             raise ValueError(f"`{key}` is not a pass: {', '.join(PASSES)}; a tag has a value, `{key}=0:{units}`")
     if named & {"I", "W"} and "B" not in named:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from piperlang.diagnostics.render import Paint
 from piperlang.plan.estimate.summary import time_text
 from piperlang.simulate.timeline import Activity, Ran, Timeline, numbers, stream_name
+from piperlang.view import axis
 from piperlang.view.grid import COLOURS, IDLE
 
 MOST_LINES = 32
@@ -192,7 +193,7 @@ def _ruler(timeline: Timeline, columns: int) -> str:
     found = ""
     for k in range(floor(timeline.length / step) + 1):
         at = round(k * step / timeline.length * columns)
-        mark = f"|{_time(k * step, timeline.unit)}"
+        mark = f"|{axis.mark(k * step, step, timeline.length, timeline.unit)}"
         if at >= len(found) and at + len(mark) <= columns + 1:
             found = f"{found:{at}}{mark}"
     return found
@@ -202,10 +203,6 @@ def _tick(least: float) -> float:
     """A round number."""
     power = 10.0 ** floor(log10(least))
     return next(power * k for k in (1, 2, 5, 10) if power * k >= least)
-
-
-def _time(time: float, unit: str) -> str:
-    return time_text(time) if unit == "s" else f"{time:g}"
 
 
 def _fitted(name: str, width: int) -> str:

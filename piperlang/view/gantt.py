@@ -9,8 +9,11 @@ from html import escape
 from math import floor, log10
 
 from piperlang.core.selector import TagValue
+from piperlang.diagnostics.printable import printable
 from piperlang.plan.estimate.summary import time_text
 from piperlang.simulate.timeline import COMMUNICATION, Activity, Ran, Timeline, measure, numbers, stream_name, union
+from piperlang.view import axis
+from piperlang.view.names import ELLIPSIS, shortened
 
 WIDTH, MARGIN, GAP, HEAD, FOOT = 1280, 110, 6, 62, 64
 TALL, LOW = 34, 22
@@ -28,7 +31,10 @@ HUES = (214, 24, 150, 320, 48, 262, 184, 0)
 SHADES = {"F": (80, 78), "B": (62, 48), "I": (68, 62), "W": (62, 34), "R": (30, 84)}
 """Saturation and lightness of a pass, in percent."""
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "forward again"}
-INK, FAINT, IDLE, OTHER = "#1d2127", "#5b6470", "#e6e8eb", "#9aa3ad"
+INK, FAINT, IDLE, MOVED, OTHER = "#1d2127", "#5b6470", "#e6e8eb", "#9aa3ad", "#c8bda9"
+"""The last two: of communication, and of updates and copies."""
+TITLE, FIGURES, SMALL = 20, 15, 13
+"""Sizes of text."""
 NARROW = 1.0
 """Pixels below which bars are drawn as one."""
 
@@ -42,12 +48,14 @@ def stacked(timelines: Sequence[Timeline]) -> str:
     """Charts one above the other, with the time scale of the longest step and the same hue for the same stage."""
     longest = max(timelines, key=lambda one: one.length)
     several = len(timelines) > 1
+    sources = [one.source for one in timelines]
     rows = max(FEWEST, ROWS // len(timelines))
     look = _Look((WIDTH - MARGIN - 24) / (longest.length or 1), LOW if several else TALL, rows, _stages(timelines))
     parts: list[str] = []
     y = 0.0
-    for one in timelines:
-        parts += _chart(one, y, look)
+    for k, one in enumerate(timelines):
+        repeated = k > 0 and one.source == sources[k - 1]
+        parts += _chart(replace(one, source="") if repeated else one, y, look)
         y += _chart_height(one, look) + (APART if several else 0)
     legend, more = _legend(_entries(timelines, look.stages), y + FOOT - 18)
     below = [*_axis(longest, y, look.scale), *legend]
@@ -79,14 +87,12 @@ class _Look:
 def _chart(timeline: Timeline, top: float, look: _Look) -> list[str]:
     rows = timeline.rows[: look.rows]
     each, scale, lanes = _row_height(timeline, look), look.scale, _lanes(timeline)
-    parts = [
-        _text(20, top + 30, timeline.title or "Timeline", 20, weight="600"),
-        _text(WIDTH - 20, top + 30, _figures(timeline), 15, FAINT, "end"),
-    ]
+    parts = _heading(timeline, top)
     for row, ran in enumerate(timeline.of_row()[: len(rows)]):
         y = top + HEAD + row * each
         parts.append(_text(MARGIN - 10, y + look.bar / 2 + 5, _devices(rows[row]), 14, INK, "end"))
         parts.append(_rect(MARGIN, y, timeline.length * scale, look.bar, IDLE))
+        parts += _bars(_others(ran), y, look.bar, look)
         parts += _bars([one for one in ran if one.what.computes], y, look.bar, look)
         thin = sorted((one for one in ran if one.what.communicates), key=lambda one: one.start + one.waited)
         for lane in range(max(lanes.values(), default=-1) + 1):
@@ -96,6 +102,25 @@ def _chart(timeline: Timeline, top: float, look: _Look) -> list[str]:
         y = top + HEAD + len(rows) * each + 12
         parts.append(_text(MARGIN, y, f"and {len(timeline.rows) - len(rows):,} more rows", 13, FAINT))
     return parts
+
+
+def _heading(timeline: Timeline, top: float) -> list[str]:
+    figures = _figures(timeline)
+    room = WIDTH - 60 - 0.55 * FIGURES * len(figures)
+    title = shortened(timeline.title or "Timeline", int(room / (0.72 * TITLE)))
+    parts = [
+        _text(20, top + 30, title, TITLE, weight="600"),
+        _text(WIDTH - 20, top + 30, figures, FIGURES, FAINT, "end"),
+    ]
+    most = int((WIDTH - 40) / (0.55 * SMALL))
+    source = timeline.source if len(timeline.source) <= most else f"{timeline.source[: most - 1]}{ELLIPSIS}"
+    return [*parts, _text(20, top + 50, source, SMALL, FAINT)] if source else parts
+
+
+def _others(ran: Sequence[Ran]) -> list[Ran]:
+    """Updates and copies, on streams that compute: those of other streams run beside passes."""
+    streams = {one.stream for one in ran if one.what.computes}
+    return [one for one in ran if one.stream in streams and not one.what.computes and not one.what.communicates]
 
 
 def _chart_height(timeline: Timeline, look: _Look) -> float:
@@ -156,14 +181,14 @@ def _bars(ran: Sequence[Ran], top: float, height: float, look: _Look) -> list[st
         label = f"{one.what.op}{one.what.tags.get('mb', '')}"
         size = 13 if height >= TALL else 11
         if height > 12 and right - left > 0.58 * size * len(label) + 4:
-            ink = "white" if SHADES[one.what.op][1] < 55 else INK
+            ink = "white" if one.what.computes and SHADES[one.what.op][1] < 55 else INK
             parts.append(_text((left + right) / 2, top + height / 2 + 0.385 * size, label, size, ink, "middle"))
     return parts
 
 
 def _colour(what: Activity, stages: Mapping[TagValue | None, int]) -> str:
     if not what.computes:
-        return OTHER
+        return MOVED if what.communicates else OTHER
     number = stages.get(what.tags.get("stage"), 0)
     saturation, light = SHADES[what.op]
     # Beyond the hues there are, the same come again a little darker.
@@ -172,7 +197,7 @@ def _colour(what: Activity, stages: Mapping[TagValue | None, int]) -> str:
 
 def _title(one: Ran) -> str:
     line = f" ({one.what.line})" if one.what.line else ""
-    return f"{one.what.name}{line}"
+    return printable(f"{one.what.name}{line}")
 
 
 def _axis(timeline: Timeline, top: float, scale: float) -> list[str]:
@@ -181,7 +206,7 @@ def _axis(timeline: Timeline, top: float, scale: float) -> list[str]:
     for k in range(floor(timeline.length / step) + 1 if timeline.length else 0):
         x = MARGIN + k * step * scale
         parts.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{top + 5:.1f}" stroke="{FAINT}"/>')
-        parts.append(_text(x, top + 20, _mark(k * step, timeline.unit), 12, FAINT, "middle"))
+        parts.append(_text(x, top + 20, axis.mark(k * step, step, timeline.length, timeline.unit), 12, FAINT, "middle"))
     return parts
 
 
@@ -191,10 +216,6 @@ def _tick(length: float) -> float:
         return 1.0
     power = 10.0 ** floor(log10(length / 8))
     return next(power * k for k in (1, 2, 5, 10) if length / (power * k) <= 12)
-
-
-def _mark(time: float, unit: str) -> str:
-    return time_text(time) if unit == "s" and time else f"{time:g}"
 
 
 def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[str], float]:
@@ -219,8 +240,13 @@ def _entries(timelines: Sequence[Timeline], stages: Mapping[TagValue | None, int
     found = [(colour(op, first), f"{op} {NAMES[op]}") for op in SHADES if op in used]
     if len(stages) > 1:
         found += [(colour("B", stage), f"stage {stage}") for stage in list(stages)[: len(HUES)]]
+    if len(stages) > len(HUES):
+        found.append(("none", f"and {len(stages) - len(HUES):,} more"))
     if used & COMMUNICATION:
-        found.append((OTHER, "communication"))
+        found.append((MOVED, "communication"))
+    others = {one.what.op for timeline in timelines for ran in timeline.of_row() for one in _others(ran)}
+    if others:
+        found.append((OTHER, ", ".join(sorted(others))))
     return [*found, (IDLE, "idle")]
 
 
@@ -242,5 +268,5 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, title: str
 def _text(x: float, y: float, text: str, size: int, fill: str = INK, anchor: str = "start", weight: str = "400") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"'
-        f' font-weight="{weight}">{escape(text)}</text>'
+        f' font-weight="{weight}">{escape(printable(text))}</text>'
     )

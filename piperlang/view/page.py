@@ -89,6 +89,7 @@ def _encoded(step: SimulatedStep) -> dict[str, Any]:
     idle = timeline.idle()
     return {
         "title": timeline.title,
+        "source": timeline.source,
         "unit": timeline.unit,
         "length": timeline.length,
         "scale": scale,
@@ -209,7 +210,8 @@ def _summary(step: SimulatedStep) -> str:
     ]
     return (
         f"<h2>{escape(timeline.title or 'Timeline')}</h2>"
-        f"<p>A step takes {_time(timeline.length, timeline.unit)} on {sum(map(len, timeline.rows)):,} devices."
+        f"<p>A step{escape(f', {timeline.source},' if timeline.source else '')} takes"
+        f" {_time(timeline.length, timeline.unit)} on {sum(map(len, timeline.rows)):,} devices."
         f" They are idle {timeline.idle_share():.1%} of the time on average. Operations: {escape(counts) or 'none'}."
         f"{escape(_exposed(timeline.exposed(), timeline.unit))}{escape(_spoken_path(step))}</p><ul>{''.join(rows)}</ul>"
     )

@@ -199,7 +199,7 @@ def test_saved_activations_are_counted_and_hold_no_weight() -> None:
     _, _, (piece, *_) = captured(CASES["mlp"])
     # tanh keeps its output, and the layer its input, which is the batch's: one activation of samples x width floats
     assert piece.saved_bytes == 4 * WIDTH * 4
-    assert piece.F.cost.flops == 2 * 4 * WIDTH * WIDTH
+    assert piece.F.cost.flops == {"float32": 2 * 4 * WIDTH * WIDTH}
 
 
 def test_dropout_does_not_depend_on_how_the_batch_is_divided() -> None:

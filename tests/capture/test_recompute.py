@@ -52,6 +52,33 @@ def test_gradients_are_the_same_bitwise(name: str) -> None:
     _takes_no_longer(plain[2], cheap[2])
 
 
+class Split(nn.Module):
+    """An operator with a list of results, all of which the backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.layer(x).split(WIDTH, -1)
+        return torch.tanh(a) * torch.sigmoid(b) * torch.cos(c)
+
+
+@pytest.mark.parametrize("name", [*CASES, "split"])
+@pytest.mark.parametrize("cheap", [False, True])
+def test_passes_take_and_give_single_tensors(name: str, cheap: bool) -> None:
+    """Not lists of them: those would be kept as a whole, and a compiler takes them one by one."""
+    case = CASES[name] if name in CASES else Case("split", Split, square, vectors, 1)
+    traced = trace(case.model, case.loss, case.batch(4))
+    for graphs in differentiate(traced, cut(traced), cheap=cheap):
+        for one in (graphs.F, graphs.B, graphs.I, graphs.W):
+            if one is not None:
+                (given,) = [node.args[0] for node in one.module.graph.nodes if node.op == "output"]
+                assert isinstance(given, tuple)
+                results = [node.meta["val"] for node in given if isinstance(node, fx.Node) and "val" in node.meta]
+                assert all(isinstance(value, torch.Tensor) for value in results)
+
+
 def _takes_long(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, OpOverload) and target not in CHEAP | VIEWS and torch.Tag.pointwise not in target.tags

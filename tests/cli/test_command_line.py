@@ -199,6 +199,45 @@ def test_what_is_refused_before_anything_is_loaded(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE", "FOLDER", "M.py", "S.piper"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *(
+            (f"{command} {flag} {name}", f"`{flag} {name}` cannot be written")
+            for command, flag in (
+                ("plan M.py S.piper", "-o"),
+                ("profile M.py S.piper", "-o"),
+                ("graph M.py S.piper", "--svg"),
+            )
+            for name in ("M.py", "S.piper", "../w/S.piper", "link.svg", "imported.piper", "imported.py")
+        ),
+        ("view M.py S.piper -o link.svg", "`-o link.svg` cannot be written"),
+        ("view M.py S.piper --profile times.json -o times.json", "`-o times.json` cannot be written"),
+        ("compare T.piper S.piper --model M.py -o link.svg", "`-o link.svg` cannot be written"),
+        ("orders S.piper --svg link.svg", "`--svg link.svg` cannot be written"),
+        ("orders S.piper --svg=", "the name of `--svg` is empty"),
+        ("plan M.py S.piper -o=", "the name of `-o` is empty"),
+        ("profile M.py S.piper --output=", "the name of `-o` is empty"),
+        ("view M.py S.piper --output=", "the name of `-o` is empty"),
+    ],
+)
+def test_no_output_overwrites_what_was_read(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files that the command reads, under whatever name, and any that these may import."""
+    if any(find_spec(name) is None for name in ("torch", "ray", "numpy", "safetensors")):
+        pytest.skip("the front end alone refuses these commands because it cannot run them")
+    monkeypatch.chdir(tmp_path)
+    names = ("M.py", "S.piper", "T.piper", "imported.py", "imported.piper", "times.json")
+    for name in names:
+        (tmp_path / name).write_text(f"of {name}")
+    (tmp_path / "link.svg").symlink_to("S.piper")
+    code, out, err = ran(capsys, *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error[P0902]: {message}")
+    assert [(tmp_path / name).read_text() for name in names] == [f"of {name}" for name in names]
+
+
 def test_a_folder_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"`piperc check {MLP}` checks all scripts in it" in ran(capsys, str(MLP))[2]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from piperlang.cli.main import main
+from piperlang.cli.profile import _slower
 from piperlang.simulate.measured import load
 from tests.support import ROOT
 from tests.support.jobs import Lent
@@ -65,12 +66,67 @@ def test_view(kind: str, tmp_path: Path) -> None:
     assert "stage=0" in path.read_text()
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     path = tmp_path / "both.html"
     assert main(["compare", ONE, OTHER, "--model", MODEL, "--machine", "cpu", "-o", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["schedule", ONE, OTHER]
+    assert lines[3] == "simulated on CPU workers of one machine"
     assert path.read_text().count("both.piper") >= 1
+    assert lines[3] in path.read_text()
+    monkeypatch.setenv("COLUMNS", "90")
+    assert main(["compare", ONE, OTHER, "--model", MODEL, "--machine", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 90 for line in lines)
+    assert [line.split()[0][-10:] for line in lines[1:3]] == [ONE[-10:], OTHER[-10:]]
+    assert lines[1].startswith("…")
+
+
+def test_a_machine_is_no_control_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    described = "".join(f"{key} = {text}\n" for key, text in GOOD.items())
+    for name, shown in (('name = "\\u001b[31mred\\u0007"\n', "\\x1b[31mred\\x07"), ("", "mine.toml")):
+        path.write_text(name + described)
+        assert main(["simulate", MODEL, ONE, "--machine", str(path)]) == 0
+        assert f"simulated, on {shown}\n" in capsys.readouterr().out
+        assert main(["view", MODEL, ONE, "--machine", str(path), "-o", str(tmp_path / "step.svg")]) == 0
+        assert f"simulated on {shown}<" in (tmp_path / "step.svg").read_text()
+
+
+def test_a_parameter_goes_to_the_scripts_that_have_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path(OTHER).read_text()
+    other = tmp_path / "other.piper"
+    other.write_text(f"{text}param unused = 1\n")
+    words = ["compare", OTHER, str(other), "--model", MODEL, "--machine", "cpu", "--json"]
+    assert main(words) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert main([*words, "-p", "unused=2"]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main([*words, "-p", "unused=many"]) == 2
+    assert "other.piper" in capsys.readouterr().err
+    assert main([*words, "-p", "unusedd=2"]) == 2
+    said = capsys.readouterr().err
+    assert "error[P0903]: no script has a parameter `unusedd`" in said
+    assert f"{other} has" in said
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [(1.207, "recording made it 20.7% longer"), (0.793, "what recording adds is less than the noise")],
+)
+def test_what_recording_adds(ratio: float, said: str) -> None:
+    assert _slower(ratio) == said
+
+
+def test_compare_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposed is of one device, over its streams: no more than the time in which it does not compute."""
+    assert main(["compare", ONE, OTHER, "--model", MODEL, "--machine", "cpu", "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out):
+        assert main(["simulate", MODEL, row["script"], "--machine", "cpu", "--json"]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert 0 < max(alone["exposed"].values()) <= row["exposed"] <= alone["idle"]["max"] * alone["seconds"]
+        assert type(row["bytes"]) is int
 
 
 @pytest.mark.parametrize(
@@ -81,7 +137,12 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["view", MODEL, ONE, "-o", "step.png"], "unknown kind of file"),
         (["view", MODEL, ONE, OTHER, "-o", "step.svg"], "shows one schedule"),
         (["compare", ONE, "--model", MODEL], "one schedule cannot be compared"),
-        (["profile", MODEL, ONE, "--backend", "threads"], "threads"),
+        (["profile", MODEL, ONE, "--backend", "threads"], "`threads` is not one of gloo, nccl"),
+        (["orders", OTHER, "--cost", "F=2", "--json"], "`--cost` and `--json` cannot be combined"),
+        (["orders", OTHER, "--cost", "F=2", "--csv"], "`--cost` and `--csv` cannot be combined"),
+        (["orders", OTHER, "--cost", "F=2,F=3"], "the cost of F is given twice"),
+        (["compare", ONE, OTHER, "--model", MODEL, "-p", "nothing=4"], "no script has a parameter `nothing`"),
+        (["view", MODEL, ONE, OTHER, "-p", "nothing=4"], "no script has a parameter `nothing`"),
         (["orders", ONE, "--svg", "/nowhere/o.svg"], "cannot be written"),
         (["orders", OTHER, "--svg", "o.html"], "unknown kind of file"),
         (["orders", OTHER, "--cost", "stage9=2"], "no pass in an order has stage=9"),
@@ -104,7 +165,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("flops", "{ bfloat16 = 1e15 }", "the model computes in float32, and a large accelerator has no rate for it"),
+        ("flops", "{ bfloat16 = 1e15 }", "the model computes in float32, and mine.toml has no rate for it"),
         ("flops", "{ float33 = 1e12 }", "`flops` has `float33`"),
         ("flops", "{ float32 = 1e-300 }", "`flops.float32` is 1e-300, and must be between"),
         ("host", "1e308", "`host` is 1e+308, and must be between"),
@@ -120,6 +181,25 @@ def test_a_machine_that_cannot_be(
     path.write_text("".join(f"{key} = {text}\n" for key, text in {**GOOD, field: value}.items()))
     assert main(["simulate", MODEL, ONE, "--machine", str(path)]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("precision", "known", "needed"),
+    [
+        ("bf16-mixed", "float32", "bfloat16"),
+        ("bf16-true", "float32", "bfloat16"),
+        ("bf16-mixed", "float16", None),  # at the same rate
+        ("bf16-mixed", "bfloat16", None),  # weights are in float32, and no product is
+    ],
+)
+def test_the_rate_of_what_a_precision_computes_in(
+    precision: str, known: str, needed: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("".join(f"{key} = {text}\n" for key, text in {**GOOD, "flops": f"{{ {known} = 1e12 }}"}.items()))
+    words = ["simulate", MODEL, ONE, "--machine", str(path), "--precision", precision]
+    assert main(words) == (2 if needed else 0)
+    assert not needed or f"the model computes in {needed}, and" in capsys.readouterr().err
 
 
 def test_steps_of_a_run_are_recorded(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,22 +236,36 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
         data = json.loads(capsys.readouterr().out)
         assert at_least < data["seconds"] < 40
         assert data["idle"]["mean"] < 0.9
+    # A pass that computes more than the one that was measured is another one, whatever else is the same.
+    more = json.loads(path.read_text())
+    first = next(key for key in more["passes"] if key.startswith("F of stage=0"))
+    for key in [key for key in more["passes"] if "of stage=0" in key]:
+        more["passes"][re.sub(r"[\d.e+]+ FLOPs", "1 FLOPs", key)] = more["passes"].pop(key)
+    (tmp_path / "more.json").write_text(json.dumps(more))
+    assert main(["simulate", MODEL, OTHER, "--profile", str(tmp_path / "more.json")]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"not measured, and estimated from what was: B of {first[5:]}" in said
     good = json.loads(path.read_text())
-    for key, value in (
-        ("passes", {}),
-        ("passes", {"F": -1.0}),
-        ("passes", {"F": 1e308}),
-        ("passes", []),
-        ("before", float("nan")),
-        ("side_by_side", 0),
-        ("shared_devices", -1),
-        ("transfers", {"message": []}),
-        ("transfers", {"message": [[-5.0, 1.0]]}),
-        ("version", 99),
+    for key, value, why in (
+        ("passes", {}, "`passes` is empty"),
+        ("passes", {"F": -1.0}, "a time"),
+        ("passes", {"F": 1e308}, "a time"),
+        ("passes", [], "passes"),
+        ("before", float("nan"), "a time"),
+        ("side_by_side", 0, "`side_by_side` is 0, and must be at least 1"),
+        ("shared_devices", -1, "`shared_devices` is -1, and must be at least 0"),
+        ("transfers", {"message": []}, "`transfers` has no times of `message`"),
+        ("transfers", {"message": [[-5.0, 1.0]]}, "a number of bytes is negative"),
+        ("version", 99, "version 99"),
     ):
         path.write_text(json.dumps({**good, key: value}))
         assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1, key
-        assert "error[P0505]" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "error[P0505]" in said
+        assert why in said
+    path.write_text(json.dumps({**good, "about": {**good["about"], "device": "\x1b[31mred"}}))
+    assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 0
+    assert f"simulated, on \\x1b[31mred, as measured under {OTHER} (times.json)" in capsys.readouterr().out
     path.write_text("[" * 100_000)
     assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1
     path.write_text(

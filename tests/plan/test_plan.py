@@ -25,7 +25,7 @@ from piperlang.fuzz.write import write
 from piperlang.plan import files
 from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.estimate.memory import peak, peaks
-from piperlang.plan.estimate.summary import as_json, summary
+from piperlang.plan.estimate.summary import as_json, bytes_text, summary
 from piperlang.plan.instructions import Backward, Copy, LocalCopy, Message, Receive, ScatterGradients, Send
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import VERSION, Plan, PlanNode
@@ -494,8 +494,14 @@ def test_summary_fits_a_screen_and_says_the_same_as_json() -> None:
         assert json.loads(json.dumps(found)) == found
         assert found["devices"]["count"] == len(plan.devices)
         assert sum(found["nodes"]["by_kind"].values()) == len(graph.nodes)
-        assert 0 <= found["step"]["bubble"]["min"] <= found["step"]["bubble"]["max"] <= 1
+        assert 0 <= found["step"]["idle"]["min"] <= found["step"]["idle"]["max"] <= 1
+        assert "on the target machine of the compiler, which is a large accelerator;" in shown
         assert found["memory"]["bytes"]["max"] == sum(found["memory"]["by"].values())
+
+
+def test_halves_are_rounded_as_on_a_page() -> None:
+    assert bytes_text(22.25 * 2**20) == "22.3 MiB"
+    assert [bytes_text(size) for size in (0, 512, 1536, 100.5 * 2**10)] == ["0 B", "512 B", "1.5 KiB", "101 KiB"]
 
 
 def test_summary_tells_what_each_line_added() -> None:

@@ -355,7 +355,7 @@ def test_no_error_is_exit_code_zero() -> None:
         (":at 0 :run 3\n", "`:run` cannot be used with `:at`"),
         (":diff 1\n", "expected two numbers"),
         (":why [stage=0]\n", "with `before` between them"),
-        (":cost F=0\n", "`F=0` is not a cost; expected 1 to 100"),
+        (":cost F=0\n", "`F=0` is not a cost; expected a whole number from 1 to 100"),
         (":cost Q=2\n", "`Q` is not a pass"),
         (":save\n", "expected a file"),
         (":save x.txt\n", "the name of a script must end in .piper"),

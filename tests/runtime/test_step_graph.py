@@ -18,7 +18,7 @@ from piperlang.plan.lower import lower
 from piperlang.runtime.device import Device
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
-from piperlang.runtime.hardware.step_graph import Borrowed, NotCaptured, divided
+from piperlang.runtime.hardware.step_graph import Borrowed, NotCaptured, divided, move_back
 from piperlang.runtime.optimizer.on_device import DeviceRates, counts_on_device
 from tests.support.equivalence import SAMPLES, compiled
 from tests.support.job_schedules import JOB_SCHEDULES
@@ -130,6 +130,22 @@ def test_python_code_of_the_user_is_not_frozen_in_a_graph() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(("skip", "changes"), [(None, True), (0.0, True), (1.0, False)])
+def test_what_moves_is_copied_back_unless_the_step_is_skipped(skip: float | None, changes: bool) -> None:
+    """A graph reads a buffer where it was when it was captured."""
+    with devices("1f1b", fused) as its:
+        device = its[0]
+        old, new = next(iter(device.plan.next.items()))
+        kept = device.kept[old]
+        before, now = kept.clone(), torch.full_like(kept, torch.nan)
+        device.values = {**device.kept, new: now}
+        device.skip = None if skip is None else torch.tensor(skip)
+        move_back(device)
+        assert device.values[new] is kept
+        assert bool(kept.isnan().all()) is changes
+        assert changes or torch.equal(kept, before)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv x zero3", "dualpipe x zero2"])

@@ -54,6 +54,11 @@ def test_costs() -> None:
     for wrong in ("F=0", "F=101", "X=1", "F", "=3", "F=-1", "F=1.5"):
         with pytest.raises(ValueError, match="not a"):
             parse_costs([wrong])
+    with pytest.raises(ValueError, match=r"`F=1.5` is not a cost; expected a whole number from 1 to 100"):
+        parse_costs(["F=1.5"])
+    for twice, said in ((["F=1", "F=2"], "the cost of F"), (["stage3=2", "stage=3:3"], "the cost of stage=3")):
+        with pytest.raises(ValueError, match=f"{said} is given twice"):
+            parse_costs(twice)
 
 
 def test_what_is_recomputed_takes_its_forward_again() -> None:

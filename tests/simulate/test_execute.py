@@ -26,7 +26,7 @@ from piperlang.simulate.execute import SimulatedStep, execute
 from piperlang.simulate.machine_files import load, names
 from piperlang.simulate.result import as_json, segments, simulated, text
 from piperlang.simulate.sharing import Sharing, undisturbed
-from piperlang.simulate.timeline import measure
+from piperlang.simulate.timeline import Timeline, measure
 from piperlang.simulate.unit import UNIT, simulate
 from piperlang.source import Source
 from tests.support.schedules import SCHEDULES
@@ -206,6 +206,12 @@ def test_replicas_on_shared_devices(sharing: tuple[int, int], times: float) -> N
     every = [(device.device,) for device in plan.devices]
     alone = sum(SECONDS[x.op] for x in plan.devices[0].instructions if isinstance(x, Compute))
     assert execute(plan, costs, every).timeline.length == pytest.approx(times * alone)
+
+
+def test_of_devices_with_the_same_peak_the_lowest_is_named() -> None:
+    peaks = {row: [(0.0, size)] for row, size in enumerate((4.0, 5.0, 5.0))}
+    found = as_json(SimulatedStep(Timeline([(0,), (3, 4), (1, 2)], [], 1.0, memory=peaks), ()))
+    assert found["memory"] == {"peak": 5.0, "device": 1, "of": None}
 
 
 # ------------------------------------------------------------------------------------------------------ machines

@@ -210,6 +210,22 @@ def test_passes_and_stages_have_colours_of_their_own(browser: Browser) -> None:
     assert len(seen) == len(set(seen.values())) == 4 * 3
 
 
+def test_communication_has_the_same_colour_on_every_page(browser: Browser) -> None:
+    seen = {}
+    for names in (("send", "recv"), ("norm", "recv", "send"), ("recv",)):
+        ran = [Ran(0, name, Activity(name, name, {}), k, k + 1) for k, name in enumerate(names)]
+        browser.open(page([Timeline([(0,)], ran, 4.0)]))
+        for k, name in enumerate(names):
+            colour = browser.at(*browser.middle(0, sorted(names).index(name)))["colour"]
+            assert seen.setdefault(name, colour) == colour, (names, k)
+    assert len(set(seen.values())) == 3
+
+
+def test_where_times_are_from_is_said_once(browser: Browser) -> None:
+    browser.open(page([replace(unit(name), source="simulated on a cpu") for name in ("zbv", "one_f_one_b")]))
+    assert browser.text("#source") == "simulated on a cpu"
+
+
 def test_header_labels_legend_and_summary(browser: Browser) -> None:
     timeline = small()
     browser.open(page([timeline]))

@@ -14,7 +14,9 @@ import pytest
 from piperlang.cli.main import main
 from piperlang.simulate.timeline import Activity, Ran, Timeline, minus, numbers, union
 from piperlang.simulate.unit import simulate
+from piperlang.view.axis import mark
 from piperlang.view.gantt import gantt, stacked
+from piperlang.view.names import columns
 from piperlang.view.trace import trace
 from tests.support import ROOT
 from tests.support.schedules import SCHEDULES
@@ -45,6 +47,29 @@ def test_idle_and_exposed() -> None:
     assert found.exposed() == {"comm": 1.0}  # waiting is no communication
     assert numbers([4, 0, 1, 2]) == "0-2, 4"
     assert list(minus([(0, 10)], union([(2, 3), (2.5, 5), (9, 12)]))) == [(0, 2), (5, 9)]
+
+
+def test_streams_that_are_exposed_at_once_count_once() -> None:
+    compute, reduce = Activity("F", "F", {"stage": 0}), Activity("all_reduce", "all_reduce", {})
+    ran = [
+        Ran(0, "compute", compute, 0.0, 2.0),
+        Ran(0, "r0", reduce, 1.0, 4.0),
+        Ran(0, "r1", reduce, 1.0, 5.0),
+        Ran(1, "compute", compute, 0.0, 5.0),
+        Ran(1, "r2", reduce, 3.0, 6.0),
+    ]
+    found = Timeline([(0,), (1,)], ran, 6.0)
+    assert found.exposed() == {"r0": 2.0, "r1": 3.0, "r2": 1.0}
+    assert found.exposed_at_most() == 3.0
+    assert found.exposed_at_most() <= max(found.idle()) * found.length
+
+
+def test_what_is_left_of_rounding_is_nothing() -> None:
+    compute, reduce = Activity("F", "F", {"stage": 0}), Activity("all_reduce", "all_reduce", {})
+    end = 0.1 + 0.2  # a little more than 0.3
+    found = Timeline([(0,)], [Ran(0, "compute", compute, 0.0, 0.3), Ran(0, "r", reduce, 0.1, end)], end)
+    assert found.exposed() == {"r": 0.0}
+    assert (found.exposed_at_most(), found.idle()) == (0.0, [0.0])
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "dualpipe", "zbv"])
@@ -109,6 +134,58 @@ def test_a_legend_takes_as_many_lines_as_it_needs() -> None:
     assert all(float(words[text].get("x", 0)) + 7 * len(text) < 1290 for text in ("stage 7", "idle"))
 
 
+def test_a_legend_says_how_many_stages_it_leaves_out() -> None:
+    for ranks, last in ((8, "stage 7"), (64, "and 56 more")):
+        picture = gantt(simulate(SCHEDULES["one_f_one_b"].lanes(ranks, ranks)))
+        assert last in picture
+        assert (" more<" in picture) == (ranks == 64)
+
+
+def test_updates_are_drawn() -> None:
+    """What runs between passes is no idle time of the picture. Copies on other streams run beside passes."""
+    update, copy = (Activity(op, f"a {op}", {}) for op in ("update", "copy"))
+    found = two()
+    ran = [*found.ran, Ran(0, "compute", update, 3.0, 4.0), Ran(0, "own", copy, 0.0, 2.0)]
+    root = ElementTree.fromstring(gantt(replace(found, ran=ran)))
+    drawn = {str(bar.findtext(f"{SVG}title")): bar for bar in root.iter(f"{SVG}rect")}
+    assert "a copy" not in drawn
+    bar = drawn["a update"]
+    assert float(bar.get("width", 0)) == pytest.approx((1280 - 110 - 24) / 4 - 0.6, abs=0.1)
+    assert "update" in {one.text for one in root.iter(f"{SVG}text")}
+    legend = [one.get("fill") for one in root.iter(f"{SVG}rect") if one.get("width") == "12.40"]
+    assert bar.get("fill") in legend
+
+
+def test_the_source_of_times_is_said_once() -> None:
+    one, other = (replace(two(), title=name, source="simulated on \x1b a cpu") for name in "ab")
+    picture = stacked([one, other])
+    ElementTree.fromstring(picture)
+    assert picture.count("simulated on \\x1b a cpu") == 1
+    assert stacked([one, replace(other, source="simulated on an h100")]).count("simulated on") == 2
+
+
+@pytest.mark.parametrize("name", ["v" * 200 + "end.piper", "日本" * 100 + "end.piper", "short.piper"])
+def test_titles_leave_room_for_figures(name: str) -> None:
+    root = ElementTree.fromstring(gantt(replace(two(), title=name)))
+    (title,) = (str(one.text) for one in root.iter(f"{SVG}text") if one.get("font-size") == "20")
+    assert name.endswith(title.removeprefix("…"))
+    assert title.endswith("t.piper" if name[0] == "s" else "end.piper")
+    assert columns(title) <= 80
+
+
+@pytest.mark.parametrize(
+    ("length", "step", "shown"),
+    [
+        (0.0025, 0.0005, ["0", "0.5 ms", "1.0 ms"]),
+        (60e-6, 20e-6, ["0", "20 us", "40 us"]),
+        (3.0, 1.0, ["0", "1 s", "2 s"]),
+    ],
+)
+def test_marks_of_an_axis_have_one_unit(length: float, step: float, shown: list[str]) -> None:
+    assert [mark(k * step, step, length, "s") for k in range(3)] == shown
+    assert mark(5, 5, 100, "units") == "5"
+
+
 def test_compare_draws_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, script = str(MLP / "model.py"), MLP / "pipeline.piper"
     (tmp_path / "other").mkdir()
@@ -116,7 +193,7 @@ def test_compare_draws_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixt
     for one in copies:
         one.write_text(script.read_text())
     scripts = [str(MLP / "both.piper"), str(script), *map(str, copies)]
-    for kind in ("svg", "html"):
+    for kind in ("svg", "html", "SVG"):
         with traced_once():
             words = ["--model", model, "--machine", "cpu", "-o", str(tmp_path / f"all.{kind}")]
             assert main(["compare", *scripts, *words]) == 0
@@ -129,7 +206,8 @@ def test_compare_draws_every_schedule(tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads(data[1])
     assert [one["title"] for one in found["timelines"]] == named
     assert all(one["path"]["bars"] and one["path"]["parts"] for one in found["timelines"])
-    assert capsys.readouterr().out.count("pipeline.piper") == 6
+    assert capsys.readouterr().out.count("pipeline.piper") == 9
+    assert (tmp_path / "all.SVG").read_text() == (tmp_path / "all.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ ATTENTION = {
 
 @dataclass(frozen=True)
 class Cost:
-    flops: int
-    """Floating-point operations of matrix products, convolutions and attention, as torch counts them."""
+    flops: Mapping[str, int]
+    """Floating-point operations of matrix products, convolutions and attention, as torch counts them, by the dtype that
+    they are in."""
     read_bytes: int
     written_bytes: int
     scratch: tuple[Scratch, ...] = ()
@@ -55,7 +56,7 @@ def cost(
 ) -> Cost:
     """`ending`: the inputs that nothing reads after this. `gradients`: the outputs that are gradients of weights."""
     counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
-    watched = _Watched(module, [value for i, value in enumerate(inputs) if i not in ending])
+    watched = _Watched(module, [value for i, value in enumerate(inputs) if i not in ending], counter)
     with mode, counter, torch.no_grad():
         results = watched.run(*inputs)
     of_weights = watched.storages([results[i] for i in gradients])
@@ -65,7 +66,7 @@ def cost(
     numbers = {storage: i for i, storage in enumerate(sizes)}
     numbered = [tuple(frozenset(numbers[storage] for storage in one) for one in side) for side in (taken, gave)]
     return Cost(
-        int(counter.get_total_flops()),
+        watched.flops,
         sum(map(size, inputs)),
         sum(map(size, results)),
         scratch,
@@ -85,11 +86,14 @@ def storages(values: Any) -> dict[int, int]:
 
 
 class _Watched(fx.Interpreter):
-    """Runs a graph and records what it has when. Like the generated code, it frees a value after its last use."""
+    """Runs a graph and records what it has when, and its FLOPs. Like the generated code, it frees a value after its
+    last use."""
 
-    def __init__(self, module: fx.GraphModule, others: list[Any]) -> None:
+    def __init__(self, module: fx.GraphModule, others: list[Any], counter: FlopCounterMode) -> None:
         """`others`: inputs that are not freed."""
         super().__init__(module)
+        self.counter = counter
+        self.flops: dict[str, int] = {}
         self.given: set[int] = set()
         self.given = set(self.storages(others))
         self.held: dict[fx.Node, dict[int, int]] = {}
@@ -100,7 +104,9 @@ class _Watched(fx.Interpreter):
         """Of storages: the identity of one that is freed may be that of a later one."""
 
     def run_node(self, n: fx.Node) -> Any:
+        before = self.counter.get_total_flops()
         result = super().run_node(n)
+        self._count(int(self.counter.get_total_flops() - before), result)
         self.held[n] = self.storages(result)
         for storage, length in self.held[n].items():
             if not self.uses.get(storage):
@@ -132,6 +138,14 @@ class _Watched(fx.Interpreter):
             if not found or one.gradients > found[-1].gradients:
                 found.append(one)
         return tuple(found)
+
+    def _count(self, flops: int, result: Any) -> None:
+        """In the dtype of the result: that of operands, which may be quantized, is not that of their products."""
+        dtypes = [value.dtype for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
+        dtype = next((dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), None)
+        if flops and dtype is not None:
+            name = str(dtype).removeprefix("torch.")
+            self.flops[name] = self.flops.get(name, 0) + flops
 
     def storages(self, values: Any) -> dict[int, int]:
         """The storages of values, without those of inputs that stay."""

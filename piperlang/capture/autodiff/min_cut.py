@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import networkx as nx  # which torch requires
 import torch
@@ -103,7 +102,7 @@ def fewest_bytes(read: Iterable[fx.Node], made: Collection[fx.Node], free: Colle
         if node in seen:
             continue
         seen.add(node)
-        network.add_edge((node, "in"), (node, "out"), capacity=_held(node.meta["val"]))
+        network.add_edge((node, "in"), (node, "out"), capacity=_held(node))
         if node not in made or not is_cheap(node):
             network.add_edge(_SOURCE, (node, "in"))
             continue
@@ -116,7 +115,11 @@ def fewest_bytes(read: Iterable[fx.Node], made: Collection[fx.Node], free: Colle
     return {node for node in seen if (node, "in") in before and (node, "out") not in before}
 
 
-def _held(value: Any) -> float:
+def _held(node: fx.Node) -> float:
     """The bytes that saving a value keeps in memory: of a view, all that it is a view of. What cannot be saved by
-    itself, such as a number, has infinitely many."""
-    return sum(storages(value).values()) if isinstance(value, torch.Tensor | tuple | list) else math.inf
+    itself, such as a number, has infinitely many, and so have several tensors that others read one by one."""
+    value = node.meta["val"]
+    apart = not isinstance(value, torch.Tensor) and all(user.target is operator.getitem for user in node.users)
+    if apart or not isinstance(value, torch.Tensor | tuple | list):
+        return math.inf
+    return sum(storages(value).values())

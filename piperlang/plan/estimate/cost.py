@@ -1,4 +1,5 @@
-"""What nodes take, roughly: enough to fill what a script leaves open, and to foresee a step."""
+"""What nodes take, roughly: enough to order what a script leaves open, and to say about how long a step is.
+piperlang/simulate says what it takes on a machine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from piperlang.plan.estimate.machine import Machine
 
 
 class Costs:
-    """Only ratios matter for orders, so one machine does for all."""
+    """Only ratios matter for orders, so one machine does for all: the target machine of the compiler."""
 
     def __init__(self, graph: Graph, machine: Machine | None = None) -> None:
         self.graph, self.machine = graph, machine or Machine()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+HALF = ("bfloat16", "float16")
+"""Dtypes that a device computes with at the same rate."""
+
 
 @dataclass(frozen=True)
 class Interconnect:
@@ -42,7 +45,10 @@ class Machine:
     shared_devices: int = 0
     """How many devices all ranks share, in turn; 0: each has one of its own."""
 
+    def known_rate(self, dtype: str) -> float | None:
+        alike = HALF if dtype in HALF else ()
+        return next((self.flops[name] for name in (dtype, *alike) if name in self.flops), None)
+
     def rate(self, dtype: str) -> float:
-        """Half precision is that of bfloat16, everything unknown float32."""
-        known = "bfloat16" if dtype in ("bfloat16", "float16") else "float32"
-        return self.flops.get(known) or next(iter(self.flops.values()))
+        """Without a rate that is known, that of float32."""
+        return self.known_rate(dtype) or self.flops.get("float32") or next(iter(self.flops.values()))

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from math import prod
 from typing import Any
 
 from piperlang.ir.graph import COMPUTE, Graph
 from piperlang.plan.estimate.cost import Costs
-from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.estimate.memory import OPTIMIZER, STATES, peaks
 from piperlang.plan.instructions import AllToAll, Collective, Instruction, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
@@ -19,8 +19,8 @@ LINES = 12
 """Lines of a script that are shown: those that added most."""
 
 
-def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: float = STATES) -> str:
-    found = as_json(plan, graph, machine, states)
+def summary(plan: Plan, graph: Graph, states: float = STATES) -> str:
+    found = as_json(plan, graph, states)
     devices, nodes, memory = found["devices"], found["nodes"], found["memory"]
     rows: list[tuple[str, str]] = [
         (
@@ -34,10 +34,11 @@ def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
         (
             "step",
             (
-                f"{time_text(found['step']['seconds'])} foreseen; idle, a device computes nothing,"
-                f" {_range(found['step']['bubble'], lambda x: f'{100 * x:.0f}%')} of it"
+                f"{time_text(found['step']['seconds'])} on the target machine of the compiler, which is"
+                f" {found['step']['machine']}; {_range(found['step']['idle'], lambda x: f'{100 * x:.0f}%')} idle"
             ),
         ),
+        ("", "  a rough estimate, to order instructions by; `piperc simulate` has the step on a machine that you name"),
         ("memory", f"{_range(memory['bytes'], bytes_text)} at most; on device {memory['device']}:"),
         *(("", f"  {bytes_text(size):>10}  {_part(name, states)}") for name, size in memory["by"].items()),
         *([("", f"  at {memory['at']}")] if memory["at"] else []),
@@ -64,9 +65,9 @@ def summary(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
     return "\n".join(f"{name:<9}{text}".rstrip() for name, text in rows) + "\n"
 
 
-def as_json(plan: Plan, graph: Graph, machine: Machine | None = None, states: float = STATES) -> dict[str, Any]:
-    found = peaks(plan, graph, states)
-    worst = max(range(len(found)), key=lambda d: found[d].bytes)
+def as_json(plan: Plan, graph: Graph, states: float = STATES) -> dict[str, Any]:
+    found, costs = peaks(plan, graph, states), Costs(graph)
+    worst = max(range(len(found)), key=lambda d: (found[d].bytes, -plan.devices[d].device))
     at = plan.devices[worst].instructions[found[worst].at] if found and found[worst].at >= 0 else None
     return {
         "devices": {
@@ -74,7 +75,7 @@ def as_json(plan: Plan, graph: Graph, machine: Machine | None = None, states: fl
             "instructions": _ends(len(device.instructions) for device in plan.devices),
         },
         "nodes": {"count": len(graph.nodes), "by_kind": _counted(node.op for node in graph.nodes)},
-        "step": {"seconds": plan.seconds, "bubble": _ends(idle(plan, graph, Costs(graph, machine)))},
+        "step": {"seconds": plan.seconds, "idle": _ends(idle(plan, graph, costs)), "machine": costs.machine.name},
         "memory": {
             "bytes": _ends(one.bytes for one in found),
             "device": plan.devices[worst].device,
@@ -182,8 +183,6 @@ def _scaled(value: float, units: Sequence[str], step: int) -> str:
     while value >= step and unit + 1 < len(units):
         value /= step
         unit += 1
-    return (
-        f"{value:.0f} {units[unit]}"
-        if value >= 100 or (unit == 0 and value == int(value))
-        else f"{value:.1f} {units[unit]}"
-    )
+    whole = value >= 100 or (unit == 0 and value == int(value))
+    # As JavaScript does on a page; format() rounds halves to even.
+    return f"{Decimal(value).quantize(Decimal(1 if whole else '0.1'), ROUND_HALF_UP)} {units[unit]}"

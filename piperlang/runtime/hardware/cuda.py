@@ -14,7 +14,15 @@ import torch
 
 from piperlang.plan.instructions import GatherParameters, Instruction
 from piperlang.runtime.hardware.kind import Captures, DeviceKind, Failed, StepTimes, Streams
-from piperlang.runtime.hardware.step_graph import WARM_UP, Borrowed, NotCaptured, StepGraph, captured, divided
+from piperlang.runtime.hardware.step_graph import (
+    WARM_UP,
+    Borrowed,
+    NotCaptured,
+    StepGraph,
+    captured,
+    divided,
+    move_back,
+)
 
 if TYPE_CHECKING:
     from piperlang.runtime.device import Device
@@ -57,6 +65,7 @@ class CudaStreams:
                 self.graph.replay(self.values)
                 if self.late:
                     self._issue(self.late)
+                    move_back(self.values)
                 if self.captures.limit is not None and (self.values.plan.losses or self.values.skip is not None):
                     self._wait(self.captures, self.captures.limit)
                 return

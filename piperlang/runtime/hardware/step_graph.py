@@ -120,7 +120,7 @@ class StepGraph:
 def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
     """`issue`: issues what the graph is to hold, on the current stream and others that it waits for. Nothing of it
     runs. Raises NotCaptured; then the device is as it was before."""
-    before, kept = dict(device.values), {key: value.data_ptr() for key, value in device.kept.items()}
+    before = dict(device.values)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with (
@@ -128,7 +128,7 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
             torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"),
         ):
             issue()
-        _check_in_place(device, kept)
+            move_back(device)
     except (RuntimeError, NotCaptured, Failed) as problem:
         torch.cuda.set_stream(stream)  # torch leaves its own one as it is if a capture fails
         device.optimizers.forget_updates()
@@ -149,9 +149,10 @@ def _first(problem: BaseException) -> str:
     return where + str(problem).partition("\n")[0]
 
 
-def _check_in_place(device: Device, kept: Mapping[ValueId, int]) -> None:
-    """Every step reads weights where the one before has left them."""
+def move_back(device: Device) -> None:
+    """At the end of a step: weights and buffers that have got new memory, to where every step reads them; not if the
+    step is to change nothing."""
     for old, new in device.plan.next.items():
-        now = device.values.get(new)
-        if now is not None and now.data_ptr() != kept[old]:
-            raise NotCaptured(f"weight {device.plan.weights[old].weight} moves")
+        now, kept = device.values.get(new), device.kept[old]
+        if now is not None and now.data_ptr() != kept.data_ptr():
+            device.values[new] = kept.copy_(now if device.skip is None else torch.where(device.skip.bool(), kept, now))

@@ -38,7 +38,7 @@ function readTimeline(raw) {
     lanes: lanes.filter((lane) => lane.row === row), memory: readCurve(raw.memory[row], scale),
   }));
   return {
-    title: raw.title, unit: raw.unit, length: raw.length, idle: raw.idle, exposed: raw.exposed,
+    title: raw.title, source: raw.source, unit: raw.unit, length: raw.length, idle: raw.idle, exposed: raw.exposed,
     microbatch: raw.microbatch, devices: raw.devices, messages: raw.messages, what: raw.what,
     activities, rows, lanes, laneOf, start, end, ready, path: readPath(raw.path, count),
   };
@@ -144,7 +144,10 @@ const PLAIN = {
 
 const stages = orderedValues("stage");
 const stageIndex = new Map(stages.map((stage, k) => [stage, k]));
-const operations = new Map();  // communication, in order of appearance
+const COMMUNICATION = [
+  "send", "recv", "all_reduce", "all_to_all", "gather", "scatter", "reduce", "norm", "dispatch", "combine", "choose", "offload", "fetch",
+];
+const operations = new Map();  // those that appear, with numbers that are the same on every page
 
 function orderedValues(key) {
   const found = new Set(everything.flatMap((one) => one.activities.map((what) => what.tags[key])));
@@ -159,6 +162,11 @@ function hueOf(stage) {
   return k < HUES.length ? HUES[k] : (252 + 137.508 * k) % 360;
 }
 
+function operationNumber(op) {
+  const known = COMMUNICATION.indexOf(op);
+  return known < 0 ? COMMUNICATION.length : known;
+}
+
 // What takes part in communication: it sends, or it is on a stream without passes.
 function noteKinds() {
   for (const one of everything) {
@@ -166,7 +174,7 @@ function noteKinds() {
       const what = one.activities[one.what[i]];
       if (what.kind) continue;
       what.kind = what.computes ? "pass" : what.bytes || !one.lanes[one.laneOf[i]].computes ? "communication" : "other";
-      if (what.kind === "communication" && !operations.has(what.op)) operations.set(what.op, operations.size);
+      if (what.kind === "communication") operations.set(what.op, operationNumber(what.op));
     }
   }
 }
@@ -839,6 +847,7 @@ function ticks() {
 }
 
 function axisText(time, step) {
+  if (time === 0) return "0";
   const [factor, name] = unit !== "s" ? [1, ""] : total < 1e-3 ? [1e6, " us"] : total < 1 ? [1e3, " ms"] : [1, " s"];
   const decimals = Math.max(0, -Math.floor(Math.log10(step * factor) + 1e-9));
   return (time * factor).toFixed(Math.min(decimals, 12)) + name;
@@ -1277,6 +1286,8 @@ const COUNTS = { 2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven
 function fillHeader() {
   const names = timelines.map((one) => one.title || "Timeline");
   $("title").textContent = timelines.length > 1 ? `${COUNTS[timelines.length] || timelines.length} schedules` : names[0] || "Timeline";
+  $("source").textContent = [...new Set(everything.map((one) => one.source))].filter(Boolean).join("; ");
+  $("source").title = $("source").textContent;
   $("facts").replaceChildren(...timelines.map((one, k) => factsOf(one, k, names[k])));
 }
 
@@ -1337,15 +1348,16 @@ function stageEntries() {
 }
 
 function communicationEntries() {
-  const shown = [...operations.keys()].map((op) => entry(op, `op=${op}`, communicationColour(op)));
+  const ordered = [...operations.keys()].sort((a, b) => operations.get(a) - operations.get(b));
+  const shown = ordered.map((op) => entry(op, `op=${op}`, communicationColour(op)));
   return shown.length ? entries("communication", shown) : null;
 }
 
 function otherEntries() {
-  const others = timelines.some((one) => one.activities.some((what) => what.kind === "other"));
+  const others = new Set(timelines.flatMap((one) => one.activities.filter((what) => what.kind === "other").map(({ op }) => op)));
   const waiting = timelines.some((one) => one.ready.some((time, i) => time > one.start[i]));
   const shown = [];
-  if (others) shown.push(entry("other", "", oklch(...plain.other)));
+  if (others.size) shown.push(entry([...others].sort().join(", "), "", oklch(...plain.other)));
   if (waiting) shown.push(entry("waiting", "", plain.wait, "wait"));
   shown.push(entry("idle", "", plain.idle, "thin box"));
   if (estimated) shown.push(entry("estimated", "", "transparent", "box"));
