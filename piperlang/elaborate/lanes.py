@@ -102,7 +102,9 @@ class Lanes:
 
     def order(self, order: Order) -> None:
         assert order.where is not None
-        for lane in self._covering(frozenset(order.where.devices())):
+        if not order.steps:
+            return
+        for lane in self._covering(frozenset(order.where.devices()), order.steps[0]):
             for step in order.steps:
                 try:
                     items = tuple(
@@ -113,15 +115,18 @@ class Lanes:
                 if items:
                     lane.steps.append(Work(items, step))
                     self.ordered += len(items)
-                if self.ordered > MAX_ORDERED:
-                    raise error(
-                        "P0208",
-                        f"more than {MAX_ORDERED:,} passes are ordered",
-                        step.span,
-                        help="check the sizes of the splits",
-                    )
+                self._check_size(step)
 
-    def _covering(self, wanted: frozenset[int]) -> list[Lane]:
+    def _check_size(self, step: Step) -> None:
+        if self.ordered > MAX_ORDERED:
+            raise error(
+                "P0208",
+                f"more than {MAX_ORDERED:,} passes are ordered",
+                step.span,
+                help="check the sizes of the splits",
+            )
+
+    def _covering(self, wanted: frozenset[int], step: Step) -> list[Lane]:
         """Lanes whose union is exactly `wanted`; lanes with devices outside it are divided."""
         found = list(
             {id(lane): lane for device in sorted(wanted) if (lane := self._of.get(device)) is not None}.values()
@@ -131,7 +136,9 @@ class Lanes:
             inside = lane.devices & wanted
             if inside != lane.devices:
                 self._open(lane.part(lane.devices - inside))
-                self.ordered += len(lane.steps) // 10  # a division copies what was ordered so far
+                # A division copies what was ordered so far.
+                self.ordered += (len(lane.steps) + sum(map(len, lane.taken.values()))) // 10
+                self._check_size(step)
                 lane.devices = inside
         if rest:
             found.append(self._open(Lane(rest)))
