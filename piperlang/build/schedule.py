@@ -9,7 +9,8 @@ from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 from piperlang.core.mesh import Mesh, Submesh
-from piperlang.core.selector import Conjunction, Selector
+from piperlang.core.selector import Condition, Conjunction, Selector
+from piperlang.diagnostics import error
 from piperlang.elaborate.directive import Directive
 from piperlang.elaborate.lanes import Item
 from piperlang.elaborate.outline import Outline
@@ -157,6 +158,27 @@ class Schedule:
                 yield group, conjunction
         if not any_found:
             raise self.outline.lanes.resolver.nothing(self._on_tags(selector.alternatives[0]), selector)
+
+    def whole_chunks(self, selector: Selector, directive: str) -> Sequence[Tagset]:
+        """The groups of chunks that a selector names, for a directive that applies to all of each."""
+        for condition in {one: None for conjunction in selector.alternatives for one in conjunction}:
+            others = condition.key in ("comm", "update") and condition.test != "absent"
+            some = condition.key in self.outline.splits and not self._names_all(condition)
+            if others or some:
+                named = "some of their microbatches" if some else "what no chunk computes"
+                raise error(
+                    "P0302",
+                    f"`{directive}` applies to whole chunks, and `{condition}` names {named}",
+                    selector.span,
+                    help=f"omit `{condition}`, and name chunks by their tags",
+                )
+        return tuple({group: None for group, _ in self.meant(selector)})
+
+    def _names_all(self, condition: Condition) -> bool:
+        """Of the parts of a split."""
+        count = self.outline.splits[condition.key].count
+        next_one = condition.test.startswith("next")
+        return condition.test == "absent" or (not next_one and len(condition.positions(count)) == count)
 
     def _on_tags(self, conjunction: Conjunction) -> Conjunction:
         return tuple(c for c in conjunction if c.key not in self.outline.splits and c.key not in RESERVED_KEYS)

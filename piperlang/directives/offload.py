@@ -61,6 +61,6 @@ class Offload(Directive):
         return f"offload {self.selector}{self.with_options}"
 
     def apply_to_schedule(self, schedule: Schedule) -> None:
-        for group, _ in schedule.meant(self.selector):
+        for group in schedule.whole_chunks(self.selector, "offload"):
             refuse_both(self, group, schedule.recomputed.get(group), "recomputed")
             schedule.offloaded[group] = self

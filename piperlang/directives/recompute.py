@@ -75,12 +75,12 @@ class Recompute(Directive):
         outline.recomputed.append((self.selector, self.policy == ALL))
 
     def apply_to_schedule(self, schedule: Schedule) -> None:
-        groups = {group for group, _ in schedule.meant(self.selector)}
+        groups = schedule.whole_chunks(self.selector, "recompute")
         for group in groups:
             schedule.recomputed.pop(group, None)
             if self.policy == ALL:
                 refuse_both(self, group, schedule.offloaded.get(group), "offloaded")
                 schedule.recomputed[group] = self
-        cheap = schedule.cheap - groups
-        schedule.cheap = cheap | groups if self.policy == CHEAP else cheap
+        cheap = schedule.cheap.difference(groups)
+        schedule.cheap = cheap.union(groups) if self.policy == CHEAP else cheap
         self.apply_to_outline(schedule.outline)

@@ -272,6 +272,26 @@ def test_recompute_serves_both_halves_once() -> None:
     assert not any(key in saved for node in graph.nodes if node.op == "F" for key in node.writes)
 
 
+@pytest.mark.parametrize("directive", ["recompute", "offload"])
+@pytest.mark.parametrize("selector", ["stage=1, mb=0", "stage=1, mb=next", "comm=p2p", "update", "stage=1, mb=1:"])
+def test_what_applies_to_whole_chunks_refuses_parts_of_them(directive: str, selector: str) -> None:
+    """They would mean all of the chunk, in silence."""
+    with pytest.raises(PiperError) as problem:
+        compiled(program("mlp"), f"split batch into 2 as mb\n{directive} [{selector}]\n")
+    (found,) = problem.value.diagnostics
+    assert found.code in ("P0302", "P0304")
+    assert found.span is not None
+    assert found.helps
+
+
+@pytest.mark.parametrize("directive", ["recompute", "offload"])
+@pytest.mark.parametrize("selector", ["stage=1", "stage=1, mb=*", "stage=1, mb=0:2", "stage=1, pass=*"])
+def test_all_parts_are_the_whole_chunk(directive: str, selector: str) -> None:
+    graph, _ = compiled(program("mlp"), f"split batch into 2 as mb\n{directive} [{selector}]\n")
+    op = {"recompute": "R", "offload": "offload"}[directive]
+    assert sum(node.op == op for node in graph.nodes) == 2
+
+
 # --------------------------------------------------------------------------------------------------------- losses
 
 
