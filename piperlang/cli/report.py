@@ -195,7 +195,7 @@ def _precious(path: Path, options: argparse.Namespace) -> str | None:
     files = [file for one in given for file in (one if isinstance(one, list) else [one]) if file is not None]
     if any(os.path.exists(file) and os.path.samefile(file, path) for file in files):
         return "this command reads it"
-    kind = SOURCES.get(path.resolve().suffix.lower())
+    kind = SOURCES.get(Path(os.path.realpath(path)).suffix.lower())
     return f"it is {kind}, which would be lost" if kind is not None else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -18,10 +18,14 @@ class Mesh:
     name: str
     axes: tuple[tuple[str, int], ...]
     span: Span = field(compare=False, repr=False)
+    shape: Mapping[str, int] = field(init=False, compare=False, repr=False)
+    """The length of each axis."""
+    places: Mapping[str, int] = field(init=False, compare=False, repr=False)
+    """Where each axis stands among them."""
 
-    @property
-    def shape(self) -> dict[str, int]:
-        return dict(self.axes)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", dict(self.axes))
+        object.__setattr__(self, "places", {axis: place for place, (axis, _) in enumerate(self.axes)})
 
     @property
     def size(self) -> int:

@@ -107,15 +107,18 @@ class Lanes:
         for lane in self._covering(frozenset(order.where.devices()), order.steps[0]):
             for step in order.steps:
                 try:
-                    items = tuple(
-                        item for selector in step.items for item in self._items(lane, selector, step, order.where)
-                    )
+                    items = tuple(self._counted(lane, step, order.where))
                 except PiperError as problem:  # the step knows its call stack, the order does not
                     raise PiperError(*(x.within(_trail(step, x)) for x in problem.diagnostics)) from None
                 if items:
                     lane.steps.append(Work(items, step))
-                    self.ordered += len(items)
+
+    def _counted(self, lane: Lane, step: Step, where: Submesh) -> Iterator[Item]:
+        for selector in step.items:
+            for item in self._items(lane, selector, step, where):
+                self.ordered += 1
                 self._check_size(step)
+                yield item
 
     def _check_size(self, step: Step) -> None:
         if self.ordered > MAX_ORDERED:

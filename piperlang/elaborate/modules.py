@@ -119,7 +119,7 @@ class Importer:
         if importing.path is None:
             raise error("P0209", "cannot import a file: this script was not read from a file", module.span)
         path = importing.path.parent / module.path
-        if not is_file(path) and path.resolve() not in self.texts:
+        if not is_file(path) and Path(os.path.realpath(path)) not in self.texts:
             near = (
                 did_you_mean(path.name, [p.name for p in path.parent.glob("*.piper")])
                 if is_file(path.parent, folder=True)
@@ -129,7 +129,7 @@ class Importer:
                 "P0209", f"file {module.path} not found", module.span, "the path is relative to this script", help=near
             )
         self.home = self.home or importing.path.parent
-        real = path.resolve()
+        real = Path(os.path.realpath(path))  # of links in a circle, too, where `resolve` raises
         if not any(real.is_relative_to(folder) for folder in (self.home.resolve(), *import_path())):
             link = os.path.normpath(path.absolute()) != str(real)
             raise error(

@@ -131,7 +131,7 @@ def part_of_mesh(self: Evaluator, node: tree.Pick) -> Submesh:
         picks[axis] = _coordinates(self, mesh, item)
     # Selecting a whole axis changes nothing: gpu[dp=*] is gpu.
     partial = {axis: at for axis, at in picks.items() if len(at) < mesh.shape[axis]}
-    return Submesh(mesh, tuple((axis, partial[axis]) for axis in mesh.shape if axis in partial))
+    return Submesh(mesh, tuple((axis, partial[axis]) for axis in sorted(partial, key=mesh.places.__getitem__)))
 
 
 def _coordinates(self: Evaluator, mesh: Mesh, node: tree.Condition) -> tuple[int, ...]:

@@ -41,10 +41,12 @@ class Resolver:
     placements: Placements
     splits: Mapping[str, Split]
     _known: dict[Conjunction, tuple[Meant, ...]] = field(default_factory=dict)
+    _at: dict[tuple[str, Conjunction], tuple[int, ...]] = field(default_factory=dict)
 
     def forget(self) -> None:
         """A new placement or split can change what a conjunction selects."""
         self._known.clear()
+        self._at.clear()
 
     def meant(self, conjunction: Conjunction, selector: Selector) -> tuple[Meant, ...]:
         if conjunction not in self._known:
@@ -66,7 +68,7 @@ class Resolver:
         names = tuple(
             name for name, split in self.splits.items() if split.selector is None or split.selector.matches(tags)
         )
-        values = tuple(self._positions(name, conjunction) for name in names)
+        values = tuple(self._known_positions(name, conjunction) for name in names)
         choosing = [c for c in conjunction if c.test in NEXT]
         if len({c.key for c in choosing}) > 1:
             raise error(
@@ -81,6 +83,13 @@ class Resolver:
             )
         at = names.index(choosing[0].key) if choosing and choosing[0].key in names else None
         return Meant(chunk, tags, _passes(conjunction), names, values, at, any(c.test == "next?" for c in choosing))
+
+    def _known_positions(self, name: str, conjunction: Conjunction) -> tuple[int, ...]:
+        """The same for all chunks."""
+        key = name, conjunction
+        if key not in self._at:
+            self._at[key] = self._positions(name, conjunction)
+        return self._at[key]
 
     def _positions(self, name: str, conjunction: Conjunction) -> tuple[int, ...]:
         first, *others = [c for c in conjunction if c.key == name and c.test not in NEXT] or [
