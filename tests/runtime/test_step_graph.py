@@ -205,12 +205,12 @@ def test_rates_on_the_device_follow_those_of_the_groups() -> None:
     for step in range(4):
         for one in (reference, optimizer):
             one.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        assert step == 0 or rates.refresh()
         with rates.used():
-            assert isinstance(group["lr"], torch.Tensor)
+            assert group["lr"] is rates.rate
             group["capturable"] = False  # what it asks for there is on CUDA only
-            fresh = rates.rate
-            assert fresh is not None
-            fresh.fill_(1e-2 / (1 + step))
+            if step == 0:
+                rates.rate.fill_(1e-2)
             optimizer.step()
         reference.step()
         assert group["lr"] == 1e-2 / (1 + step)
@@ -223,17 +223,40 @@ def test_a_rate_that_changes_is_set_and_another_option_asks_for_a_new_graph() ->
     optimizer = fused(weights())
     group = optimizer.param_groups[0]
     rates = DeviceRates([group])
-    assert rates.refresh(), "there is no graph yet"
     with rates.used():
         pass
     assert rates.refresh()
-    assert rates.rate is not None
     assert float(rates.rate) == pytest.approx(1e-3)
     group["lr"] = torch.tensor(0.5)
     assert rates.refresh()
     assert float(rates.rate) == 0.5
     group["weight_decay"] = random.Random(0).random()
     assert not rates.refresh()
+
+
+def test_every_graph_has_rates_of_its_own() -> None:
+    """One that is captured later, for batches of another shape, must not leave an earlier one with an old rate; nor
+    with an option that has changed meanwhile."""
+    with devices("dp", fused) as its:
+        optimizers = its[0].optimizers
+        first, second = optimizers.device_rates(), optimizers.device_rates()
+        for rates in (first, second):
+            for one in rates:
+                with one.used():
+                    pass
+        groups = [group for one in first for group in one.groups]
+        assert groups
+        for group in groups:
+            group["lr"] = 0.25
+        for rates in (first, second):
+            assert [one.refresh() for one in rates] == [True] * len(rates)
+            assert {float(one.rate) for one in rates} == {0.25}
+        for group in groups:
+            group["betas"] = (0.5, 0.5)
+        with second[0].used():
+            pass
+        assert not first[0].refresh()
+        assert second[0].refresh()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class CudaStreams:
                 if self.late:
                     self._issue(self.late)
                     move_back(self.values)
-                if self.captures.limit is not None and (self.values.plan.losses or self.values.skip is not None):
+                if self.captures.limit is not None and self._is_read:
                     self._wait(self.captures, self.captures.limit)
                 return
         self._issue(range(len(self.instructions)), times)
@@ -76,7 +76,7 @@ class CudaStreams:
 
     def _prepare(self, captures: Captures) -> None:
         """A graph of the step that comes, if there can be one and there is none yet."""
-        if self.graph is not None and not self.values.optimizers.refreshed():
+        if self.graph is not None and not self.graph.refresh():
             self.graph.close()
             self.graph = None
         if self.graph is not None or self.steps < WARM_UP:
@@ -84,7 +84,7 @@ class CudaStreams:
         try:
             chosen, self.late = divided(self.values)
             self.graph = captured(self.values, lambda: self._captured(chosen, captures))
-            self.values.optimizers.refreshed()
+            self.graph.refresh()
         except NotCaptured as why:
             captures.refused = str(why)
             self.captures = None
@@ -92,6 +92,11 @@ class CudaStreams:
     def _captured(self, chosen: Sequence[int], captures: Captures) -> None:
         self._issue(chosen, borrowed=Borrowed(self.instructions))
         captures.settle()
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether the host reads what the step leaves."""
+        return bool(self.values.plan.losses) or self.values.norm is not None
 
     def _wait(self, captures: Captures, limit: float) -> None:
         """For the end of a graph, before the host reads what it leaves. Nobody else counts how long its communication
@@ -102,7 +107,7 @@ class CudaStreams:
         while not end.query():
             captures.check()
             if time.monotonic() > late:
-                raise RuntimeError(f"the step did not end within {limit:g} s")
+                raise RuntimeError(f"the step did not end within {limit:g} s, the timeout of communication")
             time.sleep(POLL)
         captures.check()
 

@@ -7,6 +7,7 @@ by optimizers that count on the host, and gathers of the weights that they chang
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from piperlang.runtime.hardware.kind import Failed
 if TYPE_CHECKING:
     from piperlang.core.value_id import ValueId
     from piperlang.runtime.device import Device
+    from piperlang.runtime.optimizer.on_device import DeviceRates
 
 WARM_UP = 2
 """Steps before the capture: they compile, choose kernels, and create the states of optimizers."""
@@ -107,6 +109,13 @@ class StepGraph:
     left: Mapping[ValueId, int]
     norm: torch.Tensor | None
     skip: torch.Tensor | None
+    rates: Sequence[DeviceRates]
+    """Learning rates that its updates read."""
+
+    def refresh(self) -> bool:
+        """Sets them for the next step. False if another option has changed, which is part of the graph."""
+        fresh = [one.refresh() for one in self.rates]
+        return all(fresh)
 
     def replay(self, device: Device) -> None:
         self.graph.replay()
@@ -121,12 +130,13 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
     """`issue`: issues what the graph is to hold, on the current stream and others that it waits for. Nothing of it
     runs. Raises NotCaptured; then the device is as it was before."""
     before = dict(device.values)
+    rates = device.optimizers.device_rates() if device.plan.next else []
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with (
-            device.optimizers.counting_on_device(),
-            torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"),
-        ):
+        with ExitStack() as stack:
+            for one in rates:
+                stack.enter_context(one.used())
+            stack.enter_context(torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"))
             issue()
             move_back(device)
     except (RuntimeError, NotCaptured, Failed) as problem:
@@ -138,7 +148,7 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
         _pool.cache_clear()  # it may still wait for the end of the capture
         raise NotCaptured(_first(problem)) from problem
     device.fixed = {key: before[key] for key, _, _ in device.plan.feeds}
-    return StepGraph(graph, device.values, device.left, device.norm, device.skip)
+    return StepGraph(graph, device.values, device.left, device.norm, device.skip, rates)
 
 
 def _first(problem: BaseException) -> str:

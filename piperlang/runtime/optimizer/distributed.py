@@ -7,8 +7,7 @@ contain the local shards of the same weights."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -79,8 +78,6 @@ class DistributedOptimizer:
         """All copies, each with its weights."""
         self.attributes = fingerprints(attributes_of(user))
         """Fingerprints of its attributes before the first step."""
-        self.rates: list[DeviceRates] = []
-        """Of every group of the user's optimizer, where steps are CUDA graphs."""
         self.scope = scope_of(user, make)
         self._make_copies(model, updates)
         self.shared = SharedState(user, make, copies=len(self.copies))
@@ -108,22 +105,13 @@ class DistributedOptimizer:
         found = self.local.get((device, key))
         return found is None or found[0].on_device
 
-    @contextmanager
-    def counting_on_device(self) -> Iterator[None]:
-        """Updates in this block read learning rates from the device: those that can."""
+    def device_rates(self) -> list[DeviceRates]:
+        """For one graph: of every group, the learning rate of updates that read it from the device."""
         counting = {
             id(group) for local, _ in self.local.values() if local.on_device for group in local.optimizer.param_groups
         }
-        self.rates = [DeviceRates([one for one in its if id(one) in counting]) for its in self.groups]
-        with ExitStack() as stack:
-            for rates in self.rates:
-                stack.enter_context(rates.used())
-            yield
-
-    def refreshed(self) -> bool:
-        """Learning rates on the device are those of the next step. False if another option has changed."""
-        fresh = [rates.refresh() for rates in self.rates]
-        return all(fresh)
+        its = [[one for one in copies if id(one) in counting] for copies in self.groups]
+        return [DeviceRates(some) for some in its if some]
 
     def forget_updates(self) -> None:
         """Those that have not been stepped yet."""

@@ -32,7 +32,7 @@ class DeviceRates:
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self.groups = groups
-        self.rate: torch.Tensor | None = None
+        self.rate = torch.zeros((), device=groups[0]["params"][0].device)
         self.now: Any = None
         """What `rate` was set to, on the host."""
         self.others: dict[str, Any] = {}
@@ -42,9 +42,7 @@ class DeviceRates:
     def used(self) -> Iterator[None]:
         """The steps of optimizers in this block read the rate from the device."""
         own = [(group["lr"], group["capturable"]) for group in self.groups]
-        if self.groups:
-            self.rate = self.rate if self.rate is not None else torch.zeros((), device=_device(self.groups[0]))
-            self.now, self.others = None, copy.deepcopy(_others(self.groups[0]))
+        self.others = copy.deepcopy(_others(self.groups[0]))
         for group in self.groups:
             group["lr"], group["capturable"] = self.rate, True
         try:
@@ -55,8 +53,6 @@ class DeviceRates:
 
     def refresh(self) -> bool:
         """Sets the rate for the next step. False if another option has changed since the graph was made."""
-        if self.rate is None:
-            return True
         rate = self.groups[0]["lr"]
         if isinstance(rate, torch.Tensor):
             self.rate.copy_(rate)
@@ -69,8 +65,3 @@ class DeviceRates:
 
 def _others(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options(group).items() if name not in ("lr", "capturable")}
-
-
-def _device(group: dict[str, Any]) -> torch.device:
-    found: torch.device = group["params"][0].device
-    return found

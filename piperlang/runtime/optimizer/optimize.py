@@ -4,8 +4,7 @@ options."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from piperlang.plan.plan import Plan
 from piperlang.runtime.optimizer.average import MovingAverages
 from piperlang.runtime.optimizer.copies import DeviceUpdate, WeightPart
 from piperlang.runtime.optimizer.distributed import HALF, DistributedOptimizer
+from piperlang.runtime.optimizer.on_device import DeviceRates
 from piperlang.runtime.optimizer.settings import Settings, digest, joined
 from piperlang.runtime.optimizer.user import UserSchedules, call_optimizer, call_schedule, step_schedule
 
@@ -103,19 +103,10 @@ class Optimizers:
         """Whether an update needs nothing of the host but learning rates: those of a graph."""
         return all(one.on_device(device, key) for one in self.each)
 
-    @contextmanager
-    def counting_on_device(self) -> Iterator[None]:
-        """Updates in this block are captured: they read learning rates from the device."""
-        with ExitStack() as stack:
-            for one in self.each:
-                stack.enter_context(one.counting_on_device())
-            yield
-
-    def refreshed(self) -> bool:
-        """Before a graph of updates runs: learning rates on the device are those of the next step. False if another
-        option has changed, which is part of the graph."""
-        fresh = [one.refreshed() for one in self.each]
-        return all(fresh)
+    def device_rates(self) -> list[DeviceRates]:
+        """For one graph: learning rates that its updates read from the device. Each graph has its own:
+        there may be one for every shape of batches."""
+        return [rates for one in self.each for rates in one.device_rates()]
 
     def forget_updates(self) -> None:
         """Those of a capture that has failed."""
