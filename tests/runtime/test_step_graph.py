@@ -20,7 +20,7 @@ from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.hardware.step_graph import Borrowed, NotCaptured, divided, move_back
 from piperlang.runtime.optimizer.on_device import DeviceRates, counts_on_device
-from tests.support.equivalence import SAMPLES, compiled
+from tests.support.equivalence import compiled, program
 from tests.support.job_schedules import JOB_SCHEDULES
 from tests.support.models import CASES
 
@@ -36,10 +36,8 @@ def on_host(params: Any) -> torch.optim.Optimizer:
 @contextmanager
 def devices(name: str, optimizer: Any) -> Iterator[Sequence[Device]]:
     model, script = JOB_SCHEDULES[name]
-    case = CASES[model]
-    graph, captured = compiled(capture(case.model, case.loss, case.batch(SAMPLES)), script)
-    plan = lower(graph)
-    with ThreadJob(plan, captured, Training(case.model, optimizer)) as job:
+    graph, captured = compiled(program(model), script)
+    with ThreadJob(lower(graph), captured, Training(CASES[model].model, optimizer)) as job:
         yield job.training.devices
 
 
@@ -57,6 +55,7 @@ def test_updates_that_count_on_the_device_are_part_of_the_graph(name: str) -> No
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_others_and_what_gathers_their_weights_are_issued_after_it(name: str) -> None:
+    gathers: dict[int, set[bool]] = {}
     with devices(name, on_host) as its:
         for device in its:
             chosen, late = divided(device)
@@ -66,19 +65,11 @@ def test_others_and_what_gathers_their_weights_are_issued_after_it(name: str) ->
             assert all(isinstance(instructions[i], Update | GatherParameters) for i in late)
             made_late = {key for i in late for key in instructions[i].writes}
             assert all(made_late.isdisjoint(instructions[i].reads) for i in chosen)
-
-
-def test_all_devices_leave_out_the_same_collectives() -> None:
-    """One that waits in its graph for another, which takes part only after its own, would wait forever."""
-    for name in CAPTURED:
-        with devices(name, on_host) as its:
-            late: dict[int, set[bool]] = {}
-            for device in its:
-                chosen, _ = divided(device)
-                for i, x in enumerate(device.plan.instructions):
-                    if isinstance(x, GatherParameters):
-                        late.setdefault(x.node, set()).add(i not in chosen)
-            assert all(len(found) == 1 for found in late.values()), name
+            for i, x in enumerate(instructions):
+                if isinstance(x, GatherParameters):
+                    gathers.setdefault(x.node, set()).add(i in late)
+    # One that waits in its graph for another, which takes part only after its own, would wait forever.
+    assert all(len(found) == 1 for found in gathers.values())
 
 
 @pytest.mark.parametrize(
