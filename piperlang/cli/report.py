@@ -170,9 +170,9 @@ def check_output(name: str, flag: str, options: argparse.Namespace, kinds: Seque
         raise error("P0902", f"the name of `{flag}` is empty", help=f"name a file: `{flag} FILE`")
     if kinds and path.suffix.lower() not in kinds:
         raise error("P0902", f"`{flag} {path}`: unknown kind of file", help=f"end it with {', '.join(kinds)}")
-    problem = _unwritable(path) or _precious(path, options)
-    if problem is not None:
-        raise error("P0902", f"`{flag} {path}` cannot be written", notes=[problem], help="check the path")
+    for problem, help in ((_unwritable(path), "check the path"), (_precious(path, options), "name another file")):
+        if problem is not None:
+            raise error("P0902", f"`{flag} {path}` cannot be written", notes=[problem], help=help)
     return path
 
 

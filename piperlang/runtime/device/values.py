@@ -71,13 +71,17 @@ class DeviceValues:
         self.sums = sums(plan)
         self.reads = {id(instruction): reads(instruction, self.sums) for instruction in plan.instructions}
         """What each instruction reads, sums in place of their parts."""
-        self.given = self.kept.keys() | {key for key, _, _ in plan.feeds}
-        """What is there when a step begins."""
         self.uses: dict[ValueId, int] = {}
         for keys in self.reads.values():
             for key in keys:
                 self.uses[key] = self.uses.get(key, 0) + 1
         self.permanent = set(plan.next.values()) | set(plan.losses)
+        stays = self.kept.keys() | {key for key, _, _ in plan.feeds} | self.permanent
+        self.made_reads = {
+            number: [(key, times) for key, times in Counter(keys).items() if key not in stays]
+            for number, keys in self.reads.items()
+        }
+        """Of these, what other instructions have made, and how often each is read."""
         self.before = {new: old for old, new in plan.next.items()}
         self.left: dict[ValueId, int] = {}
         self.last_gradients: dict[ValueId, Any] | None = None
@@ -131,8 +135,8 @@ class DeviceValues:
 
     def release(self, instruction: Instruction) -> None:
         """Forget what other instructions have made and nothing reads after this one, which has taken it."""
-        for key, times in Counter(self.reads[id(instruction)]).items():
-            if self.left[key] == times and key not in self.given and key not in self.permanent:
+        for key, times in self.made_reads[id(instruction)]:
+            if self.left[key] == times:
                 self.values.pop(key, None)
 
     def rank(self, group: int) -> int:

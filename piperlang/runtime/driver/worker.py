@@ -157,7 +157,8 @@ class DeviceRun:
             device.execute(instruction)
 
         limit = comm.limit.total_seconds() if _communicates(device) else None
-        self.captures = Captures(comm.settle, comm.check_alive, lambda: begun(WHOLE_STEP), limit) if graphs else None
+        whole = partial(begun, WHOLE_STEP)
+        self.captures = Captures(comm.settle, comm.forget, comm.check_alive, whole, limit) if graphs else None
         self.streams = kind.streams(device, execute, self.captures)
 
     def step(self, step: int, feeds: dict[ValueId, torch.Tensor], times: StepTimes | None = None) -> float:

@@ -63,11 +63,11 @@ class CudaStreams:
             if self.graph is not None:
                 self.captures.begun()
                 self.graph.replay(self.values)
+                if self.captures.limit is not None and self._is_read:
+                    self._wait(self.captures, self.captures.limit)
                 if self.late:
                     self._issue(self.late)
                     move_back(self.values)
-                if self.captures.limit is not None and self._is_read:
-                    self._wait(self.captures, self.captures.limit)
                 return
         self._issue(range(len(self.instructions)), times)
         self.steps += 1
@@ -87,6 +87,7 @@ class CudaStreams:
             self.graph.refresh()
         except NotCaptured as why:
             captures.refused = str(why)
+            captures.forget()
             self.captures = None
 
     def _captured(self, chosen: Sequence[int], captures: Captures) -> None:
@@ -99,8 +100,8 @@ class CudaStreams:
         return bool(self.values.plan.losses) or self.values.norm is not None
 
     def _wait(self, captures: Captures, limit: float) -> None:
-        """For the end of a graph, before the host reads what it leaves. Nobody else counts how long its communication
-        takes."""
+        """For the end of a graph, before the host reads what it leaves, which updates may do. Nobody else counts how
+        long its communication takes."""
         end: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         end.record()
         late = time.monotonic() + limit
@@ -126,7 +127,7 @@ class CudaStreams:
         events = {**self.events, **{i: self.ends[i] for i in chosen}} if chosen else self.events
         for stream in self.streams.values():
             stream.wait_event(start)
-        issuing = range(len(self.instructions)) if len(which) == len(self.instructions) else frozenset(which)
+        issuing = frozenset(which)
         for i in which:
             instruction = self.instructions[i]
             waits = [earlier for earlier in instruction.waits if earlier in issuing]

@@ -44,12 +44,17 @@ class Captures:
     """Why steps are not captured."""
 
     def __init__(
-        self, settle: Callable[[], None], check: Callable[[], None], begun: Callable[[], None], limit: float | None
+        self,
+        settle: Callable[[], None],
+        forget: Callable[[], None],
+        check: Callable[[], None],
+        begun: Callable[[], None],
+        limit: float | None,
     ) -> None:
-        """`settle`: ends what communication is still under way at the end of a step. `check`: raises if communication
-        was ended from outside. `begun` is called before a graph runs, which may take `limit` seconds; None: it waits
-        for nobody."""
-        self.settle, self.check, self.begun, self.limit = settle, check, begun, limit
+        """`settle`: ends what communication is still under way at the end of a step; `forget`: that of a capture that
+        has failed was never under way. `check`: raises if communication was ended from outside. `begun` is called
+        before a graph runs, which may take `limit` seconds; None: it waits for nobody."""
+        self.settle, self.forget, self.check, self.begun, self.limit = settle, forget, check, begun, limit
 
 
 class Streams(Protocol):

@@ -146,6 +146,8 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
         device.norm = device.skip = device.known = None
         graph.reset()
         _pool.cache_clear()  # it may still wait for the end of the capture
+        if isinstance(problem, Failed) and not isinstance(problem.cause, Exception):
+            raise  # an interrupt
         raise NotCaptured(_first(problem)) from problem
     device.fixed = {key: before[key] for key, _, _ in device.plan.feeds}
     return StepGraph(graph, device.values, device.left, device.norm, device.skip, rates)
@@ -153,7 +155,7 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
 
 def _first(problem: BaseException) -> str:
     """What went wrong first: to end a capture that has failed is another error."""
-    while isinstance(problem.__context__, RuntimeError | Failed):
+    while not isinstance(problem, Failed) and isinstance(problem.__context__, RuntimeError | Failed):
         problem = problem.__context__
     where = f"{problem.instruction.op}: " if isinstance(problem, Failed) else ""
     return where + str(problem).partition("\n")[0]
