@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,8 @@ from piperlang.plan.lower import lower
 from piperlang.runtime.device import Device
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
-from piperlang.runtime.hardware.step_graph import Borrowed, NotCaptured, divided, move_back
+from piperlang.runtime.hardware.borrowed import Borrowed, Owners
+from piperlang.runtime.hardware.step_graph import NotCaptured, divided, move_back
 from piperlang.runtime.optimizer.on_device import DeviceRates, counts_on_device
 from tests.support.equivalence import compiled, program
 from tests.support.job_schedules import JOB_SCHEDULES
@@ -157,13 +158,44 @@ def test_borrowed_tensors_are_kept_until_their_own_stream_has_waited(name: str) 
                 owners -= {x.stream}
                 if len(owners) == 1:
                     readers[i] = min(owners)
-                borrowed.issue(i, [(readers[i], [torch.zeros(1)])] if i in readers else [])
+                borrowed.issue(i, [(readers[i], torch.zeros(1))] if i in readers else [])
                 kept = {at for _, _, at, _ in borrowed.kept}
                 for at, owner in readers.items():
                     if owner == x.stream and at != i:
                         assert (at in kept) == (at not in before[i]), (at, i)
                     borrowed_at_all += 1
         assert borrowed_at_all
+
+
+def test_memory_belongs_to_the_stream_that_allocated_it_whoever_returns_a_view() -> None:
+    """What a pass gives to others may be a view of what another stream has received: the statistics of a batch norm,
+    the gradient of a sum."""
+
+    class Doing:
+        def __init__(self, stream: str, reads: Sequence[str], writes: Sequence[str]) -> None:
+            self.stream, self.reads, self.writes = stream, reads, writes
+
+    sums: Any = {"part 1": "total", "part 2": "total"}
+    owners, values = Owners(sums), dict[Any, Any]({"weight": torch.ones(4)})
+
+    def done(x: Any, made: Mapping[str, Any]) -> None:
+        before = owners.before(x, values, x.reads)
+        values.update(made)
+        owners.made(x, values, before)
+
+    def borrowed(stream: str, *keys: str) -> list[str]:
+        x: Any = Doing(stream, keys, ())
+        return sorted(owner for owner, _ in owners.borrowed(x, values, x.reads))
+
+    received = torch.ones(3, 4)
+    done(Doing("comm", (), ("received",)), {"received": received})
+    its = {"saved": {0: received[0], 1: torch.ones(2)}, "out": (received.view(-1),)}
+    done(Doing("compute", ("received", "weight"), ("saved", "out")), its)
+    assert borrowed("compute", "saved", "out", "weight") == ["comm", "comm"]
+    assert borrowed("comm", "saved", "out") == ["compute"]
+    done(Doing("compute", (), ("part 1",)), {"total": torch.ones(2)})
+    done(Doing("other", (), ("part 2",)), {"total": values["total"].add_(1)})
+    assert borrowed("other", "total") == ["compute"]
 
 
 def _ends_before(instructions: Sequence[Instruction]) -> list[set[int]]:
@@ -206,8 +238,8 @@ def test_rates_on_the_device_follow_those_of_the_groups() -> None:
         reference.step()
         assert group["lr"] == 1e-2 / (1 + step)
         assert group["capturable"] is False
-    for one, other in zip(plain, ours, strict=True):
-        torch.testing.assert_close(one, other)
+    for expected, got in zip(plain, ours, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_a_rate_that_changes_is_set_and_another_option_asks_for_a_new_graph() -> None:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from piperlang.capture.trace.buffers import ancestors, make_functional, new_values
 from piperlang.capture.trace.build import Built, Faked, build
+from piperlang.capture.trace.causal import use_causal
 from piperlang.capture.trace.dims import name_dims
 from piperlang.capture.trace.functions import FunctionCall, recorded, refuse_backward_state, restore
 from piperlang.capture.trace.hooks import only_forward, refuse_hooks
@@ -300,6 +301,7 @@ def _traced(
     except PiperError as problem:
         raise PiperError(*(replace(d, span=line_of_function(training.loss)) for d in problem.diagnostics)) from None
     number_random(graph)
+    use_causal(graph)
     drop_unread(graph)
     _refuse_strangers(graph, weights, named_tensors(training.model).keys(), faked)
     read = {

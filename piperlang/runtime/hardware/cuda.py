@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from piperlang.plan.instructions import GatherParameters, Instruction
+from piperlang.runtime.hardware.borrowed import Borrowed, Owners
 from piperlang.runtime.hardware.kind import Captures, DeviceKind, Failed, StepTimes, Streams
-from piperlang.runtime.hardware.step_graph import (
-    WARM_UP,
-    Borrowed,
-    NotCaptured,
-    StepGraph,
-    captured,
-    divided,
-    move_back,
-)
+from piperlang.runtime.hardware.step_graph import WARM_UP, NotCaptured, StepGraph, captured, divided, move_back
 
 if TYPE_CHECKING:
     from piperlang.runtime.device import Device
@@ -49,7 +42,6 @@ class CudaStreams:
         }
         waited = {i for instruction in instructions for i in instruction.waits}
         self.events: dict[int, Any] = {i: torch.cuda.Event() for i in waited}  # type: ignore[no-untyped-call]
-        self.made = {key: instruction.stream for instruction in instructions for key in instruction.writes}
         self.running: dict[str, int] = {}
         self.begins: dict[int, Any] = {}
         self.ends: dict[int, Any] = {}
@@ -127,7 +119,7 @@ class CudaStreams:
         events = {**self.events, **{i: self.ends[i] for i in chosen}} if chosen else self.events
         for stream in self.streams.values():
             stream.wait_event(start)
-        issuing = frozenset(which)
+        issuing, owners = frozenset(which), Owners(self.values.sums)
         for i in which:
             instruction = self.instructions[i]
             waits = [earlier for earlier in instruction.waits if earlier in issuing]
@@ -142,18 +134,14 @@ class CudaStreams:
             with torch.cuda.stream(stream):
                 for earlier in waits:
                     stream.wait_event(events[earlier])
-                if borrowed is not None:
-                    borrowed.issue(i, self._borrowed(instruction))
-                else:
-                    for _, tensors in self._borrowed(instruction):
-                        for tensor in tensors:
-                            tensor.record_stream(stream)
+                before = self._borrow(i, owners, borrowed)
                 recorded = i in chosen
                 recording = _record(self.begins[i]) if recorded else 0.0
                 try:
                     self.execute(instruction)
                 except BaseException as problem:
                     raise Failed(instruction, problem) from problem
+                owners.made(instruction, self.values.values, before)
                 if i in self.events:
                     events[i].record()
                 elif recorded:
@@ -170,13 +158,18 @@ class CudaStreams:
                 first, last = start.elapsed_time(self.begins[i]), start.elapsed_time(self.ends[i])
                 times.spans[i] = started + first / 1e3, started + last / 1e3
 
-    def _borrowed(self, instruction: Instruction) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Tensors of other streams that an instruction reads: their memory must not be reused before."""
-        for key in self.values.reads[id(instruction)]:
-            made = key.source if key.is_total and key.source is not None else key
-            owner = self.made.get(made, instruction.stream)
-            if owner != instruction.stream:
-                yield owner, list(_tensors(self.values.values.get(key)))
+    def _borrow(self, i: int, owners: Owners, borrowed: Borrowed | None) -> set[int]:
+        """Before instruction i is issued, on the current stream. Returns the addresses of what is there."""
+        x = self.instructions[i]
+        values, reads = self.values.values, self.values.reads[id(x)]
+        its = owners.borrowed(x, values, reads)
+        if borrowed is not None:
+            borrowed.issue(i, its)
+        else:
+            for _, tensor in its:
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
+        return owners.before(x, values, reads)
 
     def close(self) -> None:
         """Also frees the cuBLAS workspaces of the streams: 32 MiB per stream on a large GPU, and the next job has its
@@ -197,18 +190,6 @@ def _record(event: Any) -> float:
     began = time.perf_counter()
     event.record()
     return time.perf_counter() - began
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.is_cuda:
-            yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
 
 
 class Cuda(DeviceKind):

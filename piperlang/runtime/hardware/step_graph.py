@@ -6,7 +6,7 @@ by optimizers that count on the host, and gathers of the weights that they chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -69,33 +69,6 @@ def _refuse(device: Device, x: Instruction) -> None:
     if isinstance(x, Compute) and device.pieces[x.program].operators:
         name = min(device.pieces[x.program].operators)
         raise NotCaptured(f"operator `{name}` is Python code, which may do something else in every step")
-
-
-# -------------------------------------------------------------------------------------------------------------- memory
-
-
-class Borrowed:
-    """Tensors that another stream reads than the one that their memory belongs to. In a capture the allocator cannot
-    ask when that stream is done, so they are kept until their own stream has waited for it."""
-
-    def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self.instructions = instructions
-        self.known: dict[str, dict[str, int]] = {}
-        """By stream: the last instruction of each other stream that it has waited for, directly or not."""
-        self.then: dict[int, dict[str, int]] = {}
-        """The same when an instruction ends, with itself."""
-        self.kept: list[tuple[str, str, int, list[torch.Tensor]]] = []
-
-    def issue(self, i: int, borrowed: Iterable[tuple[str, list[torch.Tensor]]]) -> None:
-        """`borrowed`: tensors that instruction i reads, with the stream that they belong to."""
-        x = self.instructions[i]
-        known = self.known.setdefault(x.stream, {})
-        for earlier in x.waits:
-            for stream, last in self.then.get(earlier, {}).items():
-                known[stream] = max(known.get(stream, -1), last)
-        self.then[i] = {**known, x.stream: i}
-        self.kept += [(owner, x.stream, i, tensors) for owner, tensors in borrowed]
-        self.kept = [one for one in self.kept if one[0] != x.stream or known.get(one[1], -1) < one[2]]
 
 
 # --------------------------------------------------------------------------------------------------------------- graph
