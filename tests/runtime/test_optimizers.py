@@ -456,6 +456,43 @@ def test_diagnostics_travel() -> None:
 # ------------------------------------------------------------------------------------------------------------- others
 
 
+class Turned(nn.Module):
+    """Experts as libraries have them: the gradient of a product comes out transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.unsqueeze(0).expand(3, -1, -1)
+        return torch.bmm(rows, self.experts.transpose(1, 2)).mean(0)
+
+
+class SeesStrides(optim.AdamW):
+    """Fused kernels ask for this."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert p.grad.stride() == p.stride()
+        return super().step(closure)
+
+
+def test_gradients_have_the_strides_of_their_weights() -> None:
+    given = torch.randn(8, 4), torch.randn(8, 5)
+    graph, captured = compiled(capture(Turned, f.mse_loss, given), "split batch into 2 as mb\n")
+    torch.manual_seed(0)
+    plain = Turned()
+    eager = optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    with ThreadJob(lower(graph), captured, Training(Turned, partial(SeesStrides, lr=0.1, fused=True))) as job:
+        for _ in range(2):
+            job.step(given)
+            eager.zero_grad()
+            f.mse_loss(plain(given[0]), given[1]).backward()  # type: ignore[no-untyped-call]
+            eager.step()
+        assert relative(job.weights()["experts"], plain.experts.detach()) < 1e-6
+
+
 class Half(nn.Module):
     def __init__(self) -> None:
         super().__init__()

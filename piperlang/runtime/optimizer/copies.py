@@ -104,7 +104,7 @@ class LocalOptimizer:
             weight = weight.view(parameter.shape)
             if parameter.dtype == weight.dtype:
                 parameter.data = weight
-            parameter.grad = self._own(gradient.view_as(weight), parameter.dtype)
+            parameter.grad = self._own(gradient.view_as(weight), weight, parameter.dtype)
             self.pending.append((parameter, weight))
         with self.lock:
             self.arrived += 1
@@ -112,9 +112,11 @@ class LocalOptimizer:
         if ready:
             self._step()
 
-    def _own(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As in plain training, nothing else refers to a gradient: weights that the model adds up have one tensor for
-        both."""
+    def _own(self, gradient: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As in plain training: a gradient has the strides of its weight, which fused kernels ask for, and nothing else
+        refers to it; weights that the model adds up have one tensor for both."""
+        if gradient.stride() != weight.stride():
+            return torch.empty_like(weight, dtype=dtype).copy_(gradient)
         found = without_overlap(gradient.to(dtype))
         return found.clone() if self.writes and found.data_ptr() == gradient.data_ptr() else found
 
