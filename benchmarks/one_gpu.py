@@ -1,7 +1,7 @@
 """One GPU: models of about a billion parameters or less in bfloat16, trained through a plan, against plain PyTorch on
 the same model, data and fused AdamW: eager, torch.compile, and torch.compile with the whole step as one CUDA graph.
 
-    python -m benchmarks.one_gpu [--model gpt|llama|moe|gpt2 ...] [--way eager|compile|graph|piper|cheap ...] [--json]
+    python -m benchmarks.one_gpu [--model gpt|llama|moe|gpt2 ...] [--way eager|compile|graph|piper|kept|issued ...] [--json]
 
 `piper` is the default of CUDA workers; `kept` keeps all activations, `issued` is without CUDA graphs. Each way runs in
 a process of its own; the median of the last steps counts, and the peak of allocated memory.
@@ -127,9 +127,8 @@ def run(way: str, chosen: Model, steps: int) -> dict[str, Any]:
         case "graph":
             return graph(chosen, steps)
         case _:
-            policy = "none" if way == "kept" else "cheap"
-            script = f"{SCRIPT}recompute [pass=*] with policy={policy}\n"
-            return piper(chosen, steps, script, False if way == "issued" else None)
+            kept = "recompute [pass=*] with policy=none\n" if way == "kept" else ""
+            return piper(chosen, steps, SCRIPT + kept, False if way == "issued" else None)
 
 
 def row(model: str, way: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -91,8 +91,8 @@ class Schedule:
         """Whose backward is in two halves because a directive other than an order names them."""
         self.recomputed: dict[Tagset, Recompute] = {}
         """Whose forward runs again before the backward;"""
-        self.cheap: frozenset[Tagset] = frozenset()
-        """of these the backward recomputes only what is cheap."""
+        self.cheaply: dict[Tagset, bool] = {}
+        """and whether the backward recomputes what is cheap, where a directive says so."""
         self.offloaded: dict[Tagset, Offload] = {}
 
     @cached_property
@@ -102,10 +102,10 @@ class Schedule:
     @property
     def captured(self) -> HasModel:
         """The model as it is cut, with what the backwards of chunks recompute."""
-        if not self.cheap:
-            return self.cut
         return self.cut.recomputing(
-            frozenset(chunk.number for chunk in self.cut.model.chunks if chunk.tagset in self.cheap)
+            frozenset(
+                chunk.number for chunk in self.cut.model.chunks if self.cheaply.get(chunk.tagset, chunk.recomputes)
+            )
         )
 
     @cached_property

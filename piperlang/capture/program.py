@@ -51,8 +51,15 @@ class Program:
         one."""
         return replace(self, sizes=replace(self.sizes, samples=len(rows)), rows=rows) if rows else self
 
+    @property
+    def compiles(self) -> bool:
+        """Whether devices compile its stage programs, which makes operators cheap that only read and write memory."""
+        traced = self.sizes.small
+        return bool(traced.value(traced.result).device.type == "cuda")
+
     def cut(self, tags: Iterable[Tag] = ()) -> CutProgram:
-        return CutProgram(self, cut(self.sizes.small, tags, self.samples.summed))
+        chunks = cut(self.sizes.small, tags, self.samples.summed)
+        return CutProgram(self, chunks, frozenset(range(len(chunks)) if self.compiles else ()))
 
     def check_tag(self, directive: Tag) -> None:
         for path in directive.paths:
@@ -241,7 +248,7 @@ def capture(
 class CutProgram:
     """The program cut into chunks."""
 
-    def __init__(self, program: Program, chunks: list[Subgraph], cheap: frozenset[int] = frozenset()) -> None:
+    def __init__(self, program: Program, chunks: list[Subgraph], cheap: frozenset[int]) -> None:
         """`cheap`: the numbers of the chunks whose backward recomputes what is cheap."""
         self.program, self.chunks, self.cheap = program, chunks, cheap
         self._others: dict[frozenset[int], CutProgram] = {}
@@ -249,6 +256,8 @@ class CutProgram:
         self.model = self._describe()
 
     def recomputing(self, cheap: frozenset[int]) -> CutProgram:
+        if cheap == self.cheap:
+            return self
         if cheap not in self._others:
             self._others[cheap] = CutProgram(self.program, self.chunks, cheap)
         return self._others[cheap]

@@ -25,7 +25,8 @@ F stores only its inputs. R waits for the gradient of the outputs; one R serves 
 
 With policy=cheap there is no R: F stores the fewest bytes from which pointwise operators, normalisations and the like
 compute what B, I and W read (capture/autodiff/min_cut.py). Matrix products, attention and random operators run once.
-policy=none takes back what an earlier line says.
+That is the default on CUDA, where stage programs are compiled and such operators become part of others. policy=none
+stores all that the backward reads, and takes back what an earlier line says.
 
 Preconditions: the chunks exist; what is recomputed as a whole is not offloaded."""
 
@@ -81,6 +82,5 @@ class Recompute(Directive):
             if self.policy == ALL:
                 refuse_both(self, group, schedule.offloaded.get(group), "offloaded")
                 schedule.recomputed[group] = self
-        cheap = schedule.cheap.difference(groups)
-        schedule.cheap = cheap.union(groups) if self.policy == CHEAP else cheap
+        schedule.cheaply.update(dict.fromkeys(groups, self.policy == CHEAP))
         self.apply_to_outline(schedule.outline)

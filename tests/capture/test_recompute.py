@@ -18,7 +18,11 @@ from piperlang.capture.autodiff.cut import Subgraph, cut
 from piperlang.capture.autodiff.differentiate import differentiate
 from piperlang.capture.autodiff.min_cut import CHEAP, VIEWS, fewest_bytes, is_cheap
 from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
+from piperlang.capture.batch.sizes import trace_sizes
+from piperlang.capture.program import Program
 from piperlang.capture.trace.trace import Traced, trace
+from piperlang.pipeline import schedule
+from piperlang.source import Source
 from tests.support.chunks import run
 from tests.support.models import CASES, WIDTH, Case, square, vectors
 
@@ -203,3 +207,29 @@ def test_no_other_choice_saves_fewer_bytes(seed: int) -> None:
     assert suffices(found | free, read, made)
     assert bytes_of(found) == least
     assert found == fewest_bytes(read, made, free)
+
+
+class Compiling(Program):
+    """As if it were traced on CUDA, which needs one."""
+
+    compiles = True
+
+
+@pytest.mark.parametrize(
+    ("said", "first", "others"),
+    [
+        ("", True, True),
+        ("recompute [stage=0] with policy=none\n", False, True),
+        ("recompute [stage=0]\n", False, True),
+        ("recompute [pass=*] with policy=none\nrecompute [stage=0] with policy=cheap\n", True, False),
+    ],
+)
+def test_where_programs_are_compiled_cheap_is_the_default(said: str, first: bool, others: bool) -> None:
+    case = CASES["mlp"]
+    program = Compiling(trace_sizes(case.model, case.loss, case.batch(4)))
+    found = schedule(program, Source("s.piper", f"mesh gpu = d: 1\nplace [pass=*] on gpu\n{said}"))
+    assert not found.problems
+    one, *rest = found.graph().model.chunks
+    assert rest
+    assert one.recomputes == first
+    assert {chunk.recomputes for chunk in rest} == {others}
