@@ -1,8 +1,9 @@
 """Compiles the backward: explicit F, B, I and W graphs of a chunk.
 
-The joint graph of a chunk (joint.py) is partitioned by dependency alone. F is what the outputs need. Of the rest, I is
-what the gradients of the inputs need, and W is what remains. B is I and W in one graph. None recomputes what another
-computed, except views of what is there anyway and, where the script says so, what is cheap (min_cut.py).
+The joint graph of a chunk (joint.py) is partitioned by dependency alone. F is what the outputs need, and what is marked
+as early (cross_entropy.py). Of the rest, I is what the gradients of the inputs need, and W is what remains. B is I and
+W in one graph. None recomputes what another computed, except views of what is there anyway and, where the script says
+so, what is cheap (min_cut.py).
 
 Graphs identify their values by slot (the third weight, the first input) instead of by name, so equal chunks share them:
 sixteen equal layers are differentiated, and later compiled, once."""
@@ -22,6 +23,7 @@ from piperlang.capture.autodiff.joint import Joint, sources
 from piperlang.capture.autodiff.min_cut import VIEWS, fewest_bytes
 from piperlang.capture.autodiff.pass_graph import PassGraph, PassGraphs
 from piperlang.capture.batch.sizes import Sizes
+from piperlang.capture.trace.early import EARLY
 from piperlang.capture.trace.functions import identity
 from piperlang.capture.trace.random import PLACE
 from piperlang.capture.trace.trace import Traced
@@ -148,7 +150,8 @@ class _Division:
     # ------------------------------------------------------------------------------------------------ division
 
     def divide(self) -> PassGraphs:
-        forward = self._with_parts(self._needed(node for _, node in self.outputs))
+        early = [node for node in self.nodes if node.target is EARLY]
+        forward = self._with_parts(self._needed([*(node for _, node in self.outputs), *early]))
         f_made = self._kept_of(forward, self.grads, set())
         f_made |= {node for node, slot in self.slots.items() if slot in self.closed}
         back = self._needed((node for _, node in self.grads), f_made)
@@ -241,6 +244,9 @@ class _Division:
         copied = {node: graph.placeholder("_".join(map(str, slot))) for node, slot in zip(outer, slots, strict=True)}
         first = [node for node in nodes if node not in again]
         for node in _sorted([*first, *(node for _, node in results)], inside):
+            if node.target is EARLY:
+                copied[node] = copied[node.all_input_nodes[0]]
+                continue
             copied[node] = graph.node_copy(node, lambda n: copied[n])
             if node.target is torch.ops.aten.view.default:
                 # Some kernels return a memory layout that differs from the traced one. A view may then be

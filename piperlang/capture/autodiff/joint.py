@@ -13,6 +13,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from piperlang.capture.autodiff.cross_entropy import fuse_cross_entropy
 from piperlang.capture.autodiff.cut import Subgraph
 from piperlang.capture.batch.sizes import Sizes
 from piperlang.capture.trace.effects import without_effects
@@ -115,6 +116,8 @@ class Joint:
                 copied[node].args, copied[node].kwargs = self.sizes.arguments(node, self.samples, lambda n: copied[n])
         names = {node.name: node for node in self.chunk.nodes}
         graph.output(tuple(copied[names[value.name]] for value in self.chunk.outputs))
+        if self.learns:
+            fuse_cross_entropy(graph)
         return _Operators(self.traced.root, graph=graph)
 
 

@@ -42,6 +42,7 @@ from piperlang.capture.spmd.features import (
     refusal,
 )
 from piperlang.capture.trace import routed
+from piperlang.capture.trace.early import EARLY
 from piperlang.capture.trace.keep import keep
 from piperlang.core import placement as ours
 from piperlang.core.placement import PARTIAL, REPLICATE
@@ -58,7 +59,7 @@ _ATTENTION = (
 )
 """Operators that process samples (dim 0) and heads (dim 1) independently, with their backward and CPU variants."""
 _MASKS = ("attn_mask", "attn_bias")
-_COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
+_COPIES = {aten.clone.default, aten.alias.default, aten.detach.default, EARLY}
 """Copies commute with partial sums. DTensor would otherwise reduce a partial value before it copies it."""
 
 
