@@ -52,7 +52,7 @@ from piperlang.simulate.measured import MeasuredCosts, Profile
 from piperlang.source import Source
 from piperlang.view.page import page
 
-MS = 30.0
+MS = 60.0
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others: in the first step one may compile for a minute longer than another."""
 PLACES = {

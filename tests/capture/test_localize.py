@@ -252,7 +252,7 @@ class Attention(nn.Module):
         with annotate("part", "norm"):
             y = self.norm(x)
         with annotate("part", "mask"):
-            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).tril()
+            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).tril().triu(-4)
             if self.masked == "heads":
                 mask = mask.expand(x.shape[0], self.heads, LENGTH, LENGTH).clone()
         with annotate("part", "attention"):

@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied embeddings; a mask that every stage reads."""
+    """Tied embeddings; a mask that every stage reads: a window, which `is_causal` does not say."""
 
     def __init__(self, stages: int = 4) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Gpt(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         with annotate("stage", 0):
-            mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+            mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril().triu(-4)
             x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for i, block in enumerate(self.blocks):
             with annotate("stage", i * self.stages // len(self.blocks)):

@@ -7,6 +7,8 @@ many words, and reads neither logits nor targets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +16,9 @@ import torch.nn.functional as f
 from torch import Tensor, fx
 
 from piperlang.capture.trace.early import EARLY
+from piperlang.capture.trace.ratios import SUM, cross_entropy_settings
 
 aten = torch.ops.aten
-SUM = 2
 ROWS = {
     aten.flatten.using_ints,
     aten.view.default,
@@ -67,40 +69,51 @@ def linear_cross_entropy(
     return found
 
 
-def fuse_cross_entropy(graph: fx.Graph) -> None:
-    """Of the operators of a chunk: linear layers of which nothing but a summed cross entropy reads the result."""
-    for node in list(graph.nodes):
-        layer = _layer(node)
-        if layer is None:
+@dataclass(frozen=True)
+class Fused:
+    """A linear layer and the cross entropy of its result."""
+
+    arguments: tuple[Any, ...]
+    """Of `linear_cross_entropy`."""
+    between: tuple[fx.Node, ...]
+    """What it replaces besides the cross entropy."""
+
+
+def fused(nodes: Sequence[fx.Node]) -> dict[fx.Node, Fused]:
+    """Summed cross entropies among the operators of a chunk, with their linear layers, of which nothing else reads the
+    result."""
+    its = set(nodes)
+    found = {}
+    for node in nodes:
+        if node.target is not aten.cross_entropy_loss.default:
             continue
-        x, weight, *bias = layer.args
-        scores, target = node.args[:2]
-        settings = _settings(node)
-        with graph.inserting_before(node):
-            given = (x, weight, *(bias or [None]), target, settings["ignore_index"], scores.meta["val"].dtype)
-            fused = graph.call_function(linear_cross_entropy, given)
-        fused.meta = dict(node.meta)
-        node.replace_all_uses_with(fused)
-    graph.eliminate_dead_code()
+        between = _between(node)
+        if between and its.issuperset(between):
+            x, weight, bias, *_ = [*between[-1].args, None]
+            scores, target = _operands(node)
+            given = (x, weight, bias, target, cross_entropy_settings(node)["ignore_index"], scores.meta["val"].dtype)
+            found[node] = Fused(given, between)
+    return found
 
 
-def _settings(node: fx.Node) -> dict[str, Any]:
-    names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    given = dict(zip(names, node.args[2:], strict=False)) | dict(node.kwargs)
-    return {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0} | given
+def _operands(node: fx.Node) -> list[fx.Node]:
+    scores, target = node.args[:2]
+    assert isinstance(scores, fx.Node)
+    assert isinstance(target, fx.Node)
+    return [scores, target]
 
 
-def _layer(node: fx.Node) -> fx.Node | None:
-    """The linear layer of a plain cross entropy, if nothing else reads what is between them."""
-    if node.op != "call_function" or node.target is not aten.cross_entropy_loss.default:
-        return None
-    settings, target = _settings(node), node.args[1].meta["val"]  # type: ignore[union-attr]
-    plain = settings["weight"] is None and settings["reduction"] == SUM and not settings["label_smoothing"]
-    found: Any = node.args[0]
-    words = found.meta["val"].shape[-1]
-    if not plain or target.dim() != 1 or target.is_floating_point() or found.meta["val"].dim() != 2:
-        return None
-    while found.op == "call_function" and found.target in ROWS and len(found.users) == 1:
-        found = found.args[0]
-    layer = found.op == "call_function" and found.target is aten.linear.default and len(found.users) == 1
-    return found if layer and found.meta["val"].shape[-1] == words else None
+def _between(node: fx.Node) -> tuple[fx.Node, ...]:
+    """From the scores of a plain cross entropy back to a linear layer; nothing if there is none."""
+    settings = cross_entropy_settings(node)
+    scores, target = _operands(node)
+    shape, of_target = scores.meta["val"].shape, target.meta["val"]
+    plain = settings["weight"] is None and settings["reduction"] == SUM and not settings.get("label_smoothing")
+    if not plain or len(shape) != 2 or of_target.dim() != 1 or of_target.is_floating_point():
+        return ()
+    found = [scores]
+    while found[-1].target in ROWS and len(found[-1].users) == 1:
+        found.append(found[-1].all_input_nodes[0])
+    layer = found[-1]
+    fits = layer.target is aten.linear.default and len(layer.users) == 1 and layer.meta["val"].shape[-1] == shape[-1]
+    return tuple(found) if fits else ()

@@ -13,7 +13,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from piperlang.capture.autodiff.cross_entropy import fuse_cross_entropy
+from piperlang.capture.autodiff.cross_entropy import fused, linear_cross_entropy
 from piperlang.capture.autodiff.cut import Subgraph
 from piperlang.capture.batch.sizes import Sizes
 from piperlang.capture.trace.effects import without_effects
@@ -110,14 +110,20 @@ class Joint:
         """An interpreter of the chunk's operators as a separate module."""
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for _, node, _ in self.sources}
+        losses = fused(self.chunk.nodes) if self.learns else {}
+        replaced = {node for one in losses.values() for node in one.between}
         for node in self.chunk.nodes:
+            if node in losses:
+                given = fx.node.map_arg(losses[node].arguments, copied.__getitem__)
+                copied[node] = graph.call_function(linear_cross_entropy, given)
+                copied[node].meta = dict(node.meta)
+            if node in losses or node in replaced:
+                continue
             copied[node] = graph.node_copy(node, lambda n: copied[n])
             if self.sizes is not None:
                 copied[node].args, copied[node].kwargs = self.sizes.arguments(node, self.samples, lambda n: copied[n])
         names = {node.name: node for node in self.chunk.nodes}
         graph.output(tuple(copied[names[value.name]] for value in self.chunk.outputs))
-        if self.learns:
-            fuse_cross_entropy(graph)
         return _Operators(self.traced.root, graph=graph)
 
 

@@ -62,7 +62,8 @@ def _depends_on(node: fx.Node, allowed: Collection[str]) -> bool:
     return all(found.name in allowed for found in ancestors([node]) if found.op == "placeholder")
 
 
-def _settings(node: fx.Node) -> dict[str, Any]:
+def cross_entropy_settings(node: fx.Node) -> dict[str, Any]:
+    """The options of a cross entropy."""
     names = ("weight", "reduction", "ignore_index", "label_smoothing")
     given = dict(zip(names, node.args[2:], strict=False)) | dict(node.kwargs)
     return {"weight": None, "reduction": MEAN, "ignore_index": -100} | given
@@ -70,13 +71,13 @@ def _settings(node: fx.Node) -> dict[str, Any]:
 
 def _is_mean(node: fx.Node) -> bool:
     target: Any = node.args[1]
-    return _settings(node)["reduction"] == MEAN and not target.meta["val"].is_floating_point()
+    return cross_entropy_settings(node)["reduction"] == MEAN and not target.meta["val"].is_floating_point()
 
 
 def _ratio(graph: fx.Graph, mean: fx.Node) -> fx.Node:
     """The sum of the losses over the targets that count, divided by their number or by the sum of their weights."""
     scores, target = mean.args[:2]
-    settings = _settings(mean)
+    settings = cross_entropy_settings(mean)
     with graph.inserting_before(mean):
         total = insert(mean, mean.target, scores, target, **settings | {"reduction": SUM})
         valid = insert(mean, aten.ne.Scalar, target, settings["ignore_index"])
