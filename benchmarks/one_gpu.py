@@ -1,7 +1,8 @@
 """One GPU: models of about a billion parameters or less in bfloat16, trained through a plan, against plain PyTorch on
 the same model, data and fused AdamW: eager, torch.compile, and torch.compile with the whole step as one CUDA graph.
 
-    python -m benchmarks.one_gpu [--model gpt|llama|moe|gpt2 ...] [--way eager|compile|graph|piper|kept|issued ...] [--json]
+    python -m benchmarks.one_gpu [--model gpt|llama|moe|gpt2 ...] [--way eager|compile|graph|piper|kept|issued ...]
+        [--steps 14] [--json]
 
 `piper` is the default of CUDA workers; `kept` keeps all activations, `issued` is without CUDA graphs. Each way runs in
 a process of its own; the median of the last steps counts, and the peak of allocated memory.
@@ -176,7 +177,7 @@ def main() -> None:
                 print(
                     f"{model:6} {way:8} {it['ms']:9.2f} ms  {it['tokens_per_second']:9,} tokens/s "
                     f" {it['peak_bytes'] / 2**30:6.2f} GiB  losses {it['losses'][:2]} ... {it['losses'][-1]}"
-                    f"  ({time.perf_counter() - started:.0f} s) {it.get('not captured', '')}",
+                    f"  (first step {it['first_step']} s, {time.perf_counter() - started:.0f} s) {it.get('not captured', '')}",
                     flush=True,
                 )
     if options.json:
