@@ -177,7 +177,8 @@ def main() -> None:
                 print(
                     f"{model:6} {way:8} {it['ms']:9.2f} ms  {it['tokens_per_second']:9,} tokens/s "
                     f" {it['peak_bytes'] / 2**30:6.2f} GiB  losses {it['losses'][:2]} ... {it['losses'][-1]}"
-                    f"  (first step {it['first_step']} s, {time.perf_counter() - started:.0f} s) {it.get('not captured', '')}",
+                    f"  (first step {it['first_step']} s, {time.perf_counter() - started:.0f} s)"
+                    f" {it.get('not captured', '')}",
                     flush=True,
                 )
     if options.json:

@@ -27,6 +27,10 @@ class PlanNode(NamedTuple):
         return f"{self.name} ({self.line})" if self.line else self.name
 
 
+BUNDLES = ("saved", "kept")
+"""Slots of what one pass keeps for another: many tensors, one value of a plan."""
+
+
 class StageProgram(NamedTuple):
     """What a compute instruction runs: one pass of one chunk, for a number of samples and one sharding."""
 

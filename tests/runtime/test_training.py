@@ -15,7 +15,7 @@ from piperlang.capture.program import capture
 from piperlang.cli.main import main
 from piperlang.diagnostics import PiperError
 from piperlang.plan import files as plan_files
-from piperlang.plan.instructions import GradientNorm, Update
+from piperlang.plan.instructions import Compute, GradientNorm, Update
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
 from piperlang.plan.rewrite.clip import with_norm
@@ -24,7 +24,7 @@ from piperlang.plan.verify import check
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.thread_job import ThreadJob
-from piperlang.runtime.driver.training import Training
+from piperlang.runtime.driver.training import Training, piece_of
 from piperlang.runtime.shapes import InEvaluationMode
 from tests.support.between_steps import REPLICAS, assert_plain, job
 from tests.support.equivalence import LIMIT, SAMPLES, compiled, optimizer, program, relative
@@ -157,6 +157,10 @@ def test_evaluation(name: str) -> None:
     assert {x.op for device in only.devices for x in device.instructions}.isdisjoint(
         {"B", "I", "W", "update", "scatter", "reduce"}
     )
+    ran = {x.program for device in only.devices for x in device.instructions if isinstance(x, Compute)}
+    for piece in (piece_of(captured, only.programs[i]) for i in ran):  # type: ignore[arg-type]
+        assert {kind for kind, _ in piece.outputs} == {"output"}
+        assert len(list(piece.module.graph.output_node().all_input_nodes)) <= len(piece.outputs)
     with ThreadJob(plan, captured, Training(case.model, optimizer)) as job:  # type: ignore[arg-type]
         job.shapes.add("evaluate", only, captured)  # type: ignore[arg-type]
         for _ in range(2):

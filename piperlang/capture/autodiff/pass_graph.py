@@ -6,7 +6,8 @@ Graphs call piperlang's own operators, which exist once their files have been im
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -44,6 +45,25 @@ class PassGraph:
         called as a module prints its code when an operator raises, and loses the location."""
         function = freeing(self.module).forward if self.compiled is None else self.compiled
         return function(taken)
+
+    def unsaved(self) -> PassGraph:
+        """A forward that gives its outputs alone."""
+        if self.module not in _unsaved:
+            kept = [slot[0] == "output" for slot in self.outputs]
+            graph = fx.Graph()
+            copies: dict[fx.Node, fx.Node] = {}
+            results: Any = graph.graph_copy(self.module.graph, copies)
+            graph.output(tuple(compress(results, kept)))
+            graph.eliminate_dead_code()
+            slots, gave = tuple(compress(self.outputs, kept)), tuple(compress(self.cost.gave, kept))
+            cost = replace(self.cost, gave=gave)
+            _unsaved[self.module] = replace(
+                self, module=fx.GraphModule(self.module, graph), outputs=slots, cost=cost, compiled=None
+            )
+        return _unsaved[self.module]
+
+
+_unsaved: WeakKeyDictionary[fx.GraphModule, PassGraph] = WeakKeyDictionary()
 
 
 class _Freeing(fx.graph.CodeGen):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from piperlang.plan.instructions import Collective, Instruction, Receive, Send
-from piperlang.plan.plan import DevicePlan, Plan
+from piperlang.plan.instructions import Collective, Forward, Instruction, Receive, Send
+from piperlang.plan.plan import BUNDLES, DevicePlan, Plan, StageProgram
 
 
 def forward(plan: Plan) -> Plan:
-    """Instructions that losses depend on, on any device; the others fall away."""
+    """Instructions that losses depend on, on any device; the others fall away, and so does what a forward computes for
+    a backward."""
     needed = _Needed(plan).all()
-    devices = [_only(device, needed[device.device]) for device in plan.devices]
-    return replace(plan, devices=devices)
+    devices = [_only(device, needed[device.device], plan.programs) for device in plan.devices]
+    programs = [_unsaved(program) for program in plan.programs]
+    return replace(plan, devices=devices, programs=programs)
+
+
+def _unsaved(program: StageProgram) -> StageProgram:
+    return program._replace(outputs=tuple(slot for slot in program.outputs if slot[0] not in BUNDLES))
 
 
 class _Needed:
@@ -63,9 +69,9 @@ class _Needed:
             yield from self.together[x.node, x.group]
 
 
-def _only(device: DevicePlan, needed: set[int]) -> DevicePlan:
+def _only(device: DevicePlan, needed: set[int], programs: Sequence[StageProgram]) -> DevicePlan:
     place = {old: new for new, old in enumerate(sorted(needed))}
-    instructions = [_kept(device.instructions[i], place) for i in sorted(needed)]
+    instructions = [_kept(device.instructions[i], place, programs) for i in sorted(needed)]
     reads = {key for x in instructions for key in x.reads}
     return replace(
         device,
@@ -76,5 +82,7 @@ def _only(device: DevicePlan, needed: set[int]) -> DevicePlan:
     )
 
 
-def _kept(x: Instruction, place: dict[int, int]) -> Instruction:
+def _kept(x: Instruction, place: dict[int, int], programs: Sequence[StageProgram]) -> Instruction:
+    if isinstance(x, Forward):
+        x = replace(x, outputs=x.outputs[: len(_unsaved(programs[x.program]).outputs)])
     return replace(x, waits=tuple(sorted(place[i] for i in x.waits if i in place)))

@@ -8,12 +8,11 @@ from __future__ import annotations
 from piperlang.core.value_id import Kind, Point, ValueId
 from piperlang.ir.model import Slot
 from piperlang.plan.instructions import Compute
-from piperlang.plan.plan import StageProgram
+from piperlang.plan.plan import BUNDLES, StageProgram
 from piperlang.plan.verify.report import At, Checked
 from piperlang.plan.verify.samples import placed, samples_seen
 
 CODE = "P0504"
-BUNDLES = ("saved", "kept")
 
 
 def compute(checked: Checked) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from piperlang.capture.autodiff.pass_graph import PassGraph, TracedModel
 from piperlang.capture.user.weight_files import StoredWeights
 from piperlang.diagnostics import PiperError, error
-from piperlang.plan.plan import StageProgram
+from piperlang.plan.plan import BUNDLES, StageProgram
 from piperlang.runtime.driver.restoring import Restore
 
 
@@ -82,7 +82,8 @@ def not_finite(step: int, done: StepResult, others: str) -> PiperError:
 
 
 def piece_of(captured: TracedModel, program: StageProgram) -> PassGraph:
-    """The graph of a stage program. Recomputation runs the forward."""
+    """The graph of a stage program. Recomputation runs the forward; a forward for no backward saves nothing."""
     pieces = captured.pass_graphs(program.chunk, program.samples, program.sharding)
     piece: PassGraph = getattr(pieces, "F" if program.op == "R" else program.op)
-    return piece
+    asked, made = (any(kind in BUNDLES for kind, _ in slots) for slots in (program.outputs, piece.outputs))
+    return piece.unsaved() if program.op == "F" and made and not asked else piece
