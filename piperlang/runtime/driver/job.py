@@ -24,7 +24,7 @@ from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Compute, Send, Update
-from piperlang.plan.plan import DevicePlan, Plan
+from piperlang.plan.plan import DevicePlan, Link, Plan
 from piperlang.plan.verify import check
 from piperlang.progress.events import Notice, emit
 from piperlang.runtime.box import take
@@ -59,16 +59,17 @@ class WorkerInputs:
         self.plan, self.captured = plan, captured
         self.packed: dict[tuple[int, ...], bytes] = {}
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """The (source, destination) pairs of all sends."""
+    def links(self) -> list[Link]:
+        """Those of all sends."""
         return sorted(
             {
-                (device.device, message.peer)
+                Link(device.device, message.peer, self.plan.resources(i.stream))
                 for device in self.plan.devices
                 for i in device.instructions
                 if isinstance(i, Send)
                 for message in i.messages
-            }
+            },
+            key=lambda link: (link.source, link.target, str(link.resources)),
         )
 
     def pass_graphs(self, device: DevicePlan) -> bytes:
@@ -185,7 +186,8 @@ class Job:
                 training.seed,
                 timeout,
                 loss_dtype,
-                self.training.pairs(),
+                self.training.links(),
+                self.plan.streams,
                 self.backend,
                 self.compiles,
                 self.graphs,
@@ -248,7 +250,7 @@ class Job:
         if not self.backend.buffered:
             check(plan, buffered=False, forward=key.mode == "evaluate")
         inputs = WorkerInputs(plan, captured)
-        batches, pairs = self.batches, inputs.pairs()
+        batches, links = self.batches, inputs.links()
         for i, device in enumerate(plan.devices):
             if batches is not None and device.feeds and i not in batches.devices:
                 raise error(
@@ -259,7 +261,7 @@ class Job:
                 )
         layout = captured.layout if batches is not None else None
         packed = [
-            pack((key, layout, device, plan.programs, inputs.pass_graphs(device), plan.groups, pairs))
+            pack((key, layout, device, plan.programs, inputs.pass_graphs(device), plan.groups, links, plan.streams))
             for device in plan.devices
         ]
         loaded = [one for one in self.cluster.each("prepare", packed) if one is not None]
