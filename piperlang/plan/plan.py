@@ -77,7 +77,7 @@ class Group(NamedTuple):
     stream: str
 
 
-class Link(NamedTuple):
+class Pair(NamedTuple):
     """Who sends to whom, on streams with some resources: backends whose messages have no tags need a communicator for
     each."""
 

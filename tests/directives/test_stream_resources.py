@@ -13,7 +13,7 @@ from piperlang.plan import files
 from piperlang.plan.estimate.summary import as_json, summary
 from piperlang.plan.instructions import SYNC
 from piperlang.plan.lower import lower
-from piperlang.plan.plan import Group, Link, Plan
+from piperlang.plan.plan import Group, Pair, Plan
 from piperlang.plan.text import text
 from piperlang.plan.verify import check
 from piperlang.runtime.driver.job import WorkerInputs
@@ -68,7 +68,7 @@ def test_devices_have_a_communicator_for_each_kind_of_their_messages() -> None:
     graph, captured, plan = planned(*JOB_SCHEDULES["ranks wait for each other"])
     assert graph.streams == {"pp": EIGHT}
     assert SYNC not in "".join(plan.streams)
-    assert WorkerInputs(plan, captured).links() == [Link(0, 1, EIGHT), Link(1, 0, DEFAULT), Link(1, 0, EIGHT)]
+    assert WorkerInputs(plan, captured).pairs() == [Pair(0, 1, EIGHT), Pair(1, 0, DEFAULT), Pair(1, 0, EIGHT)]
 
 
 def test_shown_and_saved() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from piperlang.core.streams import StreamResources
-from piperlang.plan.plan import Group, Link
+from piperlang.plan.plan import Group, Pair
 from piperlang.runtime.comm.process_group import Meeting, ProcessBackend, ProcessComm, proof, stranger
 from piperlang.runtime.hardware.cpu import Cpu
 
@@ -24,9 +24,9 @@ class GlooComm(ProcessComm):
     """Inodes of its connections. gloo has no way to end a call that waits for a peer, other than a connection that
     breaks: its `abort` does not end receives (tried on torch 2.13)."""
 
-    def connected(self, groups: Sequence[Group], links: Sequence[Link], streams: Mapping[str, StreamResources]) -> Self:
+    def connected(self, groups: Sequence[Group], pairs: Sequence[Pair], streams: Mapping[str, StreamResources]) -> Self:
         before = _sockets()
-        comm = super().connected(groups, links, streams)
+        comm = super().connected(groups, pairs, streams)
         for number, ((members, _), group) in enumerate(zip(groups, comm.groups, strict=True)):
             if group is not None and self.rank in [self.ranks[d] for d in members]:
                 comm.check(group, f"group {number}")

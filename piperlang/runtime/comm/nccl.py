@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from piperlang.core.streams import DEFAULT, StreamResources
-from piperlang.plan.plan import Group, Link
+from piperlang.plan.plan import Group, Pair
 from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm
 from piperlang.runtime.hardware.cuda import Cuda
 
@@ -51,12 +51,12 @@ def limits(resources: StreamResources, environment: Mapping[str, str]) -> Limits
 
 
 class NcclComm(ProcessComm):
-    pairs: dict[Link, dist.ProcessGroup]
+    pairs: dict[Pair, dist.ProcessGroup]
     streams: Mapping[str, StreamResources]
 
-    def connected(self, groups: Sequence[Group], links: Sequence[Link], streams: Mapping[str, StreamResources]) -> Self:
-        comm = super().connected(groups, links, streams)
-        comm.pairs = {link: self._new_group((link.source, link.target), link.resources) for link in links}
+    def connected(self, groups: Sequence[Group], pairs: Sequence[Pair], streams: Mapping[str, StreamResources]) -> Self:
+        comm = super().connected(groups, pairs, streams)
+        comm.pairs = {pair: self._new_group((pair.source, pair.target), pair.resources) for pair in pairs}
         comm.streams = streams
         comm._meet(groups)
         return comm
@@ -77,8 +77,8 @@ class NcclComm(ProcessComm):
         for (members, _), group in zip(groups, self.groups, strict=True):
             if group is not None and self.rank in [self.ranks[d] for d in members]:
                 dist.all_reduce(token, group=group)
-        for link, group in self.pairs.items():
-            if self.rank in (self.ranks[link.source], self.ranks[link.target]):
+        for pair, group in self.pairs.items():
+            if self.rank in (self.ranks[pair.source], self.ranks[pair.target]):
                 dist.all_reduce(token, group=group)
         torch.cuda.synchronize()
 
@@ -93,7 +93,7 @@ class NcclComm(ProcessComm):
         return next(device for device, rank in self.ranks.items() if rank == self.rank)
 
     def _pair(self, source: int, target: int, stream: str) -> dist.ProcessGroup:
-        return self.pairs[Link(source, target, self.streams.get(stream, DEFAULT))]
+        return self.pairs[Pair(source, target, self.streams.get(stream, DEFAULT))]
 
     def send(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None:
         work = dist.isend(tensor, self.ranks[device], group=self._pair(self._here(), device, stream))

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from piperlang.core.streams import DEFAULT, StreamResources
 from piperlang.diagnostics import PiperError, error
-from piperlang.plan.plan import Group, Link
+from piperlang.plan.plan import Group, Pair
 from piperlang.runtime.comm.backend import Backend, Comm
 
 # torch 2.13 has new names, and warns of the old ones, which are all that 2.11 has.
@@ -55,7 +55,7 @@ class ProcessComm(Comm):
         self.rank, self.ranks, self.secret = meeting.rank, meeting.ranks, meeting.secret
         self.limit = timedelta(seconds=meeting.timeout)
 
-    def connected(self, groups: Sequence[Group], links: Sequence[Link], streams: Mapping[str, StreamResources]) -> Self:
+    def connected(self, groups: Sequence[Group], pairs: Sequence[Pair], streams: Mapping[str, StreamResources]) -> Self:
         """The communication of a plan: several plans share the processes. `streams`: those with resources."""
         comm = copy.copy(self)
         # Every process makes every group, in the same order: torch asks for it.

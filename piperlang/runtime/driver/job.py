@@ -24,7 +24,7 @@ from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Compute, Send, Update
-from piperlang.plan.plan import DevicePlan, Link, Plan
+from piperlang.plan.plan import DevicePlan, Pair, Plan
 from piperlang.plan.verify import check
 from piperlang.progress.events import Notice, emit
 from piperlang.runtime.box import take
@@ -59,17 +59,17 @@ class WorkerInputs:
         self.plan, self.captured = plan, captured
         self.packed: dict[tuple[int, ...], bytes] = {}
 
-    def links(self) -> list[Link]:
+    def pairs(self) -> list[Pair]:
         """Those of all sends."""
         return sorted(
             {
-                Link(device.device, message.peer, self.plan.resources(i.stream))
+                Pair(device.device, message.peer, self.plan.resources(i.stream))
                 for device in self.plan.devices
                 for i in device.instructions
                 if isinstance(i, Send)
                 for message in i.messages
             },
-            key=lambda link: (link.source, link.target, str(link.resources)),
+            key=lambda pair: (pair.source, pair.target, str(pair.resources)),
         )
 
     def pass_graphs(self, device: DevicePlan) -> bytes:
@@ -186,7 +186,7 @@ class Job:
                 training.seed,
                 timeout,
                 loss_dtype,
-                self.training.links(),
+                self.training.pairs(),
                 self.plan.streams,
                 self.backend,
                 self.compiles,
@@ -250,7 +250,7 @@ class Job:
         if not self.backend.buffered:
             check(plan, buffered=False, forward=key.mode == "evaluate")
         inputs = WorkerInputs(plan, captured)
-        batches, links = self.batches, inputs.links()
+        batches, pairs = self.batches, inputs.pairs()
         for i, device in enumerate(plan.devices):
             if batches is not None and device.feeds and i not in batches.devices:
                 raise error(
@@ -261,7 +261,7 @@ class Job:
                 )
         layout = captured.layout if batches is not None else None
         packed = [
-            pack((key, layout, device, plan.programs, inputs.pass_graphs(device), plan.groups, links, plan.streams))
+            pack((key, layout, device, plan.programs, inputs.pass_graphs(device), plan.groups, pairs, plan.streams))
             for device in plan.devices
         ]
         loaded = [one for one in self.cluster.each("prepare", packed) if one is not None]

@@ -39,7 +39,7 @@ from piperlang.core.streams import StreamResources
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Collective, Instruction, Receive, Send
-from piperlang.plan.plan import DevicePlan, Group, Link, StageProgram
+from piperlang.plan.plan import DevicePlan, Group, Pair, StageProgram
 from piperlang.runtime.checkpoint.files import Folder
 from piperlang.runtime.comm.interfaces import own_address, towards
 from piperlang.runtime.comm.process_group import Meeting, ProcessBackend, ProcessComm, hidden
@@ -86,7 +86,7 @@ class Setup:
     seed: int
     timeout: float
     loss_dtype: str
-    links: list[Link]
+    pairs: list[Pair]
     streams: dict[str, StreamResources]
     backend: ProcessBackend
     compiles: bool
@@ -245,7 +245,7 @@ class Worker:
         rank = setup.ranks[setup.plan.device]
         print_to(setup.output)
         where = setup.backend.device.claim(rank)
-        self.comm = setup.backend.join(self._met(setup, rank)).connected(setup.groups, setup.links, setup.streams)
+        self.comm = setup.backend.join(self._met(setup, rank)).connected(setup.groups, setup.pairs, setup.streams)
         try:
             return self._keep(setup, rank, where, created)
         except BaseException:
@@ -337,9 +337,9 @@ class Worker:
 
     def prepare(self, packed: bytes) -> Loaded | None:
         """Set up another plan on the same weights. If a batch is waiting for it here, what has been loaded."""
-        key, layout, plan, programs, packed_pieces, groups, links, streams = pickle.loads(packed)
+        key, layout, plan, programs, packed_pieces, groups, pairs, streams = pickle.loads(packed)
         trained, setup = self.runs[TRAIN].device, self.setting
-        comm = self.comm.connected(groups, links, streams)
+        comm = self.comm.connected(groups, pairs, streams)
         pieces = pickle.loads(packed_pieces)
         if setup.compiles:
             pieces = compiled(pieces, programs)
