@@ -1,8 +1,8 @@
 """NCCL, on CUDA. It has no tags, and its sends wait for their receives, on the device: each direction of each pair has
 a communicator of its own, because messages of one communicator wait for each other.
 
-What is not documented for all versions of torch is kept in this file: `ProcessGroupNCCL.Options` with `config.max_ctas`
-and `_timeout` (the same in torch 2.11 and 2.13), and that TORCH_NCCL_HIGH_PRIORITY goes before
+What torch may change is kept in this file: `ProcessGroupNCCL.Options` with `config.max_ctas` (torch has it since 2.1;
+read in the sources of 2.13), its private `_timeout`, and that TORCH_NCCL_HIGH_PRIORITY goes before
 `is_high_priority_stream`."""
 
 from __future__ import annotations
