@@ -2,7 +2,8 @@
 against torch's pipelines.
 
 A layer is attention, dispatch, experts and combine; every sequence sends each token to one expert, as long as that one
-has room. Ours: DualPipeV and 1F1B, both with `overlapped` all-to-alls, and DualPipeV with them on the compute stream.
+has room. Ours: DualPipeV and 1F1B, both with `overlapped` all-to-alls, DualPipeV with resources of their streams
+(high priority, at most eight thread blocks of NCCL), and DualPipeV with them on the compute stream.
 Torch: ScheduleDualPipeV and Schedule1F1B, with the same exchange written as an autograd function around
 all_to_all_single, gradients averaged over the axis once a step. Same weights, data, optimizer and microbatches; four
 processes share the GPU. A step counts from the driver's call to the end of all work of the last of some steps, divided
@@ -47,6 +48,12 @@ ddp(gpu.ep, [!expert])
 """
 OURS = {
     "piper dualpipev": ("dualpipev", "vee", 2 * PP, "overlapped(gpu.ep)"),
+    "piper dualpipev, priority=high, ctas=8": (
+        "dualpipev",
+        "vee",
+        2 * PP,
+        'overlapped(gpu.ep, priority="high", ctas=8)',
+    ),
     "piper 1f1b": ("one_f_one_b", "loop", PP, "overlapped(gpu.ep)"),
     "piper dualpipev, one stream": (
         "dualpipev",
@@ -549,6 +556,7 @@ def _compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         ("piper 1f1b", "torch 1f1b"),
         ("torch dualpipev", "torch 1f1b"),
         ("piper dualpipev", "piper dualpipev, one stream"),
+        ("piper dualpipev, priority=high, ctas=8", "piper dualpipev"),
     ):
         if one in found and other in found:
             rows.append(

@@ -316,7 +316,11 @@ def further() -> Iterator[Combination]:
         "dualpipe",
         "zero3",
         "ep-data",
-        more=['stream [comm=p2p] on "pp"', 'stream [comm=all_gather] on "gather"', 'stream [pass=W] on "weights"'],
+        more=[
+            'stream [comm=p2p] on "pp" with priority=high',
+            'stream [comm=all_gather] on "gather" with ctas=4',
+            'stream [pass=W] on "weights" with priority=normal',
+        ],
     )
     yield Combination(
         "1f1b", "zero3", "none", "skips across stages", "unet-4", combination("1f1b", "zero3", "none").script

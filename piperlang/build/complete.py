@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from piperlang.build.schedule import MANY, Schedule
+from piperlang.build.streams import misused_streams
 from piperlang.core.mesh import Mesh, Submesh
 from piperlang.diagnostics import Diagnostic
 from piperlang.elaborate.directive import Directive
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 def missing(schedule: Schedule) -> Iterator[Diagnostic]:
     found = [*_unplaced(schedule), *(list(_idle(schedule)) or _unused(schedule)), *_uneven(schedule)]
-    yield from found or schedule.outline.finish()
+    found = found or schedule.outline.finish()
+    yield from found or misused_streams(schedule)
 
 
 def _unplaced(schedule: Schedule) -> Iterator[Diagnostic]:

@@ -74,6 +74,7 @@ class _Build:
             tuple(self.losses),
             updated,
             chains,
+            self.schedule.outline.resources(),
         )
         # What is counted in passes is counted in an order in which the graph can run. Without chains that is known
         # without looking.

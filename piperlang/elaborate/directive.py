@@ -27,6 +27,11 @@ class Written:
     span: Span
     trail: tuple[Frame, ...] = ()
 
+    def of_user(self, span: Span) -> Span:
+        """`span` is in it. What the library writes is known by the line that calls the library."""
+        calls = [frame.span for frame in self.trail if not frame.span.source.library]
+        return calls[-1] if calls and span.source.library else span
+
 
 @dataclass(frozen=True, kw_only=True)
 class Directive(Written, ABC):

@@ -69,12 +69,14 @@ def _value(script: Evaluator, kind: Kind, setting: tree.Setting) -> Value:
     if isinstance(kind, Words):
         word = node.text if isinstance(node, tree.Name) and node.text in kind.words else script.evaluate(node)
         if word not in kind.words:
+            # A variable is known by its value: it may be a parameter of a function of the library.
+            shown = word if isinstance(node, tree.Name) and isinstance(word, str) else node.span.text
             raise error(
                 "P0405",
-                f"`{name}` cannot be `{node.span.text}`",
+                f"`{name}` cannot be `{shown}`",
                 node.span,
                 f"it must be {listed(kind.words)}" + (f"; {kind.note}" if kind.note else ""),
-                help=did_you_mean(node.span.text, kind.words),
+                help=did_you_mean(shown, kind.words),
             )
         return word
     value = script.evaluate(node)

@@ -7,13 +7,14 @@ here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
 from piperlang.core.mesh import Mesh
 from piperlang.core.selector import Selector, TagValue
+from piperlang.core.streams import StreamResources
 from piperlang.diagnostics import Diagnostic, PiperError, error
 from piperlang.elaborate.directive import Directive
 from piperlang.elaborate.lanes import Lane, Lanes
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from piperlang.directives.mesh import UseMesh
     from piperlang.directives.order import Order
     from piperlang.directives.split import Split
+    from piperlang.directives.stream import Stream
+    from piperlang.elaborate.options import Option
 
 PASSES = ("F", "B")
 MAX_COUNTED = 200_000
@@ -41,6 +44,8 @@ class Outline:
         self.chains: list[Order] = []
         self.recomputed: list[tuple[Selector, bool]] = []
         """What has been said of forwards, and whether they run again: the last one holds."""
+        self.streams: dict[str, dict[str, tuple[Stream, Option]]] = {}
+        """The resources that each stream is given: option -> the directive that gives it first, and its value."""
         self._values: dict[str, set[TagValue]] = {}
         self._counted = 0
 
@@ -79,6 +84,10 @@ class Outline:
                 yield {**dict(tags), "pass": phase, **dict(at)}
 
     # ----------------------------------------------------------------------------------------------------- results
+
+    def resources(self) -> dict[str, StreamResources]:
+        """Of the streams that are given some."""
+        return {stream: _resources(given) for stream, given in self.streams.items()}
 
     def orders(self) -> list[Lane]:
         """The order of passes: one lane for all devices with identical orders, the lowest device first."""
@@ -159,3 +168,11 @@ class Outline:
         return any((view, axis) in self.used for view in views) or any(
             all((view, name) in self.used for name, size in view.axes if size > 1) for view in views if view != mesh
         )
+
+
+def _resources(given: Mapping[str, tuple[Stream, Option]]) -> StreamResources:
+    values = {name: option.value for name, (_, option) in given.items()}
+    priority, ctas = values.get("priority"), values.get("ctas")
+    return StreamResources(
+        priority == "high" if priority is not None else None, ctas if isinstance(ctas, int) else None
+    )

@@ -281,6 +281,8 @@ def _streamed(draft: Draft, lines: list[str], graph: Graph) -> list[str]:
         for template in graph.templates
         if template.communicates
     }
-    streams = [f'stream [comm={op}] on "{op}"' for op in sorted(there) if draft.draw.random() < 0.2]
+    draw = draft.draw
+    resources = ("", "", " with priority=high", " with priority=normal, ctas=4")
+    streams = [f'stream [comm={op}] on "{op}"{draw.choice(resources)}' for op in sorted(there) if draw.random() < 0.2]
     order = lines[-1:] if lines[-1].endswith(")") else []  # that of the library comes last
     return [*lines[: len(lines) - len(order)], *streams, *order]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from piperlang.core.mesh import Submesh
 from piperlang.core.placement import Placement
 from piperlang.core.selector import Condition, Conjunction, Selector, TagValue
+from piperlang.core.streams import StreamResources
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.elaborate.directive import Directive, Step
 from piperlang.ir.layout import Layout
@@ -176,6 +177,8 @@ class Graph:
     """What each weight's key is called once it has been updated."""
     chains: Sequence[Steps] = ()
     """`order A -> B`, whose edges are in `after`; here for whoever has to say which line asked for them."""
+    streams: Mapping[str, StreamResources] = field(default_factory=dict)
+    """Those that a script gives resources."""
 
     def select(self, selector: Selector) -> Iterator[Node]:
         """The nodes that match, in the order of the graph's templates; costs the number of templates and of nodes

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from piperlang.core.selector import TagValue
+from piperlang.core.streams import DEFAULT, StreamResources
 from piperlang.core.value_id import ValueId
 from piperlang.ir.layout import Box
 from piperlang.ir.model import Sharding, Slot
 from piperlang.plan.instructions import Compute, Instruction, Interval
 
-VERSION = 7
+VERSION = 8
 
 
 class PlanNode(NamedTuple):
@@ -74,10 +75,19 @@ class Feed(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A communicator."""
+    """A communicator, with the resources of its stream."""
 
     members: tuple[int, ...]
     stream: str
+
+
+class Pair(NamedTuple):
+    """Who sends to whom, on streams with some resources: backends whose messages have no tags need a communicator for
+    each."""
+
+    source: int
+    target: int
+    resources: StreamResources
 
 
 @dataclass
@@ -113,6 +123,11 @@ class Plan:
     """Provenance: model, script, versions."""
     weights: tuple[float, ...] = ()
     """What each sample counts for, in a batch that is padded so that it can be divided; in others, 1."""
+    streams: dict[str, StreamResources] = field(default_factory=dict)
+    """Streams of instructions that a script gives resources."""
+
+    def resources(self, stream: str) -> StreamResources:
+        return self.streams.get(stream, DEFAULT)
 
     @property
     def counted(self) -> int:

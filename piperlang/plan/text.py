@@ -19,6 +19,7 @@ def text(plan: Plan) -> str:
             f"program {k}: {program.op} of chunk {program.chunk}, {program.samples} samples, {sharding or 'whole'}"
         )
     lines += [f"group {k}: {list(group.members)} on {group.stream}" for k, group in enumerate(plan.groups)]
+    lines += [f"stream {stream}: {resources}" for stream, resources in sorted(plan.streams.items())]
     for device in plan.devices:
         lines += ["", f"device {device.device}", *_device(device)]
     return "\n".join(lines) + "\n"

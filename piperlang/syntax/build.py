@@ -157,7 +157,8 @@ class Builder(threading.local):
         return tree.SplitInto(selector, c[3], self.ident(c[5]), span=self.span(c))
 
     def stream(self, c: Children) -> tree.StreamOn:
-        return tree.StreamOn(c[1], c[3], span=self.span(c))
+        (selector, name), options, span = self._with_options(c)
+        return tree.StreamOn(selector, name, options, span=span)
 
     def recompute(self, c: Children) -> tree.Recompute:
         (selector,), options, span = self._with_options(c)

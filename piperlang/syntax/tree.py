@@ -319,6 +319,7 @@ class SplitInto(Directive):
 class StreamOn(Directive):
     selector: Expr
     stream: Expr
+    options: tuple[Setting, ...]
 
 
 class Recompute(Directive):

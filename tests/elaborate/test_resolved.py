@@ -19,8 +19,8 @@ MORE = {
             "param ranks = 2\nmesh gpu = pp: ranks, dp: 2\nfor r in range(ranks):\n    place [stage=2 * r:2 * r + 2] on"
             " gpu[pp=r]\nreplicate [stage={0, 1}] | [stage=2:] over gpu.dp with params=sharded, prefetch=1,"
             " bucket=1KB\nsplit batch into 2 as mb\norder on gpu[pp=0]:\n    ([stage=0, pass=F, mb=next] | [stage=1,"
-            ' pass=F, mb=next]) & [stage=1, pass=B, mb=next?]\nstream [pass=W, stage!=3] on "other one"\nrecompute'
-            " [stage=1]\n"
+            ' pass=F, mb=next]) & [stage=1, pass=B, mb=next?]\nstream [pass=W, stage!=3] on "other one" with'
+            " priority=high\nrecompute [stage=1]\n"
         ),
     ),
     "tags": (

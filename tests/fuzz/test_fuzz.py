@@ -51,6 +51,7 @@ DRAWN = {
         "split [",
         "pass=W] on",
         "comm=",
+        "ctas=",
         "mb=0:",
         "order on",
         "] & [",

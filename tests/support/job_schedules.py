@@ -80,14 +80,15 @@ JOB_SCHEDULES = {
         (
             "recompute [stage=1]\noffload [stage=2]\nrecompute [stage=2:4] with policy=cheap\n"
             "split batch into 2 as mb\n"
-            'stream [stage=3, pass=W] on "weights"\n'
+            'stream [stage=3, pass=W] on "weights" with priority=high\n'
         ),
     ),
     "ranks wait for each other": (
         "mlp",
         (
             "mesh gpu = pp: 2\nplace [stage=0:2] on gpu[pp=0]\nplace [stage=2:4] on gpu[pp=1]\nsplit batch into 2 as"
-            " mb\norder [stage=3, pass=F, mb=0] -> [stage=0, pass=F, mb=1]\n"
+            ' mb\nstream [comm=p2p] on "pp" with priority=high, ctas=8\n'
+            "order [stage=3, pass=F, mb=0] -> [stage=0, pass=F, mb=1]\n"
         ),
     ),
 }

@@ -23,7 +23,7 @@ mesh gpu=pp:ranks,dp : 2
 vee( gpu,ranks , )
 replicate [!expert] over gpu.dp with grads=sharded,bucket = 25MB   # one
 shard [expert = *] over gpu.dp#two
-stream [comm=p2p] on 'pp'
+stream [comm=p2p] on 'pp' with priority = high ,ctas= 8
 def f(x,y = -1):
         let z=x[0:2]   #zz
         # inside
@@ -47,7 +47,7 @@ mesh gpu = pp: ranks, dp: 2
 vee(gpu, ranks)
 replicate [!expert] over gpu.dp with grads=sharded, bucket=25MB  # one
 shard [expert=*] over gpu.dp                                     # two
-stream [comm=p2p] on "pp"
+stream [comm=p2p] on "pp" with priority=high, ctas=8
 
 def f(x, y=-1):
     let z = x[0:2]  # zz

@@ -263,7 +263,7 @@ class Writer:
     def simple(self) -> str:
         if self.in_order:
             return self.steps()
-        options = str(self.pick("", f" with {self.options('replicate')}"))
+        options, resources = (str(self.pick("", f" with {self.options(one)}")) for one in ("replicate", "stream"))
         axis = f"{self.known('mesh', 'gpu')}.{self.pick('pp', 'dp')}"
         return str(
             self.pick(
@@ -282,7 +282,7 @@ class Writer:
                 lambda: (
                     f"split {self.pick('batch', self.selector(0))} into {self.integer(1)} as {self.pick('mb', 'part')}"
                 ),
-                lambda: f"stream {self.selector(1)} on {self.string(0)}",
+                lambda: f"stream {self.selector(1)} on {self.string(0)}{resources}",
                 lambda: f"order {self.step(1)} -> {self.step(1)}",
                 lambda: f"recompute {self.selector(1)} with policy={self.pick(*OPTION_WORDS['policy'])}",
                 lambda: f"offload {self.selector(1)} with prefetch={self.integer(0)}",

@@ -59,6 +59,7 @@ syntax match piperOptionWord contained /\%(\<partition\s*=\s*\)\@<=\<\%(elements
 syntax match piperOptionWord contained /\%(\<reduce\s*=\s*\)\@<=\<\%(mean\)\>/
 syntax match piperOptionWord contained /\%(\<states\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
 syntax match piperOptionWord contained /\%(\<style\s*=\s*\)\@<=\<\%(experts\|columns\|rows\|sequence\)\>/
+syntax match piperOptionWord contained /\%(\<priority\s*=\s*\)\@<=\<\%(high\|normal\)\>/
 syntax match piperOptionWord contained /\%(\<policy\s*=\s*\)\@<=\<\%(all\|cheap\|none\)\>/
 syntax region piperOptions matchgroup=piperConnective start=/\<with\>/ end=/$/ end=/^\ze\s*\<\%(def\|elif\|from\|import\|let\|mesh\|offload\|order\|param\|place\|print\|recompute\|repeat\|replicate\|require\|return\|shard\|split\|stream\|tag\)\>/
       \ contains=@piperExpression,piperOption,piperOptionWord

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from decimal import ROUND_HALF_UP, Decimal
 from math import prod
 from typing import Any
@@ -53,6 +54,8 @@ def summary(plan: Plan, graph: Graph, states: float = STATES) -> str:
                 ),
             )
         )
+    for k, (stream, resources) in enumerate(graph.streams.items()):
+        rows.append(("streams" if not k else "", f"{stream:<12} {resources}"))
     for k, line in enumerate(found["added"][:LINES]):
         rows.append(
             (
@@ -83,6 +86,7 @@ def as_json(plan: Plan, graph: Graph, states: float = STATES) -> dict[str, Any]:
             "at": f"{at.op} of {plan.nodes[at.node].name}" if at else "",
         },
         "communication": _communication(plan),
+        "streams": {stream: asdict(resources) for stream, resources in graph.streams.items()},
         "added": _added(plan, graph),
     }
 

@@ -54,6 +54,7 @@ def _lower(graph: Graph, sequence: Sequence, only: Collection[int] | None) -> Pl
         _whole(graph, emitter),
         list(emitter.groups),
         sequence.seconds,
+        streams=emitter.streams,
     )
 
 
@@ -127,9 +128,7 @@ def _nodes(graph: Graph) -> list[PlanNode]:
 
 
 def _line(written: Written | None) -> str:
-    """What the library writes is known by the line that calls the library."""
     if written is None:
         return ""
-    calls = [frame.span for frame in written.trail if not frame.span.source.library]
-    span = calls[-1] if calls and written.span.source.library else written.span
+    span = written.of_user(written.span)
     return f"{span.source.name}:{span.first.line}"

@@ -179,9 +179,7 @@ class Activations:
                 for part in mine.get(device, ())
             )
             if messages:
-                self.emitter.emit(
-                    device, node, Send, on=f"{node.stream}>", value=key, messages=messages, dtype=have.tensor.dtype
-                )
+                self.emitter.emit(device, node, Send, way=">", value=key, messages=messages, dtype=have.tensor.dtype)
 
     def recv(self, node: Node) -> None:
         wire, target = node.reads[0][0], node.writes[0]
@@ -208,7 +206,7 @@ class Activations:
                 device,
                 node,
                 Receive,
-                on=f"{node.stream}<{messages[0].peer if messages else device}",
+                way=f"<{messages[0].peer if messages else device}",
                 target=target,
                 messages=messages,
                 local=tuple(LocalCopy(source, part.taken, part.put) for part in coming if part.source == device),

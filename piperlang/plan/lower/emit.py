@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from piperlang.core.mesh import Submesh
+from piperlang.core.streams import StreamResources
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import Graph, Node, NodeTemplate
 from piperlang.ir.layout import devices_of
@@ -31,6 +32,7 @@ class Emitter:
         every = every if only is None else [device for device in every if device in only]
         self.devices = {device: DevicePlan(device) for device in every}
         self.groups: dict[Group, int] = {}
+        self.streams: dict[str, StreamResources] = {}
         self._made: dict[int, dict[ValueId, int]] = {device: {} for device in every}
         self._at: dict[int, dict[int, list[int]]] = {device: {} for device in every}
         self._tags: dict[tuple[int, int], int] = {}
@@ -60,12 +62,17 @@ class Emitter:
         make: type[Instruction],
         *,
         on: str | None = None,
+        way: str = "",
         after: Sequence[int] = (),
         **fields: Any,
     ) -> int:
-        """`on`: another stream than the node's; `after`: instructions that must have ended. Returns its place."""
+        """`on`: another stream than the node's; `way`: the part of that stream for messages to others, or from one;
+        `after`: instructions that must have ended. Returns its place."""
         plan, made = self.devices[device], self._made[device]
-        stream = on or node.stream
+        whole = on or node.stream
+        stream = whole + way
+        if whole in self.graph.streams:
+            self.streams[stream] = self.graph.streams[whole]
         instruction = make(stream, node.id, (), **fields)
         earlier = {made[key] for key in instruction.reads if key in made}
         earlier.update(after)
@@ -99,7 +106,8 @@ class Emitter:
                         source,
                         earlier,
                         Send,
-                        on=f"{SYNC}>",
+                        on=SYNC,
+                        way=">",
                         after=ended,
                         value=None,
                         messages=(Message(target, tag, None, (1,)),),
@@ -111,7 +119,8 @@ class Emitter:
                     target,
                     earlier,
                     Receive,
-                    on=f"{SYNC}<{source}",
+                    on=SYNC,
+                    way=f"<{source}",
                     target=ValueId(Kind.SIGNAL, "", (other, node.id)),
                     messages=(Message(source, tag, None, (1,)),),
                     local=(),

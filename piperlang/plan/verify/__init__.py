@@ -8,6 +8,7 @@ do partners agree, is every value there when it is read and is nothing lost, and
 from __future__ import annotations
 
 from piperlang.core.collector import uncollected
+from piperlang.core.streams import MAX_CTAS
 from piperlang.diagnostics import PiperError
 from piperlang.plan.plan import Plan
 from piperlang.plan.verify import (
@@ -63,6 +64,9 @@ def _frame(plan: Plan) -> None:
     """What names and finds instructions must be right before anything can be said about them."""
     if plan.samples < 1 or any(program.samples < 1 for program in plan.programs):
         raise malformed("a plan needs samples")
+    for stream, resources in plan.streams.items():
+        if resources.ctas is not None and not 1 <= resources.ctas <= MAX_CTAS:
+            raise malformed(f"stream {stream} has {resources.ctas} thread blocks, and may have 1 to {MAX_CTAS}")
     numbers = [device.device for device in plan.devices]
     if len(set(numbers)) < len(numbers):
         raise malformed("a device is in the plan twice", f"devices {numbers}")

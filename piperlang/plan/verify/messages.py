@@ -149,6 +149,10 @@ def messages(checked: Checked) -> None:
             if shape != gives or x.dtype != sender.dtype:
                 what = f"{sender.dtype}{list(gives)} is sent and {x.dtype}{list(shape)} received"
                 checked.wrong(CODE, f"from device {source} to device {me}, {what}", other, at, help=BOTH)
+            gave, takes = checked.plan.resources(sender.stream), checked.plan.resources(x.stream)
+            if gave != takes:
+                what = f"`{gave or 'no resources'}` are those of stream {sender.stream}"
+                checked.wrong(CODE, f"the ends of a message have streams with different resources: {what}", other, at)
             if not carries(sender.value, x.target):
                 checked.wrong("P0504", f"{sender.value or 'a signal'} cannot become {x.target}", other, at)
     checked.steps += 2 * len(checked.of["recv"])

@@ -17,11 +17,12 @@ class Comm(ABC):
     """The communication of one device. Devices and groups have the numbers of the plan."""
 
     @abstractmethod
-    def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
-        """The host does not wait until the message is received: no order of large messages may deadlock."""
+    def send(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None:
+        """The host does not wait until the message is received: no order of large messages may deadlock. `stream`: of
+        the instruction."""
 
     @abstractmethod
-    def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None: ...
+    def recv(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None: ...
 
     @abstractmethod
     def all_reduce(self, group: int, tensor: torch.Tensor) -> None:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import hmac
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 
-from piperlang.plan.plan import Group
+from piperlang.core.streams import StreamResources
+from piperlang.plan.plan import Group, Pair
 from piperlang.runtime.comm.process_group import Meeting, ProcessBackend, ProcessComm, proof, stranger
 from piperlang.runtime.hardware.cpu import Cpu
 
@@ -23,9 +24,9 @@ class GlooComm(ProcessComm):
     """Inodes of its connections. gloo has no way to end a call that waits for a peer, other than a connection that
     breaks: its `abort` does not end receives (tried on torch 2.13)."""
 
-    def connected(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Self:
+    def connected(self, groups: Sequence[Group], pairs: Sequence[Pair], streams: Mapping[str, StreamResources]) -> Self:
         before = _sockets()
-        comm = super().connected(groups, pairs)
+        comm = super().connected(groups, pairs, streams)
         for number, ((members, _), group) in enumerate(zip(groups, comm.groups, strict=True)):
             if group is not None and self.rank in [self.ranks[d] for d in members]:
                 comm.check(group, f"group {number}")
@@ -51,11 +52,11 @@ class GlooComm(ProcessComm):
                     copy.getpeername()  # raises for a listener, which gloo must keep
                     copy.shutdown(socket.SHUT_RDWR)
 
-    def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+    def send(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None:
         work = dist.isend(tensor, self.ranks[device], tag=tag)
         self.pending.append((work, tensor))  # called by several threads, which only add to the list
 
-    def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+    def recv(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None:
         work = dist.irecv(tensor, self.ranks[device], tag=tag)
         assert work is not None
         work.wait()

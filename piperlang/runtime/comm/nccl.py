@@ -1,35 +1,74 @@
 """NCCL, on CUDA. It has no tags, and its sends wait for their receives, on the device: each direction of each pair has
-a communicator of its own, because messages of one communicator wait for each other."""
+a communicator of its own, because messages of one communicator wait for each other.
+
+What torch may change is kept in this file: `ProcessGroupNCCL.Options` with `config.max_ctas` (torch has it since 2.1;
+read in the sources of 2.13), its private `_timeout`, and that TORCH_NCCL_HIGH_PRIORITY goes before
+`is_high_priority_stream`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
-from piperlang.plan.plan import Group
+from piperlang.core.streams import DEFAULT, StreamResources
+from piperlang.plan.plan import Group, Pair
 from piperlang.runtime.comm.process_group import ProcessBackend, ProcessComm
 from piperlang.runtime.hardware.cuda import Cuda
 
-VARIABLES = {"TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
-"""Of a worker's environment, where the user has not set them. NCCL's kernels go before those of passes: otherwise a
-message waits until a pass leaves room for it, and the next device waits for the message. And the GPU has queues for
-all streams: where streams share one, what is behind a receive that waits does so, too. There may be 32; with so many
-for each of four workers that share a GPU under MPS, CUDA refused them."""
+VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}
+"""Of a worker's environment, where the user has not set them. The GPU has queues for all streams: where streams share
+one, what is behind a receive that waits does so, too. There may be 32; with so many for each of four workers that share
+a GPU under MPS, CUDA refused them."""
+PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
+"""The user's variable: true gives all communicators high priority, whatever the script says, and false those that the
+script says nothing of normal priority."""
+
+
+class Limits(NamedTuple):
+    """What a communicator may use of a GPU."""
+
+    high_priority: bool
+    """Of the stream on which NCCL runs its kernels."""
+    ctas: int | None
+    """`maxCTAs` of ncclConfig_t; None: NCCL chooses."""
+
+
+def limits(resources: StreamResources, environment: Mapping[str, str]) -> Limits:
+    """Unless somebody says otherwise, NCCL's kernels go before those of passes: otherwise a message waits until a pass
+    leaves room for it, and the next device waits for the message."""
+    said = environment.get(PRIORITY, "").upper()
+    high = resources.high_priority
+    if said in ("1", "Y", "YES", "T", "TRUE"):
+        high = True
+    elif high is None:
+        high = said not in ("0", "N", "NO", "F", "FALSE")
+    return Limits(high, resources.ctas)
 
 
 class NcclComm(ProcessComm):
-    pairs: dict[tuple[int, int], dist.ProcessGroup]
+    pairs: dict[Pair, dist.ProcessGroup]
+    streams: Mapping[str, StreamResources]
 
-    def connected(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Self:
-        comm = super().connected(groups, pairs)
-        comm.pairs = {pair: dist.new_group([self.ranks[d] for d in pair], timeout=self.limit) for pair in pairs}
+    def connected(self, groups: Sequence[Group], pairs: Sequence[Pair], streams: Mapping[str, StreamResources]) -> Self:
+        comm = super().connected(groups, pairs, streams)
+        comm.pairs = {pair: self._new_group((pair.source, pair.target), pair.resources) for pair in pairs}
+        comm.streams = streams
         comm._meet(groups)
         return comm
+
+    def _options(self, resources: StreamResources) -> Any:
+        given = limits(resources, os.environ)
+        # Of each group its own: torch writes the group's name into it. A build of torch without NCCL lacks the class.
+        options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.high_priority)
+        if given.ctas is not None:
+            options.config.max_ctas = given.ctas
+        options._timeout = self.limit  # as for `new_group`, which warns otherwise
+        return options
 
     def _meet(self, groups: Sequence[Group]) -> None:
         """NCCL connects at first use, and waits for all members: so the first use is here, in one order for
@@ -38,8 +77,8 @@ class NcclComm(ProcessComm):
         for (members, _), group in zip(groups, self.groups, strict=True):
             if group is not None and self.rank in [self.ranks[d] for d in members]:
                 dist.all_reduce(token, group=group)
-        for (source, target), group in self.pairs.items():
-            if self.rank in (self.ranks[source], self.ranks[target]):
+        for pair, group in self.pairs.items():
+            if self.rank in (self.ranks[pair.source], self.ranks[pair.target]):
                 dist.all_reduce(token, group=group)
         torch.cuda.synchronize()
 
@@ -53,16 +92,19 @@ class NcclComm(ProcessComm):
     def _here(self) -> int:
         return next(device for device, rank in self.ranks.items() if rank == self.rank)
 
-    def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
-        work = dist.isend(tensor, self.ranks[device], group=self.pairs[self._here(), device])
+    def _pair(self, source: int, target: int, stream: str) -> dist.ProcessGroup:
+        return self.pairs[Pair(source, target, self.streams.get(stream, DEFAULT))]
+
+    def send(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None:
+        work = dist.isend(tensor, self.ranks[device], group=self._pair(self._here(), device, stream))
         # One thread issues everything, so the list can be replaced. A capture sends nothing yet.
         if not torch.cuda.is_current_stream_capturing():
             self.pending = [(sent, kept) for sent, kept in self.pending if not sent.is_completed()]
         self.pending.append((work, tensor))
 
-    def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+    def recv(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None:
         """Makes the current stream wait, not the host."""
-        work = dist.irecv(tensor, self.ranks[device], group=self.pairs[device, self._here()])
+        work = dist.irecv(tensor, self.ranks[device], group=self._pair(device, self._here(), stream))
         assert work is not None
         work.wait()
 
@@ -78,7 +120,8 @@ class Nccl(ProcessBackend):
         """NCCL refuses two ranks on one GPU of one host, so workers that share a GPU pretend to be on different
         hosts."""
         host = {"NCCL_HOSTID": f"piper-{worker}"} if shares_device else {}
-        return host | {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
+        said = {name: os.environ[name] for name in (PRIORITY,) if name in os.environ}
+        return host | said | {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
 
 
 BACKEND = Nccl()

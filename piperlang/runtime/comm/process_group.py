@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from piperlang.core.streams import DEFAULT, StreamResources
 from piperlang.diagnostics import PiperError, error
-from piperlang.plan.plan import Group
+from piperlang.plan.plan import Group, Pair
 from piperlang.runtime.comm.backend import Backend, Comm
 
 # torch 2.13 has new names, and warns of the old ones, which are all that 2.11 has.
@@ -54,18 +55,27 @@ class ProcessComm(Comm):
         self.rank, self.ranks, self.secret = meeting.rank, meeting.ranks, meeting.secret
         self.limit = timedelta(seconds=meeting.timeout)
 
-    def connected(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Self:
-        """The communication of a plan: several plans share the processes. `pairs`: who sends to whom."""
+    def connected(self, groups: Sequence[Group], pairs: Sequence[Pair], streams: Mapping[str, StreamResources]) -> Self:
+        """The communication of a plan: several plans share the processes. `streams`: those with resources."""
         comm = copy.copy(self)
-        ranks = self.ranks
         # Every process makes every group, in the same order: torch asks for it.
         comm.groups = [
-            dist.new_group([ranks[d] for d in members], timeout=self.limit) if len(members) > 1 else None
-            for members, _ in groups
+            self._new_group(members, streams.get(stream, DEFAULT)) if len(members) > 1 else None
+            for members, stream in groups
         ]
-        comm.turned = [_turned([ranks[d] for d in members]) for members, _ in groups]
+        comm.turned = [_turned([self.ranks[d] for d in members]) for members, _ in groups]
         comm.pending, comm.aborted = [], False
         return comm
+
+    def _new_group(self, members: Sequence[int], resources: StreamResources) -> dist.ProcessGroup:
+        """A group of torch's, with what the backend makes of the resources of its stream."""
+        ranks = [self.ranks[d] for d in members]
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=self.limit, pg_options=self._options(resources))
+        return group
+
+    def _options(self, resources: StreamResources) -> Any:
+        """Of a new group, in the form of torch's backend. None: there are none."""
+        return None
 
     def settle(self) -> None:
         """Wait until everything sent in a step has been received."""

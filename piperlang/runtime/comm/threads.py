@@ -39,12 +39,12 @@ class ThreadComm(Comm):
     def __init__(self, device: int, board: Switchboard) -> None:
         self.device, self.board = device, board
 
-    def send(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+    def send(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None:
         with self.board.arrived:
             self.board.mail[self.device, device, tag] = tensor.clone()
             self.board.arrived.notify_all()
 
-    def recv(self, device: int, tag: int, tensor: torch.Tensor) -> None:
+    def recv(self, device: int, tag: int, tensor: torch.Tensor, stream: str) -> None:
         with self.board.arrived:
             mail = self.board.mail
             came = self.board.arrived.wait_for(

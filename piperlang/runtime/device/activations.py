@@ -31,7 +31,8 @@ from piperlang.runtime.device.values import DeviceValues, executes
 def send(device: DeviceValues, x: Send) -> None:
     value = _signal(device) if x.value is None else device.values[x.value]
     for one in x.messages:
-        device.comm.send(one.peer, one.tag, (value if one.box is None else take(value, one.box)).contiguous())
+        part = value if one.box is None else take(value, one.box)
+        device.comm.send(one.peer, one.tag, part.contiguous(), x.stream)
 
 
 def _signal(device: DeviceValues) -> torch.Tensor:
@@ -44,10 +45,10 @@ def recv(device: DeviceValues, x: Receive) -> None:
     out = torch.empty(x.shape, dtype=getattr(torch, x.dtype), device=device.where)
     for one in x.messages:
         if one.box is None:
-            device.comm.recv(one.peer, one.tag, out)
+            device.comm.recv(one.peer, one.tag, out, x.stream)
         else:
             part = out.new_empty(one.shape)
-            device.comm.recv(one.peer, one.tag, part)
+            device.comm.recv(one.peer, one.tag, part, x.stream)
             take(out, one.box).copy_(part)
     _copy_local(device, out, x.local)
     device.put(x.target, out)

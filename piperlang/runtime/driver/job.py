@@ -24,7 +24,7 @@ from piperlang.capture.user.where import line_of_function
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Compute, Send, Update
-from piperlang.plan.plan import DevicePlan, Plan
+from piperlang.plan.plan import DevicePlan, Pair, Plan
 from piperlang.plan.verify import check
 from piperlang.progress.events import Notice, emit
 from piperlang.runtime.box import take
@@ -59,16 +59,17 @@ class WorkerInputs:
         self.plan, self.captured = plan, captured
         self.packed: dict[tuple[int, ...], bytes] = {}
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """The (source, destination) pairs of all sends."""
+    def pairs(self) -> list[Pair]:
+        """Those of all sends."""
         return sorted(
             {
-                (device.device, message.peer)
+                Pair(device.device, message.peer, self.plan.resources(i.stream))
                 for device in self.plan.devices
                 for i in device.instructions
                 if isinstance(i, Send)
                 for message in i.messages
-            }
+            },
+            key=lambda pair: (pair.source, pair.target, str(pair.resources)),
         )
 
     def pass_graphs(self, device: DevicePlan) -> bytes:
@@ -186,6 +187,7 @@ class Job:
                 timeout,
                 loss_dtype,
                 self.training.pairs(),
+                self.plan.streams,
                 self.backend,
                 self.compiles,
                 self.graphs,
@@ -259,7 +261,7 @@ class Job:
                 )
         layout = captured.layout if batches is not None else None
         packed = [
-            pack((key, layout, device, plan.programs, inputs.pass_graphs(device), plan.groups, pairs))
+            pack((key, layout, device, plan.programs, inputs.pass_graphs(device), plan.groups, pairs, plan.streams))
             for device in plan.devices
         ]
         loaded = [one for one in self.cluster.each("prepare", packed) if one is not None]

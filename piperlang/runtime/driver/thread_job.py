@@ -226,7 +226,7 @@ class _PlanRun:
         self, plan: Plan, captured: TracedModel, board: Switchboard, devices: Sequence[Device], kind: DeviceKind
     ) -> None:
         self.plan, self.captured, self.board, self.devices = plan, captured, board, devices
-        self.streams = [kind.streams(device, device.execute) for device in devices]
+        self.streams = [kind.streams(device, device.execute, plan.streams) for device in devices]
 
     def run(self, step: int, flat: list[torch.Tensor]) -> float:
         named = dict(zip(self.captured.layout.names, flat, strict=True))

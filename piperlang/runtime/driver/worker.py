@@ -35,10 +35,11 @@ from piperlang.capture.user.user_code import said
 from piperlang.capture.user.watched import WatchedModel
 from piperlang.capture.user.weight_files import InFiles, StoredWeights
 from piperlang.capture.user.where import line_of, line_of_function
+from piperlang.core.streams import StreamResources
 from piperlang.core.value_id import ValueId
 from piperlang.diagnostics import PiperError, error
 from piperlang.plan.instructions import Collective, Instruction, Receive, Send
-from piperlang.plan.plan import DevicePlan, Group, StageProgram
+from piperlang.plan.plan import DevicePlan, Group, Pair, StageProgram
 from piperlang.runtime.checkpoint.files import Folder
 from piperlang.runtime.comm.interfaces import own_address, towards
 from piperlang.runtime.comm.process_group import Meeting, ProcessBackend, ProcessComm, hidden
@@ -85,7 +86,8 @@ class Setup:
     seed: int
     timeout: float
     loss_dtype: str
-    pairs: list[tuple[int, int]]
+    pairs: list[Pair]
+    streams: dict[str, StreamResources]
     backend: ProcessBackend
     compiles: bool
     graphs: bool
@@ -144,10 +146,16 @@ class DeviceRun:
     """A plan of this device: for training or for evaluation."""
 
     def __init__(
-        self, device: Device, comm: ProcessComm, kind: DeviceKind, begun: Callable[[int], None], graphs: bool
+        self,
+        device: Device,
+        comm: ProcessComm,
+        kind: DeviceKind,
+        resources: Mapping[str, StreamResources],
+        begun: Callable[[int], None],
+        graphs: bool,
     ) -> None:
-        """`begun` is called with the index of every instruction before it runs, or with WHOLE_STEP. `graphs`: whether
-        steps may be graphs."""
+        """`resources`: of streams. `begun` is called with the index of every instruction before it runs, or with
+        WHOLE_STEP. `graphs`: whether steps may be graphs."""
         self.device, self.comm = device, comm
         positions = {id(instruction): i for i, instruction in enumerate(device.plan.instructions)}
         self.positions = positions
@@ -159,7 +167,7 @@ class DeviceRun:
         limit = comm.limit.total_seconds() if _communicates(device) else None
         whole = partial(begun, WHOLE_STEP)
         self.captures = Captures(comm.settle, comm.forget, comm.check_alive, whole, limit) if graphs else None
-        self.streams = kind.streams(device, execute, self.captures)
+        self.streams = kind.streams(device, execute, resources, self.captures)
 
     def step(self, step: int, feeds: dict[ValueId, torch.Tensor], times: StepTimes | None = None) -> float:
         """The device's contribution to the loss. Raises the exception of a failed instruction or send."""
@@ -237,7 +245,7 @@ class Worker:
         rank = setup.ranks[setup.plan.device]
         print_to(setup.output)
         where = setup.backend.device.claim(rank)
-        self.comm = setup.backend.join(self._met(setup, rank)).connected(setup.groups, setup.pairs)
+        self.comm = setup.backend.join(self._met(setup, rank)).connected(setup.groups, setup.pairs, setup.streams)
         try:
             return self._keep(setup, rank, where, created)
         except BaseException:
@@ -317,7 +325,8 @@ class Worker:
             self.steps = setup.restore.step
             restore(device.optimizers, setup.restore.reader, setup.restore.new_options)
         self.program_reads = _program_reads(setup, model)
-        self.runs[TRAIN] = self.last = DeviceRun(device, self.comm, setup.backend.device, self._begun, setup.graphs)
+        run = DeviceRun(device, self.comm, setup.backend.device, setup.streams, self._begun, setup.graphs)
+        self.runs[TRAIN] = self.last = run
         self.operators_read = Frozen("an operator of the program", operators, (), None).plain()
         return Started(started_from, self.settings())
 
@@ -328,15 +337,15 @@ class Worker:
 
     def prepare(self, packed: bytes) -> Loaded | None:
         """Set up another plan on the same weights. If a batch is waiting for it here, what has been loaded."""
-        key, layout, plan, programs, packed_pieces, groups, pairs = pickle.loads(packed)
+        key, layout, plan, programs, packed_pieces, groups, pairs, streams = pickle.loads(packed)
         trained, setup = self.runs[TRAIN].device, self.setting
-        comm = self.comm.connected(groups, pairs)
+        comm = self.comm.connected(groups, pairs, streams)
         pieces = pickle.loads(packed_pieces)
         if setup.compiles:
             pieces = compiled(pieces, programs)
         device = Device(plan, programs, groups, pieces, {}, comm, trained.where, setup.seed, trained.kept)
         device.optimizers, device.loss_dtype = trained.optimizers, trained.loss_dtype
-        self.runs[key] = DeviceRun(device, comm, setup.backend.device, self._begun, setup.graphs)
+        self.runs[key] = DeviceRun(device, comm, setup.backend.device, streams, self._begun, setup.graphs)
         if self.loader is None or self.loader.unplanned is None:
             return None
         self.loader.add(key, layout, plan.feeds)

@@ -7,12 +7,13 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from piperlang.core.streams import StreamResources
 from piperlang.plan.instructions import Instruction
 from piperlang.runtime.hardware.kind import Captures, DeviceKind, Failed, StepTimes, Streams
 
@@ -137,7 +138,11 @@ class Cpu(DeviceKind):
         return (1, cores) if cores < ranks else (0, 1)
 
     def streams(
-        self, device: Device, execute: Callable[[Instruction], None], captures: Captures | None = None
+        self,
+        device: Device,
+        execute: Callable[[Instruction], None],
+        resources: Mapping[str, StreamResources],
+        captures: Captures | None = None,
     ) -> Streams:
         return CpuStreams(device.plan.instructions, execute, f"{device.plan.device}:")
 

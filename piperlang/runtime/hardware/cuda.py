@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from piperlang.core.streams import DEFAULT, StreamResources
 from piperlang.plan.instructions import GatherParameters, Instruction
 from piperlang.runtime.hardware.borrowed import Borrowed, Owners
 from piperlang.runtime.hardware.kind import Captures, DeviceKind, Failed, StepTimes, Streams
@@ -24,6 +25,12 @@ POLL = 50e-6
 """Seconds between looks at whether a graph has ended."""
 
 
+def priority(resources: StreamResources) -> int:
+    """Of a CUDA stream: torch has 0, the lowest, and negative numbers. A captured step keeps it: torch makes graphs
+    whose kernels have the priorities of the streams that they were captured on."""
+    return -1 if resources.high_priority else 0
+
+
 class CudaStreams:
     """Issues every instruction of a step, or replays a graph of all of them."""
 
@@ -32,12 +39,16 @@ class CudaStreams:
     """Issued without a graph."""
 
     def __init__(
-        self, device: Device, execute: Callable[[Instruction], None], captures: Captures | None = None
+        self,
+        device: Device,
+        execute: Callable[[Instruction], None],
+        resources: Mapping[str, StreamResources],
+        captures: Captures | None = None,
     ) -> None:
         self.values, self.execute, self.captures = device, execute, captures
         instructions = self.instructions = device.plan.instructions
         self.streams: dict[str, Any] = {
-            stream: torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream: torch.cuda.Stream(priority=priority(resources.get(stream, DEFAULT)))  # type: ignore[no-untyped-call]
             for stream in dict.fromkeys(i.stream for i in instructions)
         }
         waited = {i for instruction in instructions for i in instruction.waits}
@@ -212,9 +223,13 @@ class Cuda(DeviceKind):
         return (count, 1) if 0 < count < ranks else (0, 1)
 
     def streams(
-        self, device: Device, execute: Callable[[Instruction], None], captures: Captures | None = None
+        self,
+        device: Device,
+        execute: Callable[[Instruction], None],
+        resources: Mapping[str, StreamResources],
+        captures: Captures | None = None,
     ) -> Streams:
-        return CudaStreams(device, execute, captures)
+        return CudaStreams(device, execute, resources, captures)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

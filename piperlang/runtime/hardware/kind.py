@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from piperlang.capture.user.user_code import said
+from piperlang.core.streams import StreamResources
 from piperlang.plan.instructions import Instruction
 
 if TYPE_CHECKING:
@@ -100,9 +101,13 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def streams(
-        self, device: Device, execute: Callable[[Instruction], None], captures: Captures | None = None
+        self,
+        device: Device,
+        execute: Callable[[Instruction], None],
+        resources: Mapping[str, StreamResources],
+        captures: Captures | None = None,
     ) -> Streams:
-        """`captures`: if steps may be graphs."""
+        """`resources`: of some streams, by their names. `captures`: if steps may be graphs."""
 
     @abstractmethod
     def synchronize(self) -> None:
