@@ -47,7 +47,9 @@ def format_source(source: Source) -> str:
     if problems:
         raise PiperError(*problems)
     text = _formatted(source)
-    again, _ = parse(Source(source.name, text))
+    again, problems = parse(Source(f"{source.name} as formatted", text))
+    if problems and problems[0].code == "P0108":
+        raise PiperError(*problems)  # the layout has more line ends and commas than the script
     if again != script:
         raise AssertionError(f"formatting {source.name} would change its meaning")
     return text

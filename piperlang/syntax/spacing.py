@@ -22,14 +22,16 @@ def spelled(token: Token) -> str:
     return text
 
 
-def join(tokens: Sequence[Token], line: Sequence[Token]) -> str:
-    """The tokens as one line; `line` is the whole logical line they are part of."""
+def join(tokens: Sequence[Token], line: Sequence[Token], depth: int = 0) -> str:
+    """The tokens as one line; `line` is the whole logical line they are part of, in which `depth` brackets are open
+    before them."""
     spaced = _statement_equals(line)
     parts: list[str] = []
     for i, token in enumerate(tokens):
-        if i and _apart(tokens, i, line[0], spaced):
+        if i and _apart(tokens, i, spaced, in_brackets=depth > 0):
             parts.append(" ")
         parts.append(spelled(token))
+        depth += nesting(token)
     return "".join(parts)
 
 
@@ -40,23 +42,29 @@ def _statement_equals(line: Sequence[Token]) -> Token | None:
     return None
 
 
-def _apart(tokens: Sequence[Token], i: int, first: Token, spaced: Token | None) -> bool:
-    before, token = tokens[i - 1], tokens[i]
-    if token is spaced or before is spaced:
+def nesting(token: Token) -> int:
+    """How many brackets more are open after the token than before it."""
+    text = str(token)  # lark's tokens compare slowly
+    return (text in OPENERS) - (text in CLOSERS)
+
+
+def _apart(tokens: Sequence[Token], i: int, spaced: Token | None, *, in_brackets: bool) -> bool:
+    if tokens[i] is spaced or tokens[i - 1] is spaced:
         return True
+    before, token = str(tokens[i - 1]), str(tokens[i])
     if token in (",", ".", "?", *CLOSERS) or before in (".", "!", *OPENERS):
         return False
     if before == ",":
         return True
     if token == ":" or before == ":":
-        return before == ":" and not _in_brackets(tokens, i)
+        return before == ":" and not in_brackets  # in brackets it is a range's
     if token == "=" or before == "=":
         return False
     if token == "!=" or before == "!=":
-        return not (before.type == "KEY" or (i > 1 and before == "!=" and tokens[i - 2].type == "KEY"))
+        return not (tokens[i - 1].type == "KEY" or (i > 1 and before == "!=" and tokens[i - 2].type == "KEY"))
     if token == "**" or before == "**":
         return False
-    if token in ("(", "[") and before.type in ("NAME", "RPAR", "RSQB"):
+    if token in ("(", "[") and tokens[i - 1].type in ("NAME", "RPAR", "RSQB"):
         return False
     return not _unary(tokens, i - 1)
 
@@ -72,11 +80,3 @@ def _unary(tokens: Sequence[Token], i: int) -> bool:
         "True",
         "False",
     )
-
-
-def _in_brackets(tokens: Sequence[Token], i: int) -> bool:
-    """Whether the colon before `i` is that of a range."""
-    depth = 0
-    for token in tokens[:i]:
-        depth += (token in OPENERS) - (token in CLOSERS)
-    return depth > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from lark import Token
 
 from piperlang.source import Source
 from piperlang.syntax import grammar
-from piperlang.syntax.spacing import CLOSERS, OPENERS, join
+from piperlang.syntax.spacing import CLOSERS, OPENERS, join, nesting
 from piperlang.syntax.tokens import end, start
 
 WIDTH = 100
@@ -65,28 +66,40 @@ def without_last_comma(tokens: Sequence[Token]) -> list[Token]:
 
 
 def _break(
-    source: Source, tokens: Sequence[Token], line: Sequence[Token], comments: Sequence[Token], depth: int
+    source: Source,
+    tokens: Sequence[Token],
+    line: Sequence[Token],
+    comments: Sequence[Token],
+    depth: int,
+    level: int = 0,
 ) -> list[str]:
+    """`level`: how many brackets are broken already around the tokens."""
     opening, closing = _widest(tokens, comments)
     if opening < 0:
-        return [INDENT * depth + join(tokens, line)]
-    inner = [c for c in comments if start(tokens[opening]) < start(c) < start(tokens[closing])]
+        return [INDENT * depth + join(tokens, line, level)]
+    inner = _between(comments, tokens[opening], tokens[closing])
     items, loose = _items(source, tokens[opening : closing + 1], inner)
-    head = join(tokens[: opening + 1], line)
-    tail = join([tokens[closing], *tokens[closing + 1 :]], line)
+    own = {start(c) for c in loose}
+    nested = [c for c in inner if start(c) not in own]
+    head = join(tokens[: opening + 1], line, level)
+    tail = join(tokens[closing:], line, level + 1)
     lines = [INDENT * depth + head]
     separator = "," if _takes_last_comma(tokens, opening, closing, items) else ""
     for i, item in enumerate(items):
         lines += [INDENT * (depth + 1) + comment for comment in item.above]
-        within = [c for c in inner if start(item.tokens[0]) < start(c) < start(item.tokens[-1]) and c not in loose]
-        text = join(item.tokens, line)
-        fits = len(INDENT * (depth + 1)) + len(text) < WIDTH and not within
-        body = [INDENT * (depth + 1) + text] if fits else _break(source, item.tokens, line, within, depth + 1)
+        within = _between(nested, item.tokens[0], item.tokens[-1])
+        text = INDENT * (depth + 1) + join(item.tokens, line, level + 1)
+        fits = len(text) < WIDTH and not within
+        body = [text] if fits else _break(source, item.tokens, line, within, depth + 1, level + 1)
         body[-1] += separator if i == len(items) - 1 else ","
         body[-1] += f"  {item.beside}" if item.beside else ""
         lines += body
     lines += [INDENT * (depth + 1) + comment for comment in _after_last(source, tokens[closing], items, inner, loose)]
     return [*lines, INDENT * depth + tail]
+
+
+def _between(comments: Sequence[Token], first: Token, last: Token) -> Sequence[Token]:
+    return comments[bisect_right(comments, start(first), key=start) : bisect_left(comments, start(last), key=start)]
 
 
 def _widest(tokens: Sequence[Token], comments: Sequence[Token]) -> tuple[int, int]:
@@ -99,7 +112,7 @@ def _widest(tokens: Sequence[Token], comments: Sequence[Token]) -> tuple[int, in
         elif token in CLOSERS:
             first = stack.pop()
             if not stack and i > first + 1:
-                held = any(start(tokens[first]) < start(c) < start(token) for c in comments)
+                held = bool(_between(comments, tokens[first], token))
                 found.append((held, i - first, -first, i))
     if not found:
         return -1, -1
@@ -112,24 +125,25 @@ def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) ->
     items = [_Item()]
     comprehension = _has_for(group[1:-1])  # the commas of `for a, b in` do not separate items
     level = 0
-    nested: list[tuple[int, int]] = []
-    opened = 0
+    nested: list[tuple[Token, Token]] = []
+    opened = group[0]
     ends: list[int] = []
     for token in group[1:-1]:
         if token in OPENERS:
-            opened = start(token) if level == 0 else opened
+            opened = token if level == 0 else opened
             level += 1
         elif token in CLOSERS:
             level -= 1
             if level == 0:
-                nested.append((opened, start(token)))
+                nested.append((opened, token))
         if token == "," and level == 0 and not comprehension:
             ends.append(end(token))
             items.append(_Item())
         else:
             items[-1].tokens.append(token)
     items = [item for item in items if item.tokens]
-    loose = [c for c in comments if not any(a < start(c) < b for a, b in nested)]
+    within = {start(c) for first, last in nested for c in _between(comments, first, last)}
+    loose = [c for c in comments if start(c) not in within]
     for comment in loose:
         _attach(source, comment, items, ends)
     return items, loose
@@ -138,7 +152,7 @@ def _items(source: Source, group: Sequence[Token], comments: Sequence[Token]) ->
 def _has_for(tokens: Sequence[Token]) -> bool:
     level = 0
     for token in tokens:
-        level += (token in OPENERS) - (token in CLOSERS)
+        level += nesting(token)
         if level == 0 and token == "for":
             return True
     return False
@@ -147,20 +161,15 @@ def _has_for(tokens: Sequence[Token]) -> bool:
 def _attach(source: Source, comment: Token, items: list[_Item], ends: list[int]) -> None:
     at = start(comment)
     line_start = source.text.rfind("\n", 0, at) + 1
-    for i, item in enumerate(items):
-        over = max(end(item.tokens[-1]), ends[i] if i < len(ends) and ends[i] <= at else 0)
-        follows = start(items[i + 1].tokens[0]) if i + 1 < len(items) else None
-        if (
-            line_start <= over <= at
-            and (follows is None or at < follows)
-            and not item.beside
-            and source.text[line_start:at].strip()
-        ):
-            item.beside = comment_text(comment)
+    i = bisect_right(items, at, key=lambda item: start(item.tokens[0])) - 1
+    if i >= 0:  # the item before the comment takes it if the two share a line
+        over = max(end(items[i].tokens[-1]), ends[i] if i < len(ends) and ends[i] <= at else 0)
+        if line_start <= over <= at and not items[i].beside and source.text[line_start:at].strip():
+            items[i].beside = comment_text(comment)
             return
-    following = next((item for item in items if end(item.tokens[-1]) > at), None)
-    if following is not None:
-        following.above.append(comment_text(comment))
+    following = bisect_right(items, at, key=lambda item: end(item.tokens[-1]))
+    if following < len(items):
+        items[following].above.append(comment_text(comment))
 
 
 def _after_last(

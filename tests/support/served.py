@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from tests.support import ROOT
 
-LIMITS = ((resource.RLIMIT_CPU, 8), (resource.RLIMIT_AS, 3 << 30), (resource.RLIMIT_FSIZE, 200 << 20))
+LIMITS = ((resource.RLIMIT_CPU, 20), (resource.RLIMIT_AS, 3 << 30), (resource.RLIMIT_FSIZE, 200 << 20))
 """The machine is shared: what runs away is stopped long before it hurts."""
 
 

@@ -110,6 +110,24 @@ def test_long_lines_break_at_brackets() -> None:
     assert parse(Source("a", text))[0] == parse(Source("b", f"call({arguments})\n"))[0]
 
 
+def test_ranges_in_a_broken_selector_stay_ranges() -> None:
+    text = "let x = [\n    [\n        stage=0:2,  # two\n        mb=1:,\n    ],\n    [stage=0:2],\n]\n"
+    assert format_source(Source("s.piper", text)) == text
+
+
+def test_equal_comments_in_and_after_a_nested_bracket_stay() -> None:
+    text = "let x = [\n    [\n        1,  # one\n        2,\n    ],  # one\n    3,  # one\n]\n"
+    assert format_source(Source("s.piper", text)) == text
+
+
+def test_a_script_that_would_be_too_long_is_refused() -> None:
+    """Each item is on a line of its own, with a comma of its own: more tokens than a script may have."""
+    text = "let x = [\n" + "[1,  # one\n2],\n" * 9_000 + "]\n"
+    with pytest.raises(PiperError, match="the script is too long") as caught:
+        format_source(Source("s.piper", text))
+    assert caught.value.diagnostics[0].code == "P0108"
+
+
 def test_a_comment_moved_above_its_line_leaves_the_one_beside_aligned() -> None:
     text = format_source(Source("s", "if x:\n    [  # inside\n    ]()  # beside\n    [] # next\n"))
     assert text == "if x:\n    # inside\n    []()  # beside\n    []    # next\n"
