@@ -169,6 +169,7 @@ class Sites:
                     )
                 ) from None
         layouts = {slot: self._layout(chunk, where, slot, uses, divides, local) for slot in _slots(chunk)}
+        self._check_loss(chunk, uses, divides, layouts)
         if len(counts) > outer and any(dispatched(layout.placements) for layout in layouts.values()):
             raise _split_again(chunk, self.schedule.splits(group)[outer])
         return Site(
@@ -187,6 +188,27 @@ class Sites:
             self.inner_axes,
             by,
         )
+
+    def _check_loss(
+        self, chunk: Chunk, uses: Mapping[str, Use], divides: tuple[Divide, ...], layouts: Mapping[Slot, Layout]
+    ) -> None:
+        """Devices that share the features of a sample must all have its whole loss: one of them tells it."""
+        if self.model.loss not in chunk.outputs:
+            return
+        layout = layouts["output", chunk.outputs.index(self.model.loss)]
+        axes = [axis for axis, _ in axes_of(layout.where)]
+        for divide in divides:
+            if layout.placements[axes.index(divide.axis)] is not REPLICATE:
+                by = uses[divide.axis].directive
+                raise error(
+                    "P0411",
+                    f"{chunk}: each device along {divide.axis} would have a part of the loss",
+                    by.span,
+                    f"shards what the loss reads, with style={divide.style}",
+                    notes=["the loss is computed from whole samples"],
+                    help="tag what comes last in the model, or the loss itself, and `replicate` its chunk over"
+                    f" {divide.axis}",
+                )
 
     def _arriving(
         self, chunk: Chunk, where: Submesh, divides: tuple[Divide, ...]

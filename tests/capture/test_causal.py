@@ -117,6 +117,24 @@ def test_a_mask_that_is_computed_is_causal_or_stays(mask: Mask) -> None:
     assert_same(case, traced, "split batch into 2 as mb\n")
 
 
+def test_a_mask_that_makes_the_result_larger_stays() -> None:
+    """PyTorch refuses it, on CPU at least."""
+
+    def expanded(q: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return lower_triangle(q, ids).expand(3, 1, LENGTH, LENGTH)
+
+    class Single(Attention):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
+            return self.out(f.scaled_dot_product_attention(q, k, v, self.mask(q, ids)).sum(0))  # type: ignore[no-any-return]
+
+    traced = capture(
+        lambda: Single(expanded), lambda output, target: output.square().mean() + 0 * target.sum(), batch(4)
+    )
+    (node,) = (n for n in traced.sizes.small.graph.nodes if "scaled_dot_product_attention" in str(n.target))
+    assert node.args[3] is not None
+
+
 def test_scale_and_groups_of_heads_stay() -> None:
     class Grouped(nn.Module):
         def __init__(self) -> None:

@@ -385,6 +385,35 @@ def test_dropout_in_a_divided_chunk(
         compare(chunk, local, *divides)
 
 
+# ------------------------------------------------------------------------------------------------------------- means
+
+
+@pytest.mark.parametrize(
+    "function",
+    [f.mse_loss, f.smooth_l1_loss, f.huber_loss, lambda x, y: 100 * f.binary_cross_entropy(x.sigmoid(), y.sigmoid())],
+    ids=["mse", "smooth_l1", "huber", "bce"],
+)
+def test_a_mean_is_over_all_parts(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Kernels of losses divide by the size that they see, forward and backward."""
+
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with annotate("part", "first"):
+                x = self.first(x)
+            with annotate("part", "mean"):
+                mean = function(x, x.detach().cos())
+            with annotate("part", "last"):
+                return self.last(x) * mean
+
+    places = agree(given(Auxiliary, value="mean"), over(2, "sequence", "sp")).placements
+    assert places["input", 0] == (Shard(1),)
+    assert (PARTIAL,) in [place for (kind, _), place in places.items() if kind == "output"]
+
+
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -438,3 +438,35 @@ def test_two_halves_may_read_one_gradient() -> None:
         capture(case.model, case.loss, case.batch(SAMPLES)),
         'split batch into 2 as mb\nstream [stage=1, pass=W] on "weights"\n',
     )
+
+
+def test_devices_that_would_have_parts_of_the_loss_are_refused() -> None:
+    """One device of those with the same samples tells the loss."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with annotate("stage", 0):
+                x = self.first(x).tanh()
+            with annotate("stage", 1):
+                return self.last(x)
+
+    def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(samples, 6, WIDTH), torch.randn(samples, 6, WIDTH)
+
+    def apart(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with annotate("stage", 2):
+            return f.mse_loss(output, target)
+
+    script = "mesh gpu = tp: 2\nplace [stage=*] on gpu\nreplicate [stage={0, 2}] over gpu.tp\n"
+    divided = script + "shard [stage=1] over gpu.tp with style=sequence\n"
+    with pytest.raises(PiperError, match="each device along tp would have a part of the loss") as found:
+        compiled(capture(Positions, f.mse_loss, batch(SAMPLES)), divided.replace("{0, 2}", "0"))
+    (diagnostic,) = found.value.diagnostics
+    assert diagnostic.code == "P0411"
+    assert diagnostic.span is not None
+    assert diagnostic.span.text.startswith("shard [stage=1]")
+    assert_same(Case("positions", Positions, apart, batch, 3), capture(Positions, apart, batch(SAMPLES)), divided)

@@ -7,6 +7,7 @@ many words, and reads neither logits nor targets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ ROWS = {
     aten.contiguous.default,
     aten.to.dtype,
 }
-"""What may be between the layer and the loss: views, and another dtype."""
+"""What may be between the layer and the loss: views, and a dtype that has all numbers of the one before."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -42,23 +43,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         found = torch.log_softmax(logits.to(dtype), 1)
         wide = found.to(torch.promote_types(dtype, torch.float32))
         own = torch.arange(len(weight), device=x.device) == target.unsqueeze(1)
-        back = torch.where((target != ignored).unsqueeze(1), wide.exp() - own.to(wide.dtype), 0.0)
+        # A mean divides by the number of rows, or by that of several parts of a batch: usually, 1 / `parts` of it is a
+        # power of two, and the gradients of narrow dtypes are rounded once.
+        ctx.parts = len(target) / 2 ** math.floor(math.log2(max(len(target), 1)))
+        back = torch.where((target != ignored).unsqueeze(1), (wide.exp() - own.to(wide.dtype)) / ctx.parts, 0.0)
         ctx.save_for_backward(x, weight, EARLY(back.to(logits.dtype)))
         return f.nll_loss(found, target, reduction="sum", ignore_index=ignored)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, back = ctx.saved_tensors
-        factor = grads[0].to(back.dtype)
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+        factor = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32)) * ctx.parts
         return (
-            (back @ weight) * factor if of_x else None,
-            (back.t() @ x) * factor if of_weight else None,
-            back.sum(0) * factor if of_bias else None,
+            _times(back @ weight, factor) if of_x else None,
+            _times(back.t() @ x, factor) if of_weight else None,
+            _times(back.sum(0), factor) if of_bias else None,
             None,
             None,
             None,
         )
+
+
+def _times(grad: Tensor, factor: Tensor) -> Tensor:
+    """Rounded once: a factor that was rounded itself would make all gradients too long or too short."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return (grad.to(wide) * factor.to(wide)).to(grad.dtype)
 
 
 def linear_cross_entropy(
@@ -113,7 +123,11 @@ def _between(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     found = [scores]
     while found[-1].target in ROWS and len(found[-1].users) == 1:
-        found.append(found[-1].all_input_nodes[0])
+        source = found[-1].all_input_nodes[0]
+        narrow, wide = source.meta["val"].dtype, found[-1].meta["val"].dtype
+        if torch.promote_types(narrow, wide) != wide:
+            return ()
+        found.append(source)
     layer = found[-1]
     fits = layer.target is aten.linear.default and len(layer.users) == 1 and layer.meta["val"].shape[-1] == shape[-1]
     return tuple(found) if fits else ()

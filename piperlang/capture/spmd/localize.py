@@ -6,8 +6,9 @@ communication happens between chunks, where a schedule controls it. So is a shar
 different graphs, because a device slices its part out of a replicated value: the graph is traced for the first and for
 the last device, and both must be equal.
 
-Private API, kept in this file: `torch.testing._internal.distributed.fake_pg.FakeStore` and
-`torch.fx.experimental.proxy_tensor.make_fx` (tried on torch 2.11 and 2.13)."""
+Private API, kept in this file: the tables of `DTensor._op_dispatcher`, `torch._decomp.decomposition_table`,
+`torch.testing._internal.distributed.fake_pg.FakeStore` and `torch.fx.experimental.proxy_tensor.make_fx` (tried on torch
+2.11 and 2.13)."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
@@ -59,6 +62,13 @@ _ATTENTION = (
 )
 """Operators that process samples (dim 0) and heads (dim 1) independently, with their backward and CPU variants."""
 _MASKS = ("attn_mask", "attn_bias")
+_OWN_MEANS = {
+    aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_forward.default,
+    aten.nll_loss2d_backward.default,
+}
+"""DTensor has rules for these that know of the mean."""
 _COPIES = {aten.clone.default, aten.alias.default, aten.detach.default, EARLY}
 """Copies commute with partial sums. DTensor would otherwise reduce a partial value before it copies it."""
 
@@ -354,6 +364,8 @@ class _Runner(fx.Interpreter):
             return self._slice_backward(*args)
         if routed.is_routed(target):
             return self._routed(target, args)
+        if _means(target) and target in decomposition_table:
+            return decomposition_table[target](*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
     def _keep(self, like: DTensor, rng: DTensor, *constants: Any) -> DTensor:
@@ -434,6 +446,18 @@ class _Runner(fx.Interpreter):
             elif mask is not None and own[axis] != (Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate()):
                 raise ValueError("its mask is not sharded like its inputs")
         return part
+
+
+def _means(target: Any) -> bool:
+    """Whether an operator computes with the sizes of its operands, and has to be divided into ones that do not.
+    DTensor has no rule for it, and would run it on local sizes with the rule of what it consists of; or it has
+    the one of operators that compute each element by itself, though a mean over all elements is a part of this one."""
+    if not isinstance(target, OpOverload) or target in _OWN_MEANS:
+        return False
+    rules = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")  # the last is newer than 2.11
+    known = [getattr(rules, table, {}) for table in tables]
+    return any(one.name == "reduction" for one in target._schema.arguments) or not any(target in one for one in known)
 
 
 def _local(value: Any) -> Any:

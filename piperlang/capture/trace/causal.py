@@ -26,10 +26,17 @@ def use_causal(graph: fx.Graph) -> None:
     causal = {mask for mask in set(found.values()) if _is_causal(mask, changed)}
     for node, mask in found.items():
         query, key, value = node.args[:3]
-        if mask in causal and query.meta["val"].shape[-2] == key.meta["val"].shape[-2] == mask.meta["val"].shape[-1]:
+        if mask in causal and _same_attention(*(one.meta["val"].shape for one in (query, key, mask))):
             dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
             node.args = (query, key, value, None, dropout, True)
             node.kwargs = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
+
+
+def _same_attention(query: torch.Size, key: torch.Size, mask: torch.Size) -> bool:
+    """Whether `is_causal` means this square mask, and the result has the shape that it has with the mask."""
+    repeated = zip(reversed(query[:-2]), reversed(mask[:-2]), strict=False)
+    fits = len(mask) <= len(query) and all(of_mask in (1, of_query) for of_query, of_mask in repeated)
+    return fits and query[-2] == key[-2] == mask[-1]
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
