@@ -42,6 +42,7 @@ class Table(nn.Module):
             return output
 
 
+MOVES = ("send", "recv", "all_to_all", "copy")
 TABLE = Case("table", Table, square, vectors, 2)
 
 
@@ -90,3 +91,22 @@ def test_a_tensor_without_samples_between_submeshes_that_overlap(first: str, sec
         f"mesh gpu = d: 5\nplace [stage=0] on gpu[{first}]\nplace [stage=1] on gpu[{second}]\n"
         "replicate [pass=*] over gpu.d\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a: 4", "b: 2, c: 2"), ("a: 2, b: 2", "c: 4"), ("a: 2, b: 2", "c: 2, d: 2"), ("a: 4", "b: 4")],
+)
+def test_two_views_that_divide_the_batch_alike_move_nothing(one: str, other: str) -> None:
+    def replicated(mesh: str, axes: str, stage: int) -> str:
+        return "".join(f"replicate [stage={stage}] over {mesh}.{axis.split(':')[0]}\n" for axis in axes.split(", "))
+
+    plan = planned(
+        f"mesh one = {one}\nmesh other = {other}\nplace [stage=0] on one\nplace [stage=1] on other\n"
+        + replicated("one", one, 0)
+        + replicated("other", other, 1)
+    )
+    # What is left is the gradient of the table: where views differ, its terms are added up, and one device keeps the sum.
+    alike = len(one) == len(other)
+    moved = {x.op for device in plan.devices for x in device.instructions} & {*MOVES}
+    assert moved == (set() if alike else {"copy"})
