@@ -11,13 +11,14 @@ from torch import nn
 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Program, capture
+from piperlang.pipeline import representative
 from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.plan import Plan
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.reference.numerics import gradient_errors
 from piperlang.simulate.costs import MachineCosts
-from piperlang.simulate.execute import execute
+from piperlang.simulate.result import simulated
 from tests.support.equivalence import LIMIT, SAMPLES, assert_same, compiled, optimizer, relative
 from tests.support.jobs import Plain
 from tests.support.models import WIDTH, Case, square, vectors
@@ -70,7 +71,10 @@ def planned(script: str) -> Plan:
         weights = job.weights()
     for name, weight in plain.weights().items():
         assert relative(weights[name], weight) <= LIMIT, name
-    assert execute(plan, MachineCosts(plan, graph, Machine())).timeline.length > 0
+    whole = simulated(plan, graph, MachineCosts(plan, graph, Machine())).timeline
+    some, classes = representative(graph)
+    part = simulated(some, graph, MachineCosts(some, graph, Machine()), classes).timeline
+    assert part.length == pytest.approx(whole.length, rel=0.1)
     return plan
 
 
@@ -82,6 +86,7 @@ def planned(script: str) -> Plan:
         ("d={0, 1}", "d={1, 0}"),
         ("d={0, 1}", "d={2, 0}"),
         ("d=0:4", "d={3, 4, 1, 0}"),
+        ("d=0:4", "d=1:5"),
     ],
 )
 def test_a_tensor_without_samples_between_submeshes_that_overlap(first: str, second: str) -> None:
