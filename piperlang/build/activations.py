@@ -98,7 +98,11 @@ class Flow:
         value = self.nodes.values[have]
         route = self._route(edge)
         for hop in route:
-            if hop is route[-1] and edge.source.dims == edge.target.dims and in_place(self.nodes.values[have], hop.target):
+            if (
+                hop is route[-1]
+                and edge.source.dims == edge.target.dims
+                and in_place(self.nodes.values[have], hop.target)
+            ):
                 continue
             moved = have.redistributed(hop.number)
             if moved not in self.nodes.values:  # what two readers want alike moves once

@@ -11,17 +11,21 @@ from torch import nn
 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Program, capture
+from piperlang.ir.graph import Graph
 from piperlang.pipeline import representative
 from piperlang.plan.estimate.machine import Machine
+from piperlang.plan.estimate.summary import SentBytes
+from piperlang.plan.instructions import AllToAll
 from piperlang.plan.plan import Plan
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.reference.numerics import gradient_errors
 from piperlang.simulate.costs import MachineCosts
 from piperlang.simulate.result import simulated
+from tests.support import equivalence
 from tests.support.equivalence import LIMIT, SAMPLES, assert_same, compiled, optimizer, relative
 from tests.support.jobs import Plain
-from tests.support.models import WIDTH, Case, square, vectors
+from tests.support.models import CASES, WIDTH, Case, square, vectors
 from tests.support.plan_runs import right_plan
 
 
@@ -99,8 +103,7 @@ def test_a_tensor_without_samples_between_submeshes_that_overlap(first: str, sec
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [("a: 4", "b: 2, c: 2"), ("a: 2, b: 2", "c: 4"), ("a: 2, b: 2", "c: 2, d: 2"), ("a: 4", "b: 4")],
+    ("one", "other"), [("a: 4", "b: 2, c: 2"), ("a: 2, b: 2", "c: 4"), ("a: 2, b: 2", "c: 2, d: 2"), ("a: 4", "b: 4")]
 )
 def test_two_views_that_divide_the_batch_alike_move_nothing(one: str, other: str) -> None:
     def replicated(mesh: str, axes: str, stage: int) -> str:
@@ -115,3 +118,58 @@ def test_two_views_that_divide_the_batch_alike_move_nothing(one: str, other: str
     alike = len(one) == len(other)
     moved = {x.op for device in plan.devices for x in device.instructions} & {*MOVES}
     assert moved == (set() if alike else {"copy"})
+
+
+def test_a_sum_along_two_axes_is_added_up_once() -> None:
+    """The gradient of a table, from devices along two axes to devices along one."""
+    planned(
+        "mesh gpu = p: 2, x: 2, y: 2\nplace [stage=0] on gpu[p=0, x=0]\nplace [stage=1] on gpu[p=1]\n"
+        "replicate [pass=*] over gpu.y\nreplicate [stage=1] over gpu.x\n"
+    )
+
+
+EXPERTS = """mesh rest = dp: 4
+mesh experts = ep: 2, dp: 2
+split batch into 2 as mb
+place [!expert] on rest
+place [expert=*] on experts
+replicate [!expert] over rest.dp
+replicate [expert=*] over experts.dp
+shard [expert=*] over experts.ep
+"""
+"""Four devices, of which the experts see pairs: those of one half of the samples are 0 and 2, those of the other 1 and
+3. The samples of the rest are one quarter on each device, in order."""
+
+
+def experts(script: str) -> tuple[Graph, Plan]:
+    graph = assert_same(CASES["moe"], equivalence.program("moe"), script)
+    return graph, right_plan(graph)
+
+
+def test_experts_on_a_mesh_of_their_own_exchange_in_one_all_to_all() -> None:
+    graph, plan = experts(EXPERTS)
+    exchanges = [node for node in graph.nodes if node.op == "all_to_all"]
+    assert not [node for node in graph.nodes if node.op in ("send", "recv")]
+    # Tokens to the experts and back, in the forward and in the backward, for each of two microbatches.
+    assert len(exchanges) == 8
+    assert {node.attributes()["expert"] for node in exchanges} == {0}
+    for device in plan.devices:
+        its = [x for x in device.instructions if isinstance(x, AllToAll)]
+        assert [x.node for x in its] == [x.node for x in plan.devices[0].instructions if isinstance(x, AllToAll)]
+        assert {x.stream for x in its} == {"comm"}
+        assert {plan.groups[x.group].members for x in its} == {(0, 1, 2, 3)}
+    # A token is sent to a device that has its expert, half of all, unless it is there: that is the sender itself for
+    # devices 0 and 3, which are in the pair of their samples; 1 and 2 are not, and send everything.
+    sent = SentBytes(plan)
+    assert [
+        sum(sent.of(device, x) for x in device.instructions if isinstance(x, AllToAll)) for device in plan.devices
+    ] == [0] * 4
+
+
+def test_an_exchange_between_views_is_on_the_stream_that_the_script_names() -> None:
+    _, plan = experts(EXPERTS + 'stream [comm=all_to_all, pass=F] on "there"\n')
+    streams = [
+        (x.stream, "F" in plan.nodes[x.node].name) for x in plan.devices[0].instructions if isinstance(x, AllToAll)
+    ]
+    assert sorted(streams) == [("comm", False)] * 4 + [("there", True)] * 4
+    assert {group.stream for group in plan.groups} == {"comm", "there"}
