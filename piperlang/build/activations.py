@@ -96,14 +96,10 @@ class Flow:
         if edge.tensor.buried and not alike(edge.have, edge.want):
             raise self._refused(edge, f"the samples of {edge.value.name} are inside a dimension, not outermost")
         value = self.nodes.values[have]
-        route = self._route(edge)
+        route, as_it_is = self._route(edge), edge.source.dims == edge.target.dims
         for hop in route:
-            if (
-                hop is route[-1]
-                and edge.source.dims == edge.target.dims
-                and in_place(self.nodes.values[have], hop.target)
-            ):
-                continue
+            if hop is route[-1] and as_it_is and in_place(self.nodes.values[have], hop.target):
+                break
             moved = have.redistributed(hop.number)
             if moved not in self.nodes.values:  # what two readers want alike moves once
                 before = self.nodes.values[have].layout.placements

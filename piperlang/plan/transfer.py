@@ -50,33 +50,35 @@ def _parts(
     inner: tuple[tuple[int, int], ...],
     wanted_inner: tuple[tuple[int, int], ...],
 ) -> tuple[TransferPart, ...]:
-    one, other = _anywhere(have), _anywhere(want)
-    if have.where == want.where and have != one:
+    here, there = _anywhere(have), _anywhere(want)
+    if have.where == want.where and have != here:
         # Stages of a pipeline move their values alike, each among its own devices.
         where = devices_of(have.where)
-        alike = _parts(tensor, one, other, samples, inner, wanted_inner)
+        alike = _parts(tensor, here, there, samples, inner, wanted_inner)
         return tuple(TransferPart(where[x.source], where[x.target], x.taken, x.put) for x in alike)
     sources = list(zip(devices_of(have.where), have.boxes(tensor, 0, samples, inner), strict=True))
     terms, wanted_terms = (_terms(have, want, layout) for layout in (have, want))
     having: dict[Term, list[tuple[int, Box]]] = {}
-    for term, source in zip(terms, sources, strict=True):
-        having.setdefault(term, []).append(source)
+    own: dict[tuple[int, Term], tuple[int, Box]] = {}
+    for term, one in zip(terms, sources, strict=True):
+        having.setdefault(term, []).append(one)
+        own[one[0], term] = one
     count = len(wanted_terms)
     found: list[TransferPart] = []
     for k, (device, box) in enumerate(
         zip(devices_of(want.where), want.boxes(tensor, 0, samples, wanted_inner), strict=True)
     ):
-        candidates = having[wanted_terms[k]]
+        term = wanted_terms[k]
         # Itself first, then its counterpart, then the others: where it comes twice, nothing is left to take.
-        first = [one for one in candidates if one[0] == device]
+        first = [own[device, term]] if (device, term) in own else []
         first += [sources[k]] if len(sources) == count else []
         taken: set[Box] = set()
-        for source, there in chain(first, candidates):
-            common = _common(box, there)
+        for source, part in chain(first, having[term]):
+            common = _common(box, part)
             if common is None or common in taken:
                 continue
             taken.add(common)
-            found.append(TransferPart(source, device, _within(common, there), _within(common, box)))
+            found.append(TransferPart(source, device, _within(common, part), _within(common, box)))
             if common == box:
                 break
     return tuple(found)

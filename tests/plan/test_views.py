@@ -16,7 +16,7 @@ from piperlang.pipeline import representative
 from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import AllToAll
-from piperlang.plan.plan import Plan
+from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.reference.numerics import gradient_errors
@@ -114,7 +114,7 @@ def test_two_views_that_divide_the_batch_alike_move_nothing(one: str, other: str
         + replicated("one", one, 0)
         + replicated("other", other, 1)
     )
-    # What is left is the gradient of the table: where views differ, its terms are added up, and one device keeps the sum.
+    # What is left is the gradient of the table: where views differ, its terms are added up, and one device keeps them.
     alike = len(one) == len(other)
     moved = {x.op for device in plan.devices for x in device.instructions} & {*MOVES}
     assert moved == (set() if alike else {"copy"})
@@ -128,6 +128,7 @@ def test_a_sum_along_two_axes_is_added_up_once() -> None:
     )
 
 
+CAPACITY = 3
 EXPERTS = """mesh rest = dp: 4
 mesh experts = ep: 2, dp: 2
 split batch into 2 as mb
@@ -139,6 +140,17 @@ shard [expert=*] over experts.ep
 """
 """Four devices, of which the experts see pairs: those of one half of the samples are 0 and 2, those of the other 1 and
 3. The samples of the rest are one quarter on each device, in order."""
+
+
+def exchange(device: DevicePlan) -> AllToAll:
+    """The first on a device."""
+    return next(x for x in device.instructions if isinstance(x, AllToAll))
+
+
+def sent(plan: Plan, device: DevicePlan) -> float:
+    """Bytes that a device gives to others in all-to-alls."""
+    bytes_of = SentBytes(plan)
+    return sum(bytes_of.of(device, x) for x in device.instructions if isinstance(x, AllToAll))
 
 
 def experts(script: str) -> tuple[Graph, Plan]:
@@ -158,18 +170,18 @@ def test_experts_on_a_mesh_of_their_own_exchange_in_one_all_to_all() -> None:
         assert [x.node for x in its] == [x.node for x in plan.devices[0].instructions if isinstance(x, AllToAll)]
         assert {x.stream for x in its} == {"comm"}
         assert {plan.groups[x.group].members for x in its} == {(0, 1, 2, 3)}
-    # A token is sent to a device that has its expert, half of all, unless it is there: that is the sender itself for
-    # devices 0 and 3, which are in the pair of their samples; 1 and 2 are not, and send everything.
-    sent = SentBytes(plan)
-    assert [
-        sum(sent.of(device, x) for x in device.instructions if isinstance(x, AllToAll)) for device in plan.devices
-    ] == [0] * 4
+    # A microbatch has one sample on each device, and each goes to the two devices that have the halves of the experts:
+    # devices 0 and 3 are one of those for their own sample, 1 and 2 send theirs whole.
+    half = 2 * CAPACITY * WIDTH * 4
+    assert [sent(plan, device) for device in plan.devices] == [8 * half * n for n in (1, 2, 2, 1)]
+    machine = Machine()
+    longest = [MachineCosts(plan, graph, machine).cost(device, exchange(device)).shared for device in plan.devices]
+    assert longest == pytest.approx([half * n / machine.node.bandwidth for n in (2, 2, 2, 2)])
 
 
 def test_an_exchange_between_views_is_on_the_stream_that_the_script_names() -> None:
     _, plan = experts(EXPERTS + 'stream [comm=all_to_all, pass=F] on "there"\n')
-    streams = [
-        (x.stream, "F" in plan.nodes[x.node].name) for x in plan.devices[0].instructions if isinstance(x, AllToAll)
-    ]
-    assert sorted(streams) == [("comm", False)] * 4 + [("there", True)] * 4
+    exchanges = [x for x in plan.devices[0].instructions if isinstance(x, AllToAll)]
+    streams = [(x.stream, dict(plan.nodes[x.node].tags)["pass"]) for x in exchanges]
+    assert sorted(streams) == [("comm", "B")] * 4 + [("there", "F")] * 4
     assert {group.stream for group in plan.groups} == {"comm", "there"}
