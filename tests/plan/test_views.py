@@ -17,6 +17,7 @@ from piperlang.plan.estimate.machine import Machine
 from piperlang.plan.estimate.summary import SentBytes
 from piperlang.plan.instructions import AllToAll
 from piperlang.plan.plan import DevicePlan, Plan
+from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.thread_job import ThreadJob
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.reference.numerics import gradient_errors
@@ -24,7 +25,7 @@ from piperlang.simulate.costs import MachineCosts
 from piperlang.simulate.result import simulated
 from tests.support import equivalence
 from tests.support.equivalence import LIMIT, SAMPLES, assert_same, compiled, optimizer, relative
-from tests.support.jobs import Plain
+from tests.support.jobs import Plain, assert_trains
 from tests.support.models import CASES, WIDTH, Case, square, vectors
 from tests.support.plan_runs import right_plan
 
@@ -185,3 +186,18 @@ def test_an_exchange_between_views_is_on_the_stream_that_the_script_names() -> N
     streams = [(x.stream, dict(plan.nodes[x.node].tags)["pass"]) for x in exchanges]
     assert sorted(streams) == [("comm", "B")] * 4 + [("there", "F")] * 4
     assert {group.stream for group in plan.groups} == {"comm", "there"}
+
+
+@pytest.mark.parametrize("stream", ["", 'stream [comm=all_to_all] on "exchange"\n'])
+def test_experts_on_a_mesh_of_their_own_on_workers(stream: str, cluster: Cluster) -> None:
+    assert_trains(cluster, CASES["moe"], equivalence.program("moe"), EXPERTS + stream)
+
+
+def test_a_table_between_submeshes_that_overlap_on_workers(cluster: Cluster) -> None:
+    assert_trains(
+        cluster,
+        TABLE,
+        program(),
+        "mesh gpu = d: 3\nplace [stage=0] on gpu[d=0:2]\nplace [stage=1] on gpu[d=1:3]\n"
+        "replicate [pass=*] over gpu.d\n",
+    )
