@@ -219,9 +219,9 @@ def _data(draft: Draft, draw: random.Random) -> dict[str, list[tuple[str, str]]]
     possibly each stage in its own way."""
     found: dict[str, list[tuple[str, str]]] = {}
     if draft.viewed:
-        for name, stages in (("gpu", set(draft.traits.stages) - draft.viewed - draft.narrow), ("view", draft.viewed)):
+        for name, its in (("gpu", set(draft.traits.stages) - draft.viewed - draft.narrow), ("view", draft.viewed)):
             for axis in (axis for axis, size in (draft.wide if name == "gpu" else draft.view) if size > 1):
-                ways = [(f"stage={_value(s)}", draw.choice(ZERO)) for s in draft.traits.stages if s in stages]
+                ways = [(f"stage={_value(s)}", draw.choice(ZERO)) for s in draft.traits.stages if s in its]
                 found[f"{name}.{axis}"] = ways
         return found
     for axis, _ in draft.wide:
