@@ -135,7 +135,9 @@ def planned(graph: Graph, max_norm: float | None = None, skips: bool = False) ->
 
 def representative(graph: Graph, max_norm: float | None = None, skips: bool = False) -> tuple[Plan, Classes]:
     """A plan of one device of each class that does the same, and the classes: what a simulation needs of a graph over
-    thousands of devices. It is not verified, and cannot be run."""
+    thousands of devices. It is not verified, and cannot be run. Where one cannot stand for all, every device is a class
+    of its own."""
+    from piperlang.plan.classes import stand_for_all
     from piperlang.plan.linearize import alike
     from piperlang.plan.lower import lower
     from piperlang.plan.rewrite.clip import with_norm
@@ -143,6 +145,9 @@ def representative(graph: Graph, max_norm: float | None = None, skips: bool = Fa
     with uncollected():
         classes = alike(graph)
         plan = lower(graph, only={devices[0] for devices in classes})
+        if not stand_for_all(plan, classes):
+            plan = lower(graph)
+            classes = [(device.device,) for device in plan.devices]
         return (with_norm(plan, max_norm, skips) if max_norm is not None or skips else plan), classes
 
 

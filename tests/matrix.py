@@ -350,6 +350,10 @@ def further() -> Iterator[Combination]:
     yield Combination("none", "zero3", "none", "two meshes, skips", "unet-4", MESHES)
     for inside, model in (("ep", "moe-4"), ("dropless", "dropless-4")):
         yield Combination("none", "zero2", inside, "experts on a mesh of their own", model, EXPERTS_MESH)
+    exchanged = f'{EXPERTS_MESH}stream [comm=all_to_all] on "exchange"\n'
+    yield Combination(
+        "none", "zero2", "ep", "experts on a mesh of their own, exchanged on a stream", "moe-4", exchanged
+    )
     yield Combination("none", "dp", "tp", "features on a mesh of their own", "mlp-4", FEATURES_MESH)
 
 

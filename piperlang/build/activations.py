@@ -20,7 +20,7 @@ from piperlang.elaborate import directive as d
 from piperlang.ir.graph import LOCAL, NodeTemplate, Value
 from piperlang.ir.layout import Layout, axes_of
 from piperlang.ir.model import Tensor
-from piperlang.ir.redistribute import alike, exchanging, moves
+from piperlang.ir.redistribute import alike, exchanging, in_place, moves
 
 
 class Edge(NamedTuple):
@@ -96,7 +96,10 @@ class Flow:
         if edge.tensor.buried and not alike(edge.have, edge.want):
             raise self._refused(edge, f"the samples of {edge.value.name} are inside a dimension, not outermost")
         value = self.nodes.values[have]
-        for hop in self._route(edge):
+        route, as_it_is = self._route(edge), edge.source.dims == edge.target.dims
+        for hop in route:
+            if hop is route[-1] and as_it_is and in_place(self.nodes.values[have], hop.target):
+                break
             moved = have.redistributed(hop.number)
             if moved not in self.nodes.values:  # what two readers want alike moves once
                 before = self.nodes.values[have].layout.placements
@@ -144,6 +147,13 @@ class Flow:
                 NodeTemplate("recv", target.chunk.tags, then.where, dims, phase=phase, by=target.by)
             )
             return _Hop(op, then, (send, recv), number)
+        if now.where != then.where:
+            # Of the two chunks, the one that divides its weights is why there are two views of the devices.
+            owner = target if target.divides or not source.divides else source
+            template = NodeTemplate(
+                op, owner.chunk.tags, now.where, dims, phase=phase, by=owner.by, beyond=(then.where,)
+            )
+            return _Hop(op, then, (self.nodes.template(template),), number)
         axes = exchanging(now, then)
         # Communication within a part belongs to the chunk whose weights are divided: it is why there is any.
         owner = next((site for site in (target, source) if any(divide.axis in axes for divide in site.divides)), target)

@@ -24,7 +24,8 @@ After:
     B[stage=0]  gpu[pp=0]  1 weight -> 4 gradients
     ...
 
-Submeshes may have different numbers of devices: a transfer between them also redistributes the tensor.
+Submeshes may have different numbers of devices: a transfer between them also redistributes the tensor. Between two
+meshes over the same devices it is one all-to-all, and nothing where each device has its part already.
 
 Preconditions: the chunks exist; none of them is already placed for the same microbatches."""
 

@@ -55,6 +55,10 @@ class Draft:
     places: list[str] = field(default_factory=list)
     narrow: set[int | str] = field(default_factory=set)
     """Stages on a single device of their rank: they are not divided."""
+    view: Mesh = ()
+    """Another mesh over the same devices."""
+    viewed: set[int | str] = field(default_factory=set)
+    """Stages on all of that."""
 
     @property
     def ranks(self) -> int:
@@ -69,6 +73,8 @@ def write(traits: Traits, seed: int, mesh: Mesh | None = None, devices: int = 12
     """A script that compiles, reproducible from the seed; on `mesh`, or on a random mesh of up to `devices` devices."""
     draft = _drawn(traits, random.Random(seed), mesh, devices)
     _place(draft)
+    if mesh is None:
+        _view(draft, random.Random(seed + 2))
     data = _data(draft, random.Random(seed + 1))
     extras = _extras(draft)
     lines: list[str] = []
@@ -176,6 +182,25 @@ def _place(draft: Draft) -> None:
             draft.places.append(f"place [stage={_value(stage)}] on {_part(draft, rank, part)}")
 
 
+def _view(draft: Draft, draw: random.Random) -> None:
+    """Now and then, some stages are on a mesh of their own over all devices, or each on the same two rows of it, in an
+    order of its own."""
+    traits, size = draft.traits, prod(size for _, size in draft.mesh)
+    fixed = traits.tied or draft.shards or draft.library or draft.mirrored or not traits.divides
+    if fixed or size < 2 or traits.samples % (draft.pieces * size) or draw.random() < 0.5:
+        return
+    inner = draw.choice([n for n in (1, 1, 2) if size % n == 0])
+    draft.view = (("a", size // inner), ("b", inner))
+    draft.viewed = {stage for stage in traits.stages if stage not in draft.narrow and draw.random() < 0.6}
+    moved = tuple(f"place [stage={_value(stage)}{end}" for stage in draft.viewed for end in ("]", ","))
+    draft.places = [line for line in draft.places if not line.startswith(moved)]
+    rows = draw.sample(range(size // inner), 2) if size // inner > 2 and draw.random() < 0.8 else []
+    for stage in (stage for stage in traits.stages if stage in draft.viewed):
+        draw.shuffle(rows)
+        where = f"view[a={{{rows[0]}, {rows[1]}}}]" if rows else "view"
+        draft.places.append(f"place [stage={_value(stage)}] on {where}")
+
+
 def _part(draft: Draft, rank: int, narrowed: str) -> str:
     picks = [f"{PP}={rank}"] if PP in dict(draft.mesh) else []
     picks += [narrowed.removeprefix(", ")] if narrowed else []
@@ -193,6 +218,12 @@ def _data(draft: Draft, draw: random.Random) -> dict[str, list[tuple[str, str]]]
     """For every axis except pp, which chunks are replicated over it and how: all alike if weights are tied, else
     possibly each stage in its own way."""
     found: dict[str, list[tuple[str, str]]] = {}
+    if draft.viewed:
+        for name, its in (("gpu", set(draft.traits.stages) - draft.viewed - draft.narrow), ("view", draft.viewed)):
+            for axis in (axis for axis, size in (draft.wide if name == "gpu" else draft.view) if size > 1):
+                ways = [(f"stage={_value(s)}", draw.choice(ZERO)) for s in draft.traits.stages if s in its]
+                found[f"{name}.{axis}"] = ways
+        return found
     for axis, _ in draft.wide:
         stages = [stage for stage in draft.traits.stages if stage not in draft.narrow]
         if (
@@ -203,19 +234,19 @@ def _data(draft: Draft, draw: random.Random) -> dict[str, list[tuple[str, str]]]
             or not stages
             or draw.random() < 0.5
         ):
-            found[axis] = [("pass=*", draw.choice(ZERO))]
+            found[f"gpu.{axis}"] = [("pass=*", draw.choice(ZERO))]
         else:
-            found[axis] = [(f"stage={_value(stage)}", draw.choice(ZERO)) for stage in stages]
+            found[f"gpu.{axis}"] = [(f"stage={_value(stage)}", draw.choice(ZERO)) for stage in stages]
     return {} if len(draft.narrow) == len(draft.traits.stages) > 0 else found
 
 
 def _replicated(data: dict[str, list[tuple[str, str]]], shards: Sequence[tuple[ShardCandidate, str]]) -> list[str]:
     lines = []
     for axis, ways in data.items():
-        rest = next((part.rest for part, along in shards if along == axis), "")
+        rest = next((part.rest for part, along in shards if f"gpu.{along}" == axis), "")
         for who, how in ways:
             selector = rest if who == "pass=*" and rest else f"[{who}, {rest[1:]}" if rest else f"[{who}]"
-            lines.append(f"replicate {selector} over gpu.{axis}{how}")
+            lines.append(f"replicate {selector} over {axis}{how}")
     return lines
 
 
@@ -229,6 +260,7 @@ def _lines(
     lines = [f"from std.pipeline import {library}, {SCHEDULES[library][0]}"] if library else []
     lines += [*draft.traits.tags, *(line for part, _ in shards for line in part.lines)]
     lines.append(f"mesh gpu = {', '.join(f'{axis}: {size}' for axis, size in draft.mesh)}")
+    lines += [f"mesh view = {', '.join(f'{axis}: {size}' for axis, size in draft.view)}"] if draft.viewed else []
     lines += [f"split batch into {draft.pieces} as mb"] if draft.pieces > 1 or library else []
     chunks = len(draft.traits.stages) // draft.ranks
     if library:
@@ -238,13 +270,13 @@ def _lines(
             f" {draft.ranks}{f', {draft.pieces}' if place == 'mirror' else f', {chunks}' if place == 'loop' else ''})"
         )
         data = {axis: [("pass=*", ways[0][1])] for axis, ways in data.items()} or {
-            axis: [("pass=*", "")] for axis, _ in draft.wide
+            f"gpu.{axis}": [("pass=*", "")] for axis, _ in draft.wide
         }
     else:
         lines += draft.places
     lines += _replicated(data, shards)
     lines += [f"shard {part.selector} over gpu.{axis} with style={part.style}" for part, axis in shards]
-    lines += [line for line in extras if not (library and line.startswith("split"))]
+    lines += [line for line in extras if not ((library or draft.viewed) and line.startswith("split"))]
     if library:
         lines.append(
             f"{library}(gpu, {draft.ranks}, {draft.pieces}{f', chunks={chunks}' if SCHEDULES[library][1] == 0 else ''})"

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from piperlang.core.hashed import Hashed
 from piperlang.core.mesh import Submesh
-from piperlang.core.placement import BATCH, PARTIAL, REPLICATE, Dispatched, Placement, slice_of
+from piperlang.core.placement import BATCH, DEFERRED, PARTIAL, REPLICATE, Dispatched, Placement, slice_of
 from piperlang.ir.model import Tensor
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -28,6 +28,12 @@ def axes_of(where: Submesh) -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=4096)
 def devices_of(where: Submesh) -> tuple[int, ...]:
     return tuple(where.devices())
+
+
+@lru_cache(maxsize=4096)
+def same_devices(one: Submesh, other: Submesh) -> bool:
+    """Whether two submeshes, of one mesh or of two, have the same devices, in whatever order."""
+    return set(devices_of(one)) == set(devices_of(other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,10 @@ class Layout(Hashed):
     def finished(self) -> Layout:
         """The same with sums added up."""
         return self.placed([REPLICATE if place is PARTIAL else place for place in self.placements])
+
+    def summed(self) -> Layout:
+        """The same with terms of a gradient that need not be reduced as terms of any other sum."""
+        return self.placed([PARTIAL if place is DEFERRED else place for place in self.placements])
 
     def unrouted(self) -> Layout:
         """The same with routed tokens where their samples are."""

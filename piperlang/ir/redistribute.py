@@ -1,12 +1,14 @@
 """Collectives that redistribute a tensor from one layout to another.
 
 Shard to Replicate is an all-gather, Partial to Replicate an all-reduce, Partial to Shard a reduce-scatter, one
-dimension to another an all-to-all, as are dispatch to experts and combine; one submesh to another is a send."""
+dimension to another an all-to-all, as are dispatch to experts and combine. One submesh to another is an all-to-all
+where both are the same devices, as two meshes over all of them are, and otherwise a send."""
 
 from __future__ import annotations
 
 from piperlang.core.placement import BATCH, DEFERRED, PARTIAL, REPLICATE, Placement, dispatched
-from piperlang.ir.layout import Layout, axes_of
+from piperlang.ir.graph import Value
+from piperlang.ir.layout import Layout, axes_of, devices_of, same_devices
 
 
 def moves(source: Layout, target: Layout) -> list[tuple[str, Layout]]:
@@ -21,20 +23,32 @@ def moves(source: Layout, target: Layout) -> list[tuple[str, Layout]]:
     if shares and not alike(source, target):
         # Parts of a gradient that do not match one to one: added up, moved whole, and kept by the first of those that
         # share it.
-        whole = source.placed([PARTIAL if place is DEFERRED else place for place in source.placements])
         there = target.placed([REPLICATE if place is DEFERRED else place for place in target.placements])
-        steps = moves(whole, there)
+        steps = moves(source.summed(), there)
         return [*steps, ("share", target)] if DEFERRED in target.placements else steps
     if source.where == target.where:
         return _within(source, target)
     steps = _within(source, source.placed([REPLICATE if place is PARTIAL else place for place in source.placements]))
-    return [*steps, ("p2p", target)]
+    return [*steps, ("all_to_all" if same_devices(source.where, target.where) else "p2p", target)]
 
 
 def alike(source: Layout, target: Layout) -> bool:
     """Whether every device of one has a counterpart in the other that has the same part."""
     sizes = [[size for _, size in axes_of(layout.where)] for layout in (source, target)]
     return sizes[0] == sizes[1] and source.placements == target.placements
+
+
+def in_place(value: Value, target: Layout) -> bool:
+    """Whether another view of the same devices gives each what it has: then nothing has to be done."""
+    source = value.layout
+    if source.where == target.where or devices_of(source.where) != devices_of(target.where):
+        return False
+    if dispatched((*source.placements, *target.placements)):
+        return False
+    if any(place in (PARTIAL, DEFERRED) for place in (*source.placements, *target.placements)):
+        return alike(source, target)
+    boxes = [layout.boxes(value.tensor, 0, value.samples, value.inner) for layout in (source, target)]
+    return list(boxes[0]) == list(boxes[1])
 
 
 def _within(source: Layout, target: Layout) -> list[tuple[str, Layout]]:
@@ -72,7 +86,7 @@ def _last(layout: Layout, axis: int) -> bool:
 def exchanging(source: Layout, target: Layout) -> tuple[str, ...]:
     """The axes along which devices have to talk to turn one layout of a part into another; all of them where one does
     not do."""
-    axes = axes_of(source.where)
+    axes, source = axes_of(source.where), source.summed()
     if dispatched(source.placements) or dispatched(target.placements):
         return tuple(
             axis

@@ -9,6 +9,7 @@ from math import prod
 from piperlang.core.collector import uncollected
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import COLLECTIVES, Graph
+from piperlang.ir.layout import devices_of
 from piperlang.ir.redistribute import moves
 
 GRADIENTS = (Kind.GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -66,7 +67,9 @@ def _places(graph: Graph) -> Iterator[str]:
         for keys in (*reads, node.writes) if op != "send" else reads:
             for key in keys:
                 lies = values[key].layout.where if key in values else held[key].where if key in held else here
-                if lies is not here and lies != here and lies not in template.beyond:
+                if lies is here or lies in template.beyond:
+                    continue
+                if devices_of(lies) != devices_of(here):  # another view of the same devices is as good
                     yield f"{node} touches {key}, which lies on {lies}"
         if template.chunk is not None and template.slots and len(template.slots) != len(node.reads):
             yield f"{node} has {len(node.reads)} reads for {len(template.slots)} slots"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
-from typing import NamedTuple
+from itertools import chain, product
+from typing import NamedTuple, TypeAlias
 
 from piperlang.core.mesh import Mesh, Submesh
+from piperlang.core.placement import DEFERRED, PARTIAL
 from piperlang.ir.graph import Value
 from piperlang.ir.layout import Box, Layout, axes_of, devices_of
 from piperlang.ir.model import Tensor
 from piperlang.source import Source
 
 NOWHERE = Source("", "").span(0, 0)
+Term: TypeAlias = tuple[int, ...]
 
 
 class TransferPart(NamedTuple):
@@ -27,7 +29,8 @@ class TransferPart(NamedTuple):
 
 def parts(have: Value, want: Value) -> tuple[TransferPart, ...]:
     """For every device that wants the value, who gives it what. Its own copy first, then its counterpart, then whoever
-    has it."""
+    has it. Of a sum whose terms stay apart, only those that have the same term: were each to take any, one would count
+    twice and another would be lost."""
     same = have.tensor if not have.tensor.name else replace(have.tensor, name="")  # however it is called
     return _parts(same, have.layout, want.layout, have.samples, have.inner, want.inner)
 
@@ -47,32 +50,50 @@ def _parts(
     inner: tuple[tuple[int, int], ...],
     wanted_inner: tuple[tuple[int, int], ...],
 ) -> tuple[TransferPart, ...]:
-    one, other = _anywhere(have), _anywhere(want)
-    if have.where == want.where and have != one:
+    here, there = _anywhere(have), _anywhere(want)
+    if have.where == want.where and have != here:
         # Stages of a pipeline move their values alike, each among its own devices.
         where = devices_of(have.where)
-        alike = _parts(tensor, one, other, samples, inner, wanted_inner)
+        alike = _parts(tensor, here, there, samples, inner, wanted_inner)
         return tuple(TransferPart(where[x.source], where[x.target], x.taken, x.put) for x in alike)
     sources = list(zip(devices_of(have.where), have.boxes(tensor, 0, samples, inner), strict=True))
-    own = {device: (device, box) for device, box in sources}
-    count = len(devices_of(want.where))
+    terms, wanted_terms = (_terms(have, want, layout) for layout in (have, want))
+    having: dict[Term, list[tuple[int, Box]]] = {}
+    own: dict[tuple[int, Term], tuple[int, Box]] = {}
+    for term, one in zip(terms, sources, strict=True):
+        having.setdefault(term, []).append(one)
+        own[one[0], term] = one
+    count = len(wanted_terms)
     found: list[TransferPart] = []
     for k, (device, box) in enumerate(
         zip(devices_of(want.where), want.boxes(tensor, 0, samples, wanted_inner), strict=True)
     ):
+        term = wanted_terms[k]
         # Itself first, then its counterpart, then the others: where it comes twice, nothing is left to take.
-        first = [own[device]] if device in own else []
+        first = [own[device, term]] if (device, term) in own else []
         first += [sources[k]] if len(sources) == count else []
         taken: set[Box] = set()
-        for source, there in chain(first, sources):
-            common = _common(box, there)
+        for source, part in chain(first, having[term]):
+            common = _common(box, part)
             if common is None or common in taken:
                 continue
             taken.add(common)
-            found.append(TransferPart(source, device, _within(common, there), _within(common, box)))
+            found.append(TransferPart(source, device, _within(common, part), _within(common, box)))
             if common == box:
                 break
     return tuple(found)
+
+
+def _terms(have: Layout, want: Layout, layout: Layout) -> list[Term]:
+    """For every device of a layout, which term of a sum it has: its coordinates along the axes where the value is a sum
+    before and after."""
+    sums = [
+        i
+        for i, (before, after) in enumerate(zip(have.placements, want.placements, strict=False))
+        if before is after and before in (PARTIAL, DEFERRED)
+    ]
+    points = product(*(range(size) for _, size in axes_of(layout.where)))
+    return [tuple(at[i] for i in sums) for at in points]
 
 
 def _common(one: Box, other: Box) -> Box | None:

@@ -157,7 +157,8 @@ def traffic(graph: Graph) -> dict[Traffic, tuple[int, float]]:
             continue
         kind = Traffic("send/recv" if node.op == "send" else node.op, ", ".join(node.template.axes), node.stream)
         count, carried = found.get(kind, (0, 0.0))
-        devices = sum(len(devices_of(where)) for where in (node.template.where, *node.template.beyond))
+        wheres = (node.template.where, *node.template.beyond)
+        devices = len({device for where in wheres for device in devices_of(where)})
         found[kind] = count + 1, carried + costs.moved(node) * devices
     return found
 

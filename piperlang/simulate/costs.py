@@ -27,6 +27,7 @@ from piperlang.plan.instructions import (
     Routing,
     Send,
     Update,
+    item_bytes,
 )
 from piperlang.plan.plan import DevicePlan, Plan
 
@@ -92,6 +93,7 @@ class MachineCosts:
         self.sizes, self.sent = ValueSizes(plan, graph), SentBytes(plan)
         self._programs: dict[int, InstructionCost] = {}
         self._collectives: dict[tuple[str, int, float], InstructionCost] = {}
+        self._taken: dict[tuple[int, int], float] = {}
 
     def host(self, x: Instruction) -> float:
         return self.machine.host
@@ -104,7 +106,7 @@ class MachineCosts:
                     self._programs[program] = self.of_pass(program)
                 return self._programs[program]
             case Collective(group=group):
-                key = (x.op, group, self.sent.of(device, x))
+                key = (x.op, group, self._carried(device, x))
                 if key not in self._collectives:
                     self._collectives[key] = self._collective(x, key[2], self.plan.groups[group].members)
                 return self._collectives[key]
@@ -116,6 +118,17 @@ class MachineCosts:
                     machine.launch + 2 * self.sizes.of(target, device.device) / machine.memory_bandwidth
                 )
         return NOTHING
+
+    def _carried(self, device: DevicePlan, x: Collective) -> float:
+        """Bytes that keep a device busy: what it gives to others, or what it takes from them, if that is more."""
+        sent = self.sent.of(device, x)
+        if not isinstance(x, AllToAll):
+            return sent
+        key = (id(x.take), device.device)  # microbatches share the same blocks
+        if key not in self._taken:
+            elements = sum(prod(one.shape) for one in x.take if one.peer != device.device)
+            self._taken[key] = float(elements * item_bytes(x.dtype))
+        return max(sent, self._taken[key])
 
     def of_pass(self, number: int) -> InstructionCost:
         program, machine = self.plan.programs[number], self.machine

@@ -241,7 +241,9 @@ class _Execution:
             for one in places:
                 self._end(*one, then)
 
-        cost = self.costs.cost(self.plan.devices[row], x)
+        # Members of an all-to-all may give and take different amounts: it ends when the last of them has all of its.
+        costs = [self.costs.cost(self.plan.devices[r], self.lists[r][k]) for r, k in places]
+        cost = max(costs, key=lambda one: one.alone + one.shared)
         uses = tuple((f"{cost.of} {way}", member) for member in rows for way in ("out", "in"))
         self._start(cost, uses, ended, now)
 

@@ -52,6 +52,8 @@ DRAWN = {
         "pass=W] on",
         "comm=",
         "ctas=",
+        "mesh view",
+        "] on view[a={",
         "mb=0:",
         "order on",
         "] & [",

@@ -30,6 +30,7 @@ from piperlang.plan.instructions import (
     ScatterGradients,
     Send,
     Update,
+    item_bytes,
 )
 from piperlang.plan.plan import DevicePlan, Plan, StageProgram
 from piperlang.plan.sums import ADDED, reads, sums, travels_alone
@@ -290,7 +291,9 @@ class _Walk:
                 together = sum(prod(one.shape) for one in shards if not travels_alone(one))
                 copied = together * self._item(shards[0].target)
                 return copied + copied // (len(shards[0].cuts) or 1)
-            case AllToAll(source=source, target=target) | Routing(source=source, target=target):
+            case AllToAll(give=give, take=take, dtype=dtype):
+                return sum(prod(one.shape) for one in (*give, *take)) * item_bytes(dtype)
+            case Routing(source=source, target=target):
                 return of(source, self.number) + of(target, self.number)
             case AllReduce(source=source, keep=keep):
                 return of(source, self.number) if keep is not None else 0

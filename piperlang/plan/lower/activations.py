@@ -27,7 +27,7 @@ from piperlang.plan.instructions import (
     Shape,
     ZeroGradient,
 )
-from piperlang.plan.lower.emit import Emitter
+from piperlang.plan.lower.emit import Emitter, Members
 from piperlang.plan.plan import Feed, StageProgram
 from piperlang.plan.transfer import TransferPart, local_shapes, parts, shape_of
 
@@ -63,6 +63,7 @@ class Activations:
         """Slices of the batch that a device is fed already."""
         self._tags: dict[tuple[ValueId, int], dict[int, int]] = {}
         self._known_blocks: dict[tuple[object, ...], tuple[Blocks, Blocks]] = {}
+        self._known_groups: dict[tuple[object, ...], list[Members]] = {}
         self._known_samples: dict[tuple[object, ...], tuple[list[int], frozenset[int]]] = {}
 
     # ------------------------------------------------------------------------------------------------------- compute
@@ -242,7 +243,11 @@ class Activations:
         key, target = node.reads[0][0], node.writes[0]
         have, want = self.graph.values[key], self.graph.values[target]
         shapes = _local(want)
-        for members, wanted in self.emitter.along(node.template.where, node.template.axes):
+        groups = self._exchanging(node.template, have, want)
+        if all(len(members) == 1 for members, _ in groups):
+            self.copy(node)  # every device has its part already
+            return
+        for members, wanted in groups:
             for device in wanted:
                 give, take = self._blocks(have, want, members, device)
                 self.emitter.emit(
@@ -257,6 +262,23 @@ class Activations:
                     shape=shapes[device],
                     dtype=have.tensor.dtype,
                 )
+
+    def _exchanging(self, template: NodeTemplate, have: Value, want: Value) -> Sequence[Members]:
+        """Groups of devices that give each other parts: along axes, or between two views of the same devices those that
+        have what others want."""
+        if not template.beyond:
+            return self.emitter.along(template.where, template.axes)
+        key = (id(have.tensor), have.layout, want.layout, have.samples, have.inner, want.inner)
+        if key not in self._known_groups:
+            group = {device: {device} for device in devices_of(template.where)}
+            for part in parts(have, want):
+                one, other = group[part.source], group[part.target]
+                if one is not other:
+                    one |= other
+                    group.update(dict.fromkeys(other, one))
+            found = {id(members): tuple(sorted(members)) for members in group.values()}
+            self._known_groups[key] = [self.emitter.members(members) for members in found.values()]
+        return self._known_groups[key]
 
     def _blocks(self, have: Value, want: Value, members: tuple[int, ...], device: int) -> tuple[Blocks, Blocks]:
         """What a device gives to the members, and takes from them, in their order. The same for all microbatches."""

@@ -158,10 +158,13 @@ class Emitter:
         if key not in self._groups:
             devices = devices_of(where)
             every = [tuple(devices[k] for k in group) for group in along(where, axes)]
-            found = [Members(group, tuple(device for device in group if device in self.devices)) for group in every]
+            found = [self.members(group) for group in every]
             self._groups[key] = [members for members in found if members.wanted]
         return self._groups[key]
 
+    def members(self, group: tuple[int, ...]) -> Members:
+        return Members(group, tuple(device for device in group if device in self.devices))
+
 
 def _devices(template: NodeTemplate) -> tuple[int, ...]:
-    return tuple(device for where in (template.where, *template.beyond) for device in devices_of(where))
+    return tuple(dict.fromkeys(device for where in (template.where, *template.beyond) for device in devices_of(where)))

@@ -61,13 +61,13 @@ def _first_of_shared(layout: Layout) -> set[int]:
 
 
 def _kept_sums(source: Layout, target: Layout) -> list[int]:
-    """Axes along which a value is a sum of parts before and after: it is cut or joined, and each device keeps its own
-    part."""
+    """Axes along which a value is a sum of parts before and after: it is cut or joined, or added up along other axes,
+    and each device keeps its own part."""
     if source.where != target.where:
         return []
     return [
         i
-        for i, (have, want) in enumerate(zip(source.placements, target.placements, strict=True))
+        for i, (have, want) in enumerate(zip(source.summed().placements, target.placements, strict=True))
         if have is want is PARTIAL
     ]
 
