@@ -30,9 +30,10 @@ After:
 instead of all_reduce. `params=sharded` is ZeRO-3: weights are gathered before the passes that read them. Each level
 includes those before it. `bucket` limits the bytes of one reduction, `prefetch` the number of gathers that are made
 ahead. `keep` says how long gathered weights stay: for one pass (`pass`), through forwards, or backwards, of a chunk
-that follow each other on its devices (`stage`, the default), or also through the turn between both (`turn`). `accumulate=sharded` reduces the gradients of every microbatch and accumulates shards: more messages,
-and no device ever holds all gradients. `partition=weights` gives each weight to one device, which updates all of it,
-instead of a part to every device: for optimizers that need whole matrices, such as Muon.
+that follow each other on its devices (`stage`, the default), or also through the turn between both (`turn`).
+`accumulate=sharded` reduces the gradients of every microbatch and accumulates shards: more messages, and no device ever
+holds all gradients. `partition=weights` gives each weight to one device, which updates all of it, instead of a part to
+every device: for optimizers that need whole matrices, such as Muon.
 
 Preconditions: the chunks exist, none of them uses the axes for something else, and none of them mixes samples. At
 the end of the script, the batch size must be divisible by the number of devices."""
