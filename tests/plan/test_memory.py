@@ -147,6 +147,13 @@ SCHEDULES = {
     "1f1b x zero3, added up in parts": pipeline(
         "one_f_one_b", "loop", 4, 2, "replicate [pass=*] over gpu.dp with params=sharded, accumulate=sharded"
     ),
+    "gpipe x zero3": pipeline("gpipe", "loop", 4, 2, "replicate [pass=*] over gpu.dp with params=sharded"),
+    "looped bfs x zero3, kept through the turn": pipeline(
+        "looped_bfs", "loop", 2, 2, "replicate [pass=*] over gpu.dp with params=sharded, keep=turn"
+    ).replace("loop(gpu, 2)", "loop(gpu, 2, 2)"),
+    "zbv x zero3, each gathered for itself": pipeline(
+        "zbv", "vee", 2, 2, "replicate [pass=*] over gpu.dp with params=sharded, keep=pass"
+    ),
     "zbv x zero2": pipeline("zbv", "vee", 2, 2, "replicate [pass=*] over gpu.dp with grads=sharded"),
     "dualpipev x zero1": pipeline("dualpipev", "vee", 2, 2, "replicate [pass=*] over gpu.dp with states=sharded"),
     "dp": zero(""),
