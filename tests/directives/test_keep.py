@@ -9,8 +9,8 @@ import pytest
 from piperlang.core.value_id import Kind, ValueId
 from piperlang.diagnostics import PiperError
 from piperlang.ir.graph import Graph
-from piperlang.plan.instructions import GatherParameters
 from piperlang.plan.estimate.memory import peaks
+from piperlang.plan.instructions import GatherParameters
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import DevicePlan
 from piperlang.plan.rewrite.forward import forward
