@@ -288,8 +288,8 @@ replicate [stage=3] over last.tp
 
 
 def further() -> Iterator[Combination]:
-    """What the matrix leaves at its defaults: recompute, offload, buckets, prefetch, streams, stages on unequal numbers
-    of devices, several meshes."""
+    """What the matrix leaves at its defaults: recompute, offload, buckets, prefetch, keep, streams, stages on unequal
+    numbers of devices, several meshes."""
     yield _with("recompute", "1f1b", "zero2", "none", more=["recompute [stage=0:3]"])
     yield _with("recompute", "zbv", "zero3", "none", more=["recompute [pass=*]"])
     yield _with("recompute", "dualpipev", "zero1", "ep-data", more=["recompute [expert=*]"])
@@ -311,6 +311,17 @@ def further() -> Iterator[Combination]:
         "prefetch 3, buckets", "dualpipev", "zero3", "none", {"zero3(gpu.dp)": "zero3(gpu.dp, prefetch=3, bucket=1KB)"}
     )
     yield _with("prefetch 0", "gpipe", "hybrid", "none", {"gpu.node)": "gpu.node, prefetch=0)"})
+    yield _with("keep pass", "gpipe", "zero3", "none", {"zero3(gpu.dp)": 'zero3(gpu.dp, keep="pass")'})
+    yield _with("keep turn", "1f1b", "zero3", "none", {"zero3(gpu.dp)": 'zero3(gpu.dp, keep="turn")'})
+    yield _with("keep turn", "zbv", "hybrid", "none", {"gpu.node)": 'gpu.node, keep="turn")'})
+    yield _with(
+        "keep turn, recompute",
+        "dualpipev",
+        "zero3",
+        "none",
+        {"zero3(gpu.dp)": 'zero3(gpu.dp, keep="turn", prefetch=0)'},
+        ["recompute [pass=*]"],
+    )
     yield _with(
         "streams",
         "dualpipe",

@@ -17,7 +17,6 @@ from piperlang.core.collector import uncollected
 from piperlang.core.placement import dispatched
 from piperlang.core.value_id import RNG, SEED, Kind, Point, ValueId
 from piperlang.diagnostics import PiperError, error
-from piperlang.elaborate.placement import Chunk as Tagset
 from piperlang.ir.graph import Graph, NodeTemplate, Value
 from piperlang.ir.model import Slot, Tensor
 from piperlang.ir.sort import topological
@@ -214,7 +213,7 @@ class _Build:
                 saved = saved.fetched
                 if ahead == 0:
                     self._wait(fetched, makers)
-            for op in self._halves(site.group, point):
+            for op in self.schedule.halves(site.group, point):
                 if op in chunk.passes:
                     if op not in templates:
                         templates[op] = self._template(
@@ -231,13 +230,6 @@ class _Build:
         for maker in makers:
             self.nodes.before(node, maker)
 
-    def _halves(self, group: Tagset, point: Point) -> tuple[str, ...]:
-        schedule = self.schedule
-        named = (group, point) in schedule.by_halves or (
-            group in schedule.halved and (group, point) not in schedule.by_whole
-        )
-        return ("I", "W") if named else ("B",)
-
     def _gradients(self, site: Site, point: Point) -> dict[int, tuple[ValueId, ...]]:
         """For every output that has one, the parts of its gradient: one from each reader."""
         found: dict[int, tuple[ValueId, ...]] = {}
@@ -253,7 +245,7 @@ class _Build:
                 ).outputs:
                     continue
                 source = self.sites.at(reader, self._point_in(reader, site, point))
-                half = self._halves(source.group, self._point_in(reader, site, point))[0]
+                half = self.schedule.halves(source.group, self._point_in(reader, site, point))[0]
                 have, want = source.layouts["grad_input", i], site.layouts["grad_output", j]
                 gradient = ValueId(Kind.GRADIENT, name, (reader, i))
                 edge = Edge(gradient, self._gradient_of(tensor), source, have, site, want, half)

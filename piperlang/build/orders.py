@@ -55,7 +55,7 @@ class Temporal:
             for template in self.nodes.templates:
                 if not fits(template, conjunction) or lane.devices.isdisjoint(devices_of(template.where)):
                     continue
-                found = sorted(number for number in among(template, conjunction) if number not in taken)
+                found = sorted({number for number in among(template, conjunction) if number not in taken})
                 for number in found[:1] if choosing else found:
                     taken.add(number)
                     yield number

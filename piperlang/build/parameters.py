@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from piperlang.build.keep import Run, Runs
 from piperlang.build.nodes import Nodes
 from piperlang.build.sites import Site, Sites
 from piperlang.core.mesh import Submesh
@@ -65,7 +66,7 @@ class Replica:
 class _Gather:
     node: int
     site: Site
-    reader: int
+    readers: list[int] = field(default_factory=list)
 
     @property
     def distance(self) -> int:
@@ -80,9 +81,8 @@ class Weights:
         self._owners: dict[str, int] = {}
         self._loads: dict[Submesh, Counter[int]] = {}
         """Bytes of the weights that belong to each of the devices among which they are shared."""
-        self._gathers: dict[tuple[int, Submesh, str], NodeTemplate] = {}
-        self._gathered: dict[tuple[int, str, Point], int] = {}
-        self.gathers: list[_Gather] = []
+        self._templates: dict[tuple[int, Submesh, str], NodeTemplate] = {}
+        self.gathers: dict[Run, _Gather] = {}
         self.changing = {chunk.weights[change.weight] for chunk in model.chunks for change in chunk.changes}
         """Buffers that the model changes."""
         self.changes: dict[ValueId, ValueId] = {}
@@ -91,6 +91,7 @@ class Weights:
             for site in sites.of[chunk.number]:
                 for i, name in enumerate(chunk.weights):
                     self._settle(site, i, name)
+        self.runs = Runs(sites.schedule, sites)
 
     def _settle(self, site: Site, i: int, name: str) -> None:
         places = site.layouts["weight", i].placements
@@ -139,54 +140,61 @@ class Weights:
         replica = self.replicas[site.chunk.weights[i], site.where]
         if not replica.in_parts:
             return replica.key
-        self._gather(site, phase, point)
-        return self._gathered_key(replica, site, phase, point)
+        run = self.runs.of(site, phase, point)
+        if run not in self.gathers:
+            self.gathers[run] = _Gather(self._gather(site, run), site)
+        return self._gathered_key(replica, site, run)
 
-    def _gathered_key(self, replica: Replica, site: Site, phase: str, point: Point) -> ValueId:
-        return ValueId(Kind.WEIGHT, replica.weight, (replica.number, site.chunk.number), point, f":{phase}")
+    def _gathered_key(self, replica: Replica, site: Site, run: Run) -> ValueId:
+        return ValueId(Kind.WEIGHT, replica.weight, (replica.number, site.chunk.number), run.point, f":{run.phase}")
 
-    def _gather(self, site: Site, phase: str, point: Point) -> None:
+    def _gather(self, site: Site, run: Run) -> int:
         chunk = site.chunk
-        if (chunk.number, phase, point) in self._gathered:
-            return
-        which = [i for kind, i in chunk.passes["F" if phase == "R" else phase].inputs if kind == "weight"]
+        slots = {slot: None for op, made in chunk.passes.items() if op in run.programs for slot in made.inputs}
         replicas = [
             replica
-            for replica in dict.fromkeys(self.replicas[chunk.weights[i], site.where] for i in which)
+            for replica in dict.fromkeys(
+                self.replicas[chunk.weights[i], site.where] for kind, i in slots if kind == "weight"
+            )
             if replica.in_parts
         ]
-        known = (chunk.number, site.where, phase)
-        if known not in self._gathers:
-            axes = replicas[0].flat(3)
-            by = site.uses[axes[0]].directive
-            self._gathers[known] = self.nodes.template(
-                NodeTemplate(
-                    "all_gather",
-                    chunk.tags,
-                    site.where,
-                    site.dims,
-                    chunk.number,
-                    "F" if phase == "R" else phase,
-                    axes=axes,
-                    by=by,
-                )
-            )
-        writes = tuple(self._gathered_key(replica, site, phase, point) for replica in replicas)
+        writes = tuple(self._gathered_key(replica, site, run) for replica in replicas)
         for replica, key in zip(replicas, writes, strict=True):
             self.nodes.held[key] = WeightLayout(replica.weight, replica.where, replica.placements, ())
-        node = self.nodes.add(self._gathers[known], point, tuple((replica.key,) for replica in replicas), writes)
-        self._gathered[chunk.number, phase, point] = node
+        template = self._template(site, run.phase, replicas[0])
+        node = self.nodes.add(template, run.point, tuple((replica.key,) for replica in replicas), writes)
+        # A selector that names the gather of any of these passes means this one.
+        for _, phase, point in run.passes:
+            self._template(site, phase, replicas[0]).points[point] = node
+        return node
+
+    def _template(self, site: Site, phase: str, replica: Replica) -> NodeTemplate:
+        known = (site.chunk.number, site.where, phase)
+        if known not in self._templates:
+            axes = replica.flat(3)
+            self._templates[known] = self.nodes.template(
+                NodeTemplate(
+                    "all_gather",
+                    site.chunk.tags,
+                    site.where,
+                    site.dims,
+                    site.chunk.number,
+                    "F" if phase == "R" else phase,
+                    axes=axes,
+                    by=site.uses[axes[0]].directive,
+                )
+            )
+        return self._templates[known]
 
     def read_by(self, site: Site, phase: str, point: Point, node: int) -> None:
         """Note who reads which weights: an update comes after all of them."""
-        takes = site.chunk.passes["F" if phase == "R" else phase].inputs
-        gather = self._gathered.get((site.chunk.number, phase, point))
+        gather = self.gathers.get(self.runs.of(site, phase, point)) if self.gathers else None
         if gather is not None:
-            self.gathers.append(_Gather(gather, site, node))
-        for kind, i in takes:
+            gather.readers.append(node)
+        for kind, i in site.chunk.passes["F" if phase == "R" else phase].inputs:
             if kind == "weight":
                 replica = self.replicas[site.chunk.weights[i], site.where]
-                replica.readers.append(gather if gather is not None and replica.in_parts else node)
+                replica.readers.append(gather.node if gather is not None and replica.in_parts else node)
 
     def gradient(self, site: Site, i: int, point: Point) -> ValueId:
         replica = self.replicas[site.chunk.weights[i], site.where]
@@ -234,9 +242,9 @@ class Weights:
                 )
 
     def prefetch(self, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
-        """Weights are not gathered earlier than so many passes ahead, or they would all be whole at once. `turns`: when
-        passes come that no order names, where that is not as they were made."""
-        by_reader = {gather.reader: gather for gather in self.gathers}
+        """Weights are not gathered earlier than so many gathers ahead, or they would all be whole at once. `turns`:
+        when passes come that no order names, where that is not as they were made."""
+        by_reader = {reader: gather for gather in self.gathers.values() for reader in gather.readers}
         ordered: set[int] = set()
         for order in orders:
             ordered |= self._in_order(order, by_reader)
@@ -244,44 +252,50 @@ class Weights:
         forwards = {
             (template.chunk, template.where): template for template in self.nodes.templates if template.op == "F"
         }
-        for gather in sorted(self.gathers, key=lambda gather: turns.get(gather.reader, 0)):
-            if gather.reader in ordered:
+        for gather in sorted(self.gathers.values(), key=lambda gather: turns.get(gather.readers[0], 0)):
+            if gather.node in ordered:
                 continue
-            template = self.nodes.nodes[gather.reader].template
-            line = by_part.setdefault(
-                (gather.site.where, self.nodes.nodes[gather.reader].point, template.phase == "F"), []
-            )
+            node = self.nodes.nodes[gather.readers[0]]
+            template = node.template
+            line = by_part.setdefault((gather.site.where, node.point, template.phase == "F"), [])
             if len(line) >= gather.distance:
-                self.nodes.before(gather.node, line[-gather.distance].reader)
+                self.nodes.before(gather.node, line[-gather.distance].readers[-1])
             elif template.op != "F":
                 # The first gathers of a backward wait for the forward of their own chunk.
-                node = self.nodes.nodes[gather.reader]
                 self.nodes.before(gather.node, forwards[template.chunk, template.where].points[node.point])
             line.append(gather)
 
     def _in_order(self, order: Steps, by_reader: Mapping[int, _Gather]) -> set[int]:
-        """One line of passes through the steps of an order: the chunks of a step as they follow each other. What a step
-        joins with `&` has a line of its own for forwards and one for the rest."""
+        """One line of gathers through the steps of an order: the chunks of a step as they follow each other. What a
+        step joins with `&` has a line of its own for forwards and one for the rest. Gives the gathers found."""
         lines: dict[bool, list[int]] = {}
-        found: set[int] = set()
+        longest = max((gather.distance for gather in by_reader.values()), default=1)
+        read: dict[int, int] = {}
+        """The latest reader of every gather."""
         for group in order.groups:
-            readers: dict[bool, list[_Gather]] = {}
+            fresh: dict[bool, list[_Gather]] = {}
+            again: dict[int, int] = {}
             for reader in sorted(
                 (node for node in group if node in by_reader), key=lambda node: position(self.nodes, node)
             ):
-                readers.setdefault(self.nodes.nodes[reader].template.phase == "F", []).append(by_reader[reader])
-            if not readers:
+                gather = by_reader[reader]
+                its = fresh.setdefault(self.nodes.nodes[reader].template.phase == "F", [])
+                again[gather.node] = reader
+                if gather.node not in read and not any(gather in gathers for gathers in fresh.values()):
+                    its.append(gather)
+            if not fresh:
                 continue
             before, lines = lines, {}
-            for forward, gathers in readers.items():
+            for forward, gathers in fresh.items():
                 line = list(before.get(forward) or next(iter(before.values()), []))
                 for gather in gathers:
                     if len(line) >= gather.distance:
-                        self.nodes.before(gather.node, line[-gather.distance])
-                    line.append(gather.reader)
-                    found.add(gather.reader)
-                lines[forward] = line[-max(gather.distance for gather in gathers) :]
-        return found
+                        earlier = line[-gather.distance]
+                        self.nodes.before(gather.node, read[earlier] if earlier in read else again[earlier])
+                    line.append(gather.node)
+                lines[forward] = line[-longest:]
+            read |= again
+        return set(read)
 
 
 def position(nodes: Nodes, node: int) -> tuple[Point, int, str]:

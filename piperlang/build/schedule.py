@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Protocol
@@ -40,6 +41,15 @@ BUCKET = 25_000_000
 """Bytes of gradients reduced together, and of weights updated together, where no directive says otherwise."""
 
 
+class Keep(IntEnum):
+    """How long gathered weights stay, the longer the higher: for a pass, through passes of their chunk that are all
+    forwards or all of backwards, or also through the turn from one to the other."""
+
+    PASS = 0
+    STAGE = 1
+    TURN = 2
+
+
 class HasModel(Protocol):
     @property
     def model(self) -> Model: ...
@@ -66,6 +76,7 @@ class Use:
     style: str = ""
     bucket: int = BUCKET
     prefetch: int = 1
+    keep: Keep = Keep.STAGE
     in_parts: bool = False
     """Whether gradients are added up over microbatches in parts, each reduced by itself."""
     by_weight: bool = False
@@ -208,6 +219,11 @@ class Schedule:
         splits = self.outline.splits
         group = frozenset((key, value) for key, value in item.items() if key not in RESERVED_KEYS and key not in splits)
         return group, tuple(at for split in self.splits(group) if isinstance(at := item[split.name], int))
+
+    def halves(self, group: Tagset, point: tuple[int, ...]) -> tuple[str, ...]:
+        """The passes that a backward consists of."""
+        named = (group, point) in self.by_halves or (group in self.halved and (group, point) not in self.by_whole)
+        return ("I", "W") if named else ("B",)
 
     def use(self, group: Tagset, where: Submesh, axis: str) -> Use | None:
         return self.uses.get(group, {}).get((where.mesh, axis))

@@ -27,11 +27,13 @@ After:
     all_gather[stage=1]  gpu over dp  4 weights
 
 `states=sharded` is ZeRO-1: each device updates its shard, then all_gather. `grads=sharded` is ZeRO-2: reduce_scatter
-instead of all_reduce. `params=sharded` is ZeRO-3: weights are gathered before each pass that reads them. Each level
-includes those before it. `bucket` limits the bytes of one reduction, `prefetch` the number of passes that weights are
-gathered ahead. `accumulate=sharded` reduces the gradients of every microbatch and accumulates shards: more messages,
-and no device ever holds all gradients. `partition=weights` gives each weight to one device, which updates all of it,
-instead of a part to every device: for optimizers that need whole matrices, such as Muon.
+instead of all_reduce. `params=sharded` is ZeRO-3: weights are gathered before the passes that read them. Each level
+includes those before it. `bucket` limits the bytes of one reduction, `prefetch` the number of gathers that are made
+ahead. `keep` says how long gathered weights stay: for one pass (`pass`), through forwards, or backwards, of a chunk
+that follow each other on its devices (`stage`, the default), or also through the turn between both (`turn`).
+`accumulate=sharded` reduces the gradients of every microbatch and accumulates shards: more messages, and no device ever
+holds all gradients. `partition=weights` gives each weight to one device, which updates all of it, instead of a part to
+every device: for optimizers that need whole matrices, such as Muon.
 
 Preconditions: the chunks exist, none of them uses the axes for something else, and none of them mixes samples. At
 the end of the script, the batch size must be divisible by the number of devices."""
@@ -44,7 +46,7 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from piperlang.build.divide import give_axes, refuse_mixing, use_axes
-from piperlang.build.schedule import BUCKET, Use
+from piperlang.build.schedule import BUCKET, Keep, Use
 from piperlang.core.mesh import Axis
 from piperlang.core.selector import Selector
 from piperlang.diagnostics import error
@@ -73,6 +75,7 @@ class Replicate(Directive):
         "accumulate": Words(("whole", "sharded")),
         "bucket": tree.Size,
         "grads": SHARDED,
+        "keep": Words(tuple(keep.name.lower() for keep in Keep)),
         "params": SHARDED,
         "partition": Words(("elements", "weights")),
         "prefetch": int,
@@ -122,6 +125,15 @@ class Replicate(Directive):
                 "here every device holds all gradients",
                 help="add `grads=sharded` or `params=sharded`",
             )
+        keep = given.get("keep")
+        if keep is not None and level < LEVELS["params"]:
+            raise error(
+                "P0405",
+                "`keep` requires sharded weights",
+                keep.span,
+                "here every device holds all weights",
+                help="add `params=sharded`",
+            )
         partition = given.get("partition")
         by_weight = partition is not None and partition.value == "weights"
         if partition is not None and by_weight and not level:
@@ -138,6 +150,7 @@ class Replicate(Directive):
             level=level,
             bucket=bucket.value.bytes if bucket is not None and isinstance(bucket.value, tree.Size) else BUCKET,
             prefetch=prefetch.value if prefetch is not None and isinstance(prefetch.value, int) else 1,
+            keep=Keep[str(keep.value).upper()] if keep is not None else Keep.STAGE,
             in_parts=by_shards,
             by_weight=by_weight,
         )

@@ -20,10 +20,13 @@ ZERO = (
     " with grads=sharded, bucket=300B",
     " with params=sharded",
     " with params=sharded, prefetch=0, bucket=1KB",
+    " with params=sharded, keep=pass",
+    " with params=sharded, keep=turn",
     " with grads=sharded, accumulate=sharded",
     " with grads=sharded, partition=weights",
     " with params=sharded, partition=weights, bucket=300B",
     " with params=sharded, accumulate=sharded, bucket=300B",
+    " with params=sharded, accumulate=sharded, keep=turn, prefetch=0",
 )
 SCHEDULES = {
     "gpipe": ("loop", 1),

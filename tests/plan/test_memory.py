@@ -141,11 +141,38 @@ def test_whole_weights_under_zero_3(cluster: Cluster, prefetch: int) -> None:
         assert chunk * 0.95 <= above <= (1 + prefetch) * chunk * 1.05
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "ranks"),
+    [
+        ("gpipe", "loop", 4),
+        ("one_f_one_b", "loop", 4),
+        ("zero_bubble", "loop", 4),
+        ("zbv", "vee", 2),
+        ("dualpipev", "vee", 2),
+    ],
+)
+def test_gathered_weights_that_stay_cost_no_memory(name: str, place: str, ranks: int) -> None:
+    """Where weights dominate: they stay only where the next pass would gather them again."""
+    found = []
+    for keep in ("pass", "stage", "turn"):
+        data = f"replicate [pass=*] over gpu.dp with params=sharded, keep={keep}"
+        graph, _ = compiled(program(4), pipeline(name, place, ranks, 2, data))
+        found.append(max(one.bytes for one in peaks(lower(graph), graph)))
+    assert max(found[1:]) <= found[0] * 1.01
+
+
 SCHEDULES = {
     "1f1b": pipeline("one_f_one_b", "loop", 4, 1),
     "1f1b x zero3": pipeline("one_f_one_b", "loop", 4, 2, "replicate [pass=*] over gpu.dp with params=sharded"),
     "1f1b x zero3, added up in parts": pipeline(
         "one_f_one_b", "loop", 4, 2, "replicate [pass=*] over gpu.dp with params=sharded, accumulate=sharded"
+    ),
+    "gpipe x zero3": pipeline("gpipe", "loop", 4, 2, "replicate [pass=*] over gpu.dp with params=sharded"),
+    "looped bfs x zero3, kept through the turn": pipeline(
+        "looped_bfs", "loop", 2, 2, "replicate [pass=*] over gpu.dp with params=sharded, keep=turn"
+    ).replace("loop(gpu, 2)", "loop(gpu, 2, 2)"),
+    "zbv x zero3, each gathered for itself": pipeline(
+        "zbv", "vee", 2, 2, "replicate [pass=*] over gpu.dp with params=sharded, keep=pass"
     ),
     "zbv x zero2": pipeline("zbv", "vee", 2, 2, "replicate [pass=*] over gpu.dp with grads=sharded"),
     "dualpipev x zero1": pipeline("dualpipev", "vee", 2, 2, "replicate [pass=*] over gpu.dp with states=sharded"),

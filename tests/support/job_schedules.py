@@ -28,6 +28,16 @@ JOB_SCHEDULES = {
         "gpt",
         pipeline_script("zbv", "vee", 2, 2, f"{REPLICATE} with params=sharded, accumulate=sharded"),
     ),
+    "looped bfs x zero3": (
+        "gpt",
+        pipeline_script("looped_bfs", "loop", 2, 2, f"{REPLICATE} with params=sharded", "2, 2"),
+    ),
+    "1f1b x zero3, kept through the turn": (
+        "unet",
+        pipeline_script(
+            "one_f_one_b", "loop", 4, 2, f"{REPLICATE} with params=sharded, keep=turn\nrecompute [stage=1]"
+        ),
+    ),
     "dualpipe x zero2": ("mlp", pipeline_script("dualpipe", "mirror", 4, 2, f"{REPLICATE} with grads=sharded", "4, 4")),
     "dp": ("gpt", DP.format("")),
     "zero1": ("mlp", DP.format(" with states=sharded")),

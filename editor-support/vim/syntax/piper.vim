@@ -54,6 +54,7 @@ syntax region piperTagging matchgroup=piperDirective start=/\<tag\>/ matchgroup=
       \ matchgroup=NONE end=/$/ end=/^\ze\s*\<\%(def\|elif\|from\|import\|let\|mesh\|offload\|order\|param\|place\|print\|recompute\|repeat\|replicate\|require\|return\|shard\|split\|stream\|tag\)\>/ contains=@piperExpression,piperTag
 syntax match piperOptionWord contained /\%(\<accumulate\s*=\s*\)\@<=\<\%(whole\|sharded\)\>/
 syntax match piperOptionWord contained /\%(\<grads\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
+syntax match piperOptionWord contained /\%(\<keep\s*=\s*\)\@<=\<\%(pass\|stage\|turn\)\>/
 syntax match piperOptionWord contained /\%(\<params\s*=\s*\)\@<=\<\%(sharded\|replicated\)\>/
 syntax match piperOptionWord contained /\%(\<partition\s*=\s*\)\@<=\<\%(elements\|weights\)\>/
 syntax match piperOptionWord contained /\%(\<reduce\s*=\s*\)\@<=\<\%(mean\)\>/
