@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, ClassVar
 from piperlang.build.divide import refuse_both
 from piperlang.core.selector import Selector
 from piperlang.elaborate.directive import Directive
-from piperlang.elaborate.options import Kind
+from piperlang.elaborate.options import Count, Kind
 from piperlang.syntax import tree
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Offload(Directive):
     Move activations to host memory until they are needed."""
 
     nodes = (tree.Offload,)
-    legal: ClassVar[Mapping[str, Kind]] = {"prefetch": int}
+    legal: ClassVar[Mapping[str, Kind]] = {"prefetch": Count()}
 
     selector: Selector
 

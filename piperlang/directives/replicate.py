@@ -49,9 +49,9 @@ from piperlang.build.divide import give_axes, refuse_mixing, use_axes
 from piperlang.build.schedule import BUCKET, Keep, Use
 from piperlang.core.mesh import Axis
 from piperlang.core.selector import Selector
-from piperlang.diagnostics import error
+from piperlang.diagnostics import error, listed
 from piperlang.elaborate.directive import Directive
-from piperlang.elaborate.options import Kind, Words
+from piperlang.elaborate.options import Count, Kind, Option, Words
 from piperlang.syntax import tree
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Replicate(Directive):
         "keep": Words(tuple(keep.name.lower() for keep in Keep)),
         "params": SHARDED,
         "partition": Words(("elements", "weights")),
-        "prefetch": int,
+        "prefetch": Count(),
         "reduce": Words(("mean",), note="a sum would change the result of training"),
         "states": SHARDED,
     }
@@ -115,35 +115,15 @@ class Replicate(Directive):
                     "each level of ZeRO includes the levels below it",
                     help=f"remove `{option.name}=replicated`",
                 )
-        accumulate, bucket, prefetch = (given.get(name) for name in ("accumulate", "bucket", "prefetch"))
+        accumulate, bucket, keep, partition, prefetch = map(
+            given.get, ("accumulate", "bucket", "keep", "partition", "prefetch")
+        )
         by_shards = accumulate is not None and accumulate.value == "sharded"
-        if accumulate is not None and by_shards and level < LEVELS["grads"]:
-            raise error(
-                "P0405",
-                "`accumulate=sharded` requires sharded gradients",
-                accumulate.span,
-                "here every device holds all gradients",
-                help="add `grads=sharded` or `params=sharded`",
-            )
-        keep = given.get("keep")
-        if keep is not None and level < LEVELS["params"]:
-            raise error(
-                "P0405",
-                "`keep` requires sharded weights",
-                keep.span,
-                "here every device holds all weights",
-                help="add `params=sharded`",
-            )
-        partition = given.get("partition")
         by_weight = partition is not None and partition.value == "weights"
-        if partition is not None and by_weight and not level:
-            raise error(
-                "P0405",
-                "`partition=weights` requires sharded states",
-                partition.span,
-                "here every device updates all weights",
-                help="add `states=sharded`, `grads=sharded` or `params=sharded`",
-            )
+        _require("grads", level, accumulate if by_shards else None, "here every device holds all gradients")
+        _require("params", level, keep, "here every device holds all weights")
+        _require("params", level, prefetch, "here every device holds all weights")
+        _require("states", level, partition if by_weight else None, "here every device updates all weights")
         return Use(
             self,
             divides_batch=True,
@@ -154,3 +134,13 @@ class Replicate(Directive):
             in_parts=by_shards,
             by_weight=by_weight,
         )
+
+
+def _require(sharded: str, level: int, option: Option | None, here: str) -> None:
+    """An option that means something only where `sharded`, or what includes it, is sharded."""
+    if option is None or level >= LEVELS[sharded]:
+        return
+    enough = [f"{name}=sharded" for name, number in LEVELS.items() if number >= LEVELS[sharded]]
+    what = option if isinstance(option.value, str) and option.name != "keep" else option.name
+    named = {"params": "weights", "grads": "gradients"}.get(sharded, sharded)
+    raise error("P0405", f"`{what}` requires sharded {named}", option.span, here, help=f"add {listed(enough)}")

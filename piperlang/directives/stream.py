@@ -48,7 +48,7 @@ from piperlang.core.selector import Selector
 from piperlang.core.streams import MAX_CTAS
 from piperlang.diagnostics import Label, error
 from piperlang.elaborate.directive import Directive
-from piperlang.elaborate.options import Kind, Words
+from piperlang.elaborate.options import Count, Kind, Words
 from piperlang.syntax import tree
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Stream(Directive):
 
     nodes = (tree.StreamOn,)
     legal: ClassVar[Mapping[str, Kind]] = {
-        "ctas": int,
+        "ctas": Count(1, MAX_CTAS, usual=8),
         "priority": Words(("high", "normal"), note="CUDA has no priority below normal"),
     }
 
@@ -77,17 +77,14 @@ class Stream(Directive):
         name = script.text(node.stream, "the name of a stream")
         if not name:
             raise error("P0204", "a stream needs a name", node.stream.span, "empty")
-        found = cls(script.settled(node.selector), name, **script.written(node))
-        for option in found.options:
-            if isinstance(option.value, int) and not 1 <= option.value <= MAX_CTAS:
-                raise error(
-                    "P0405",
-                    f"`ctas` must be 1 to {MAX_CTAS}",
-                    option.span,
-                    "the thread blocks of one kernel of NCCL",
-                    help="without `ctas`, NCCL chooses how many it takes",
-                )
-        return found
+        if not name.isprintable():
+            raise error(
+                "P0204",
+                "the name of a stream has characters that cannot be shown",
+                node.stream.span,
+                help="write it with letters and digits, such as `pp`",
+            )
+        return cls(script.settled(node.selector), name, **script.written(node))
 
     def __str__(self) -> str:
         return f'stream {self.selector} on "{self.stream}"{self.with_options}'
@@ -96,12 +93,13 @@ class Stream(Directive):
         for option in self.options:
             first, known = outline.streams.setdefault(self.stream, {}).setdefault(option.name, (self, option))
             if known.value != option.value:
+                earlier = first.apart_from(self, known.span)
                 raise error(
                     "P0405",
                     f'stream "{self.stream}" has `{known}`, and `{option}` here',
                     option.span,
                     "resources belong to a stream, not to what a line puts on it",
-                    also=[Label(first.of_user(known.span), "first given here")],
+                    also=[Label(earlier, "first given here")] if earlier != option.span else [],
                     help="give one of them, or put this on a stream of another name",
                 )
 

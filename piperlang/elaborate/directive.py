@@ -32,6 +32,11 @@ class Written:
         calls = [frame.span for frame in self.trail if not frame.span.source.library]
         return calls[-1] if calls and span.source.library else span
 
+    def apart_from(self, other: Written, span: Span) -> Span:
+        """What tells this from `other`, which the same line may have written: `span`, which is in it, or a call."""
+        calls = (mine.span for mine, its in zip(self.trail, other.trail, strict=False) if mine.span != its.span)
+        return next(calls, self.of_user(span))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Directive(Written, ABC):

@@ -25,8 +25,24 @@ class Words:
     """Why there is no other word."""
 
 
-Kind: TypeAlias = Words | type[int] | type[tree.Size]
-"""The values of an option: words, integers of 0 or more, or sizes above 0."""
+@dataclass(frozen=True)
+class Count:
+    """The values of an option that takes an integer."""
+
+    least: int = 0
+    most: int | None = None
+    usual: int = 1
+
+    def has(self, value: object) -> bool:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole and self.least <= value and (self.most is None or value <= self.most)  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        return f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
+
+
+Kind: TypeAlias = Words | Count | type[tree.Size]
+"""The values of an option: words, integers, or sizes above 0."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,8 @@ def given_options(
     for setting in settings:
         name = setting.name.text
         if name not in legal:
-            label = f"its options are {listed(legal, 'and')}" if legal else "it takes no options"
+            known = "its option is" if len(legal) == 1 else "its options are"
+            label = f"{known} {listed(legal, 'and')}" if legal else "it takes no options"
             raise error(
                 "P0405",
                 f"`{directive.word()}` has no option `{name}`",
@@ -80,12 +97,26 @@ def _value(script: Evaluator, kind: Kind, setting: tree.Setting) -> Value:
             )
         return word
     value = script.evaluate(node)
-    if kind is tree.Size:
-        if not isinstance(value, tree.Size) or value.bytes < 1:
-            raise error("P0405", f"`{name}` must be a size above 0", node.span, brief(value), help=f"{name}=25MB")
-    elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise error("P0405", f"`{name}` must be an integer of 0 or more", node.span, brief(value), help=f"{name}=1")
+    if isinstance(kind, Count):
+        if not kind.has(value):
+            meant = _whole(value)
+            raise error(
+                "P0405",
+                f"`{name}` must be an integer {kind}",
+                node.span,
+                brief(value),
+                help=f"{name}={meant if kind.has(meant) else kind.usual}",
+            )
+    elif not isinstance(value, tree.Size) or value.bytes < 1:
+        raise error("P0405", f"`{name}` must be a size above 0", node.span, brief(value), help=f"{name}=25MB")
     return value
+
+
+def _whole(value: object) -> int | None:
+    """The integer that a float or a string stands for."""
+    if isinstance(value, str):
+        return int(value) if value.isdecimal() and len(value) < 10 else None
+    return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
 def written(value: object) -> str:

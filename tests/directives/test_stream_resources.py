@@ -105,6 +105,28 @@ def test_two_calls_of_the_library_that_contradict_each_other() -> None:
     assert 3 in [label.span.first.line for label in found.also if not label.span.source.library]
 
 
+def test_two_calls_of_a_function_that_contradict_each_other() -> None:
+    lines = 'def f(p):\n    stream [comm=p2p] on "x" with priority=p\n\nf("high")\nf("normal")\n'
+    found = refused(lines)
+    assert [label.span.text for label in found.also] == ['f("high")']
+    again = refused('for p in ["high", "normal"]: stream [comm=p2p] on "x" with priority=p\n')
+    assert not again.also  # the same place
+
+
+@pytest.mark.parametrize(
+    ("value", "help"), [("0", "ctas=8"), ("33", "ctas=8"), ("-1", "ctas=8"), ("4.0", "ctas=4"), ('"16"', "ctas=16")]
+)
+def test_a_number_of_thread_blocks_is_in_its_range(value: str, help: str) -> None:
+    found = refused(f'stream [comm=p2p] on "x" with ctas={value}\n')
+    assert found.message == "`ctas` must be an integer from 1 to 32"
+    assert found.helps == (help,)
+
+
+def test_a_name_that_cannot_be_shown() -> None:
+    (found,) = outline(Source("s.piper", MESH + 'stream [comm=p2p] on "a\\nb"\n')).problems
+    assert (found.code, found.message) == ("P0204", "the name of a stream has characters that cannot be shown")
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
