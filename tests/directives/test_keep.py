@@ -263,6 +263,7 @@ def test_evaluation_shares_them_too(keep: str) -> None:
         ("params=sharded, keep=pass, keep=turn", "`keep` is given twice"),
         ("grads=sharded, keep=turn", "`keep` requires sharded weights"),
         ("keep=pass", "`keep` requires sharded weights"),
+        ("prefetch=2", "`prefetch` requires sharded weights"),
     ],
 )
 def test_bad_values(options: str, message: str) -> None:
