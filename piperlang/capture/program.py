@@ -78,7 +78,7 @@ class Program:
             first = (key, self.sizes.samples, ((), ()))
             like = self.pass_graphs(chunk, *first, cheap) if known != first else None
             local = self._local(chunk, known) if sharding[0] else None
-            made = divide(self._joint(chunk, key, samples), local, like, cheap)
+            made = divide(self.joint(chunk, key, samples), local, like, cheap)
             if not cheap and any(DISPATCHED in places for places in self._places.get(known, {}).values()):
                 self._any_rows(chunk, known, made)
             promised = self._promised.get((key, sharding))
@@ -92,7 +92,7 @@ class Program:
             self._pieces[*known, cheap] = made
         return self._pieces[*known, cheap]
 
-    def _joint(self, chunk: Subgraph, key: int, samples: int) -> Joint:
+    def joint(self, chunk: Subgraph, key: int, samples: int) -> Joint:
         if (key, samples) not in self._joints:
             self._joints[key, samples] = Joint(self.sizes.small, chunk, self.sizes, samples)
         return self._joints[key, samples]
@@ -186,7 +186,7 @@ class Program:
         """Checks that the graphs are the same for any number of tokens, because that number depends on the data."""
         key, samples, sharding = known
         twice = (key, 2 * samples, sharding)
-        other = divide(self._joint(chunk, key, 2 * samples), self._local(chunk, twice))
+        other = divide(self.joint(chunk, key, 2 * samples), self._local(chunk, twice))
         for name in "FBIW":
             one, two = getattr(made, name), getattr(other, name)
             for ours, theirs, node in (
@@ -306,6 +306,10 @@ class CutProgram:
 
     def pass_graphs(self, chunk: int, samples: int, sharding: Sharding = ((), ())) -> PassGraphs:
         return self.program.pass_graphs(self.chunks[chunk], self.keys[chunk], samples, sharding, chunk in self.cheap)
+
+    def takes(self, chunk: int, samples: int) -> dict[ir.Slot, torch.Tensor]:
+        """Fake tensors of all that the passes of a chunk take from elsewhere."""
+        return self.program.joint(self.chunks[chunk], self.keys[chunk], samples).takes
 
     def divided(self, chunk: int, samples: int, sharding: Sharding) -> ir.Places:
         return self.program.places(self.chunks[chunk], self.keys[chunk], samples, sharding)

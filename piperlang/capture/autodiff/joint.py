@@ -72,6 +72,12 @@ class Joint:
         ]
         """None where there is no gradient. A chunk without values that require gradients has outputs only."""
 
+    @property
+    def takes(self) -> dict[Slot, torch.Tensor]:
+        """Fake tensors of the inputs."""
+        places = self.module.graph.find_nodes(op="placeholder")
+        return {slot: node.meta["val"] for slot, node in zip(self.inputs, places, strict=True)}
+
     def _value(self, slot: Slot, node: fx.Node) -> torch.Tensor:
         """A value of the traced graph, at this joint graph's number of samples."""
         value: torch.Tensor = self.traced.value(node)

@@ -4,8 +4,8 @@ The model is called twice, forward and backward, on slices of the first batch: i
 with the graphs that the plan's devices run, one microbatch after the other. The loss, every gradient (including missing
 ones) and every buffer must be equal. Two calls, because state that a model keeps between calls shows only in the
 second. A third call uses different numbers than the first batch (varied.py), which may not trigger everything that
-later batches do. The optimizer is compared with the same gradients on both sides (guard_optimizer.py), so that it
-cannot amplify rounding errors."""
+later batches do. Sharded chunks are compared with whole ones (sharded.py). The optimizer is compared with the same
+gradients on both sides (optimizer.py), so that it cannot amplify rounding errors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from piperlang.capture.trace.random import PLACE, mix
 from piperlang.capture.user.held import hold, restore, saved
 from piperlang.capture.user.seeding import seeded
 from piperlang.capture.user.tensors import named_tensors
-from piperlang.capture.user.where import line_of_function
-from piperlang.diagnostics import PiperError, error
+from piperlang.capture.user.where import line_of_function, line_of_operator
+from piperlang.diagnostics import PiperError, error, listed
 from piperlang.plan.plan import Plan
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.guard.optimizer import optimizer_errors
 from piperlang.runtime.guard.rounding import FACTOR, Rounding, rounding_of
+from piperlang.runtime.guard.sharded import Difference, differences
 from piperlang.runtime.guard.varied import converts_to_indices, varied
 from piperlang.runtime.hardware.room import LITTLE, free_bytes, gigabytes, threads_for
 
@@ -90,7 +91,7 @@ def verify(
         with seeded(training.seed), threads_for(captured.model.flops):
             difference = max(guard.compare(call) for call in range(CALLS))
             other = guard.compare_varied()
-            difference = max(difference, other or 0.0, guard.compare_optimizer())
+            difference = max(difference, other or 0.0, guard.compare_shards(), guard.compare_optimizer())
     except NotFinite as problem:
         if guard.slice < captured.given:  # a slice may have no target that counts
             return verify(captured, plan, batch, training, whole=True)
@@ -227,6 +228,30 @@ class Guard:
     def _versions(self) -> dict[str, tuple[int, int]]:
         """A version that changes when a parameter is written to or gets other memory."""
         return {name: (parameter.data_ptr(), parameter._version) for name, parameter in self.model.named_parameters()}
+
+    def compare_shards(self) -> float:
+        """Compares what the devices of sharded chunks compute, put together, with what the whole chunks do."""
+        limit, errors = LIMITS[self._coarsest()], [0.0]
+        for found in differences(self.captured, self.plan):
+            if not found.error <= limit:
+                raise self._shards_differ(found)
+            errors.append(found.error)
+        return max(errors)
+
+    def _shards_differ(self, found: Difference) -> PiperError:
+        (kind, i), chunk = found.slot, self.captured.chunks[found.program.chunk]
+        name = value_name(chunk, (kind.removeprefix("grad_"), i))
+        name = self.traced.weights[name].name if kind == "grad_weight" else name
+        styles = listed((f"style={divide.style}" for divide in found.program.sharding[0]), "and")
+        tags = ", ".join(f"{tag}={value}" for tag, value in sorted(chunk.tags)) or "untagged"
+        return error(
+            "P0608",
+            f"chunk {tags} does not compute the same when it is sharded with {styles}",
+            line_of_operator(chunk.nodes[0]),
+            notes=[f"{'the gradient of ' if kind != 'output' else ''}{name} differs by {found.error:.0e}"],
+            help="shard this chunk with another style or not at all, and report its operators: torch's rule for how one"
+            " of them is sharded is wrong; `--no-verify` skips this check",
+        )
 
     def compare_optimizer(self) -> float:
         """Compares updates of sharded weights with updates of whole weights. Master weights are not used: plain
