@@ -45,6 +45,8 @@ class StageProgram(NamedTuple):
     """Which output is the loss."""
     routed: bool
     """Its experts are divided over devices, so its tokens are dispatched."""
+    without_samples: tuple[Slot, ...] = ()
+    """Inputs and outputs that do not have samples. A pass may read what another microbatch has made of them."""
 
 
 class ParameterShard(NamedTuple):

@@ -201,3 +201,11 @@ def test_a_table_between_submeshes_that_overlap_on_workers(cluster: Cluster) -> 
         "mesh gpu = d: 3\nplace [stage=0] on gpu[d=0:2]\nplace [stage=1] on gpu[d=1:3]\n"
         "replicate [pass=*] over gpu.d\n",
     )
+
+
+@pytest.mark.parametrize("counts", [(4, 2), (2, 4), (2, 2)], ids=str)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_table_is_read_across_splits(counts: tuple[int, int], devices: int) -> None:
+    """A microbatch of the second stage reads the table that another one of the first has made."""
+    place = f"mesh gpu = pp: {devices}\nplace [stage=0] on gpu[pp=0]\nplace [stage=1] on gpu[pp={devices - 1}]\n"
+    planned(f"split [stage=0] into {counts[0]} as mb\nsplit [stage=1] into {counts[1]} as mc\n{place}")

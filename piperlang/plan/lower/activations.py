@@ -141,7 +141,9 @@ class Activations:
 
     def _program(self, template: NodeTemplate) -> int:
         assert template.chunk is not None
-        chunk, loss = self.graph.model.chunks[template.chunk], self.graph.model.loss
+        model = self.graph.model
+        chunk, loss = model.chunks[template.chunk], model.loss
+        crossing = [("input", chunk.inputs), ("output", chunk.outputs)]
         sharded_experts = any(divide.style == "experts" for divide in template.sharding[0])
         self.programs.append(
             StageProgram(
@@ -153,6 +155,12 @@ class Activations:
                 tuple(template.outputs),
                 chunk.outputs.index(loss) if loss in chunk.outputs else None,
                 chunk.dispatch is not None and sharded_experts,
+                tuple(
+                    (kind, i)
+                    for kind, names in crossing
+                    for i, name in enumerate(names)
+                    if model.tensors[name].batch is None and name != loss
+                ),
             )
         )
         return len(self.programs) - 1

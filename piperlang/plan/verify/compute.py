@@ -100,10 +100,12 @@ class _Names:
             gives.append(("saved" if x.op == "F" else "kept", 0))
         point = writes[0].microbatch
         outputs = list(zip(gives, writes, strict=True))
+        every = {"weight", *program.without_samples}
         for slot, keys in (*zip(program.inputs, x.inputs, strict=True), *((slot, (key,)) for slot, key in outputs)):
             for key in keys:
                 self._one(at, chunk, slot, key)
-                if not _overlap(key.microbatch, point) and slot[0] != "weight":
+                of_any = every.intersection((slot[0], (slot[0].removeprefix("grad_"), slot[1])))
+                if not _overlap(key.microbatch, point) and not of_any:
                     self.checked.wrong(CODE, f"{key} is of another part of the batch than {writes[0]}", at)
         for slot, key in outputs:
             if slot[0] == "output":
