@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piperlang.cli.model import doing
+from piperlang.cli.run_folder import check_free
 from piperlang.diagnostics import PiperError, error
 from piperlang.progress import Notice, emit
 from piperlang.progress.lines import counted
@@ -82,10 +83,16 @@ def _newest(options: argparse.Namespace) -> Resumed | None:
     from piperlang.runtime.checkpoint.store import store_of
 
     if options.resume != AUTO:
-        return newest_of(location(options.resume))
+        path = location(options.resume)
+        if isinstance(path, Path) and not options.out:
+            check_free(path)
+        return newest_of(path)
     runs = [Path(options.out)] if options.out else list(_runs(options.script))
     run = next((run for run in runs if store_of(run).names()), None)
-    return None if run is None else _of_run(run)
+    if run is None:
+        return None
+    check_free(run)
+    return _of_run(run)
 
 
 def _runs(script: str) -> Iterator[Path]:

@@ -118,6 +118,13 @@ def owned(folder: Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
 
 
+def check_free(folder: Path) -> None:
+    """Refuses a folder in which a job trains now, before anything is read that this job may remove."""
+    path = folder.absolute() / LOCK
+    if path.exists():
+        _locked(path, folder).close()
+
+
 def _locked(path: Path, folder: Path) -> TextIO:
     while True:
         with writing(path, "nothing, training has not begun"):
