@@ -80,7 +80,7 @@ SHARDED = [each for each in matrix.ALL.values() if each.script and each.inside !
 
 def found_in(program: Program, script: str) -> list[Difference]:
     graph, captured = compiled(program, script)
-    return list(differences(captured, lower(graph)))
+    return list(differences(captured, lower(graph), {}, 2e-4, torch.finfo(torch.float32).eps / 2))
 
 
 @pytest.mark.parametrize("each", one_in(16, SHARDED), ids=lambda each: each.name)

@@ -231,8 +231,9 @@ class Guard:
 
     def compare_shards(self) -> float:
         """Compares what the devices of sharded chunks compute, put together, with what the whole chunks do."""
-        limit, errors = LIMITS[self._coarsest()], [0.0]
-        for found in differences(self.captured, self.plan):
+        coarsest, errors = self._coarsest(), [0.0]
+        limit, epsilon = LIMITS[coarsest], torch.finfo(coarsest).eps / 2
+        for found in differences(self.captured, self.plan, self._weights(self._buffers()), limit, epsilon):
             if not found.error <= limit:
                 raise self._shards_differ(found)
             errors.append(found.error)
@@ -295,12 +296,7 @@ class Guard:
     # ----------------------------------------------------------------------------------------- the captured program
 
     def _captured(self, buffers: Mapping[str, torch.Tensor], flat: list[torch.Tensor], call: int) -> _Ran:
-        tensors = named_tensors(self.model) | dict(buffers) | self.traced.constants
-        weights = {
-            place: tensors[weight.name].detach().to(self.device)
-            for place, weight in self.traced.weights.items()
-            if weight.name in tensors
-        }
+        weights = self._weights(buffers)
         flat = flat if self.whole is None else flat + self.whole.of(flat)
         share = 1.0 / self.microbatches if self.captured.model.combine == "mean" else 1.0
         ran = _Ran(0.0, {}, {})
@@ -308,6 +304,15 @@ class Guard:
             for number in range(self.microbatches):
                 self._microbatch(number, weights, flat, call, share, ran)
         return ran
+
+    def _weights(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By place."""
+        tensors = named_tensors(self.model) | dict(buffers) | self.traced.constants
+        return {
+            place: tensors[weight.name].detach().to(self.device)
+            for place, weight in self.traced.weights.items()
+            if weight.name in tensors
+        }
 
     def _microbatch(
         self,

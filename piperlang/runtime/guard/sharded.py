@@ -7,6 +7,7 @@ and compared with the graph of the whole chunk."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from piperlang.capture.trace.random import mix
 from piperlang.core.placement import DISPATCHED, PARTIAL, Placement, Shard
 from piperlang.ir.model import Divide, Places, Slot
 from piperlang.plan.plan import Plan, StageProgram
+from piperlang.runtime.guard.rounding import FACTOR
 
 Values = dict[Slot, torch.Tensor]
 NOISE = 1e-2
@@ -32,8 +34,11 @@ class Difference(NamedTuple):
     """Relative to the largest element."""
 
 
-def differences(captured: CutProgram, plan: Plan) -> Iterator[Difference]:
-    """For every distinct sharded chunk, the largest difference."""
+def differences(
+    captured: CutProgram, plan: Plan, weights: Mapping[str, torch.Tensor], limit: float, epsilon: float
+) -> Iterator[Difference]:
+    """For every distinct sharded chunk, the largest difference. `weights`: their values, by place. What is above
+    `limit` counts only if more than a change of all numbers by `epsilon` explains."""
     halved = {captured.keys[program.chunk] for program in plan.programs if program.op in ("I", "W")}
     known = set()
     for program in plan.programs:
@@ -44,42 +49,88 @@ def differences(captured: CutProgram, plan: Plan) -> Iterator[Difference]:
         known.add(one)
         places = captured.divided(program.chunk, program.samples, program.sharding)
         if not any(DISPATCHED in of_slot for of_slot in places.values()):
-            yield max(_differences(captured, program, places, key in halved), key=lambda found: found.error)
+            chunk = _Chunk(captured, program, places, weights, key in halved)
+            found = max(chunk.differences(), key=lambda found: found.error)
+            yield found if found.error <= limit else max(chunk.differences(epsilon), key=lambda found: found.error)
 
 
-def _differences(captured: CutProgram, program: StageProgram, places: Places, halved: bool) -> Iterator[Difference]:
-    divides = program.sharding[0]
-    given = _numbers(captured.takes(program.chunk, program.samples))
-    expected = _run(captured.pass_graphs(program.chunk, program.samples), given, halved)
-    local = captured.pass_graphs(program.chunk, program.samples, program.sharding)
-    parts: dict[Slot, dict[tuple[int, ...], torch.Tensor]] = {slot: {} for slot in expected}
-    for at in itertools.product(*(range(divide.size) for divide in divides)):
-        own = {slot: _part(value, places[slot], divides, at) for slot, value in given.items() if slot in places}
-        own |= {slot: torch.cat([value, value.new_tensor(at)]) for slot, value in given.items() if slot[0] == "rng"}
-        for slot, value in _run(local, own, halved).items():
-            parts[slot][at] = value
-    sizes = {slot: float(value.abs().max()) if value.numel() else 0.0 for slot, value in expected.items()}
-    least = NOISE * max((size for (kind, _), size in sizes.items() if kind != "output"), default=0.0)
-    for slot, value in expected.items():
-        apart = (
-            (_whole(parts[slot], places[slot]).to(value.dtype) - value).abs().nan_to_num() if value.numel() else None
-        )
-        error = float(apart.max()) / max(sizes[slot], least, 1e-30) if apart is not None else 0.0
-        yield Difference(program, slot, error)
+class _Chunk:
+    def __init__(
+        self,
+        captured: CutProgram,
+        program: StageProgram,
+        places: Places,
+        weights: Mapping[str, torch.Tensor],
+        halved: bool,
+    ) -> None:
+        """`halved`: its backward runs as I and W."""
+        self.captured, self.program, self.places, self.halved = captured, program, places, halved
+        self.given = _numbers(captured.takes(program.chunk, program.samples))
+        for i, place in enumerate(captured.chunks[program.chunk].weights):
+            if ("weight", i) in self.given and place in weights:
+                self.given["weight", i] = weights[place]
+
+    def differences(self, epsilon: float = 0.0) -> Iterator[Difference]:
+        """Of all outputs and gradients; with `epsilon`, beyond rounding."""
+        expected, found = self._whole(self.given), self._sharded()
+        moved = self._whole(_rounded(self.given, epsilon)) if epsilon else expected
+        sizes = {slot: _largest(value) for slot, value in expected.items()}
+        least = NOISE * max((size for (kind, _), size in sizes.items() if kind != "output"), default=0.0)
+        for slot, value in expected.items():
+            apart = _largest(_apart(found[slot], value)) - FACTOR * _largest(_apart(moved[slot], value))
+            yield Difference(self.program, slot, max(apart, 0.0) / max(sizes[slot], least, 1e-30))
+
+    def _whole(self, given: Values) -> Values:
+        return _run(self.captured.pass_graphs(self.program.chunk, self.program.samples), given, self.halved)
+
+    def _sharded(self) -> Values:
+        """What the devices compute, put together."""
+        divides = self.program.sharding[0]
+        graphs = self.captured.pass_graphs(self.program.chunk, self.program.samples, self.program.sharding)
+        parts: dict[Slot, dict[tuple[int, ...], torch.Tensor]] = {}
+        for at in itertools.product(*(range(divide.size) for divide in divides)):
+            own = {
+                slot: torch.cat([value, value.new_tensor(at)])
+                if slot[0] == "rng"
+                else _part(value, self.places[slot], divides, at)
+                for slot, value in self.given.items()
+            }
+            for slot, value in _run(graphs, own, self.halved).items():
+                parts.setdefault(slot, {})[at] = value
+        return {slot: _together(of_slot, self.places[slot]) for slot, of_slot in parts.items()}
 
 
 def _numbers(like: Mapping[Slot, torch.Tensor]) -> Values:
-    """Above 0, so that most functions are defined there; indices are those of the first two rows."""
+    """Of the size that activations have; indices are those of the first two rows."""
     generator = torch.Generator().manual_seed(0)
     found: Values = {}
     for slot, fake in like.items():
-        drawn = torch.rand(fake.shape, generator=generator)
         real = fake.is_floating_point() or fake.is_complex()
-        value = drawn * 0.9 + 0.1 if real else drawn < 0.5
-        found[slot] = value.to(fake.dtype).to(fake.device)
+        drawn = torch.randn(fake.shape, generator=generator)
+        found[slot] = (drawn if real else drawn > 0).to(fake.dtype).to(fake.device)
         if slot[0] == "rng":
             found[slot] = torch.tensor([mix(0, 0), 0], device=fake.device)
     return found
+
+
+def _rounded(values: Values, epsilon: float) -> Values:
+    generator = torch.Generator().manual_seed(1)
+
+    def changed(value: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(2, value.shape, generator=generator).mul(2).sub(1).to(value.device)
+        return (value.double() * (1 + epsilon * signs)).to(value.dtype)
+
+    return {slot: changed(value) if value.is_floating_point() else value for slot, value in values.items()}
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """What is no number on both sides is the same."""
+    same = one.isnan() & other.isnan()
+    return torch.where(same, 0.0, (one.to(other.dtype) - other).abs().nan_to_num(nan=math.inf, posinf=math.inf))
+
+
+def _largest(value: torch.Tensor) -> float:
+    return float(value.abs().nan_to_num().max()) if value.numel() else 0.0
 
 
 def _run(graphs: PassGraphs, given: Values, halved: bool) -> Values:
@@ -108,7 +159,7 @@ def _part(
     return value.contiguous()
 
 
-def _whole(parts: Mapping[tuple[int, ...], torch.Tensor], places: Sequence[Placement]) -> torch.Tensor:
+def _together(parts: Mapping[tuple[int, ...], torch.Tensor], places: Sequence[Placement]) -> torch.Tensor:
     """Put together, the innermost axis first."""
     if not places:
         return parts[()]
@@ -120,4 +171,4 @@ def _whole(parts: Mapping[tuple[int, ...], torch.Tensor], places: Sequence[Place
             together[prefix] = torch.cat(its, place.dim)
         else:
             together[prefix] = torch.stack(its).sum(0) if place is PARTIAL else its[-1]
-    return _whole(together, outer)
+    return _together(together, outer)
