@@ -17,7 +17,7 @@ from piperlang.diagnostics import PiperError
 from piperlang.plan.lower import lower
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.guard.program import Verified, verify
-from piperlang.runtime.guard.sharded import Difference, differences
+from piperlang.runtime.guard.sharded import ShardedDifference, differences
 from tests import matrix
 from tests.support.equivalence import compiled
 from tests.support.often import one_in
@@ -78,7 +78,7 @@ def test_a_wrong_rule_stops_the_job(order: str, monkeypatch: pytest.MonkeyPatch)
 SHARDED = [each for each in matrix.ALL.values() if each.script and each.inside != "none" and not each.refused]
 
 
-def found_in(program: Program, script: str) -> list[Difference]:
+def found_in(program: Program, script: str) -> list[ShardedDifference]:
     graph, captured = compiled(program, script)
     return list(differences(captured, lower(graph), {}, 2e-4, torch.finfo(torch.float32).eps / 2))
 

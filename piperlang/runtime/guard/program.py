@@ -36,7 +36,7 @@ from piperlang.plan.plan import Plan
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.guard.optimizer import optimizer_errors
 from piperlang.runtime.guard.rounding import FACTOR, Rounding, rounding_of
-from piperlang.runtime.guard.sharded import Difference, differences
+from piperlang.runtime.guard.sharded import ShardedDifference, differences
 from piperlang.runtime.guard.varied import converts_to_indices, varied
 from piperlang.runtime.hardware.room import LITTLE, free_bytes, gigabytes, threads_for
 
@@ -239,7 +239,7 @@ class Guard:
             errors.append(found.error)
         return max(errors)
 
-    def _shards_differ(self, found: Difference) -> PiperError:
+    def _shards_differ(self, found: ShardedDifference) -> PiperError:
         (kind, i), chunk = found.slot, self.captured.chunks[found.program.chunk]
         name = value_name(chunk, (kind.removeprefix("grad_"), i))
         name = self.traced.weights[name].name if kind == "grad_weight" else name

@@ -27,7 +27,7 @@ NOISE = 1e-2
 fraction of the largest."""
 
 
-class Difference(NamedTuple):
+class ShardedDifference(NamedTuple):
     program: StageProgram
     slot: Slot
     error: float
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 def differences(
     captured: CutProgram, plan: Plan, weights: Mapping[str, torch.Tensor], limit: float, epsilon: float
-) -> Iterator[Difference]:
+) -> Iterator[ShardedDifference]:
     """For every distinct sharded chunk, the largest difference. `weights`: their values, by place. What is above
     `limit` counts only if more than a change of all numbers by `epsilon` explains."""
     halved = {captured.keys[program.chunk] for program in plan.programs if program.op in ("I", "W")}
@@ -70,7 +70,7 @@ class _Chunk:
             if ("weight", i) in self.given and place in weights:
                 self.given["weight", i] = weights[place]
 
-    def differences(self, epsilon: float = 0.0) -> Iterator[Difference]:
+    def differences(self, epsilon: float = 0.0) -> Iterator[ShardedDifference]:
         """Of all outputs and gradients; with `epsilon`, beyond rounding."""
         expected, found = self._whole(self.given), self._sharded()
         moved = self._whole(_rounded(self.given, epsilon)) if epsilon else expected
@@ -78,7 +78,7 @@ class _Chunk:
         least = NOISE * max((size for (kind, _), size in sizes.items() if kind != "output"), default=0.0)
         for slot, value in expected.items():
             apart = _largest(_apart(found[slot], value)) - FACTOR * _largest(_apart(moved[slot], value))
-            yield Difference(self.program, slot, max(apart, 0.0) / max(sizes[slot], least, 1e-30))
+            yield ShardedDifference(self.program, slot, max(apart, 0.0) / max(sizes[slot], least, 1e-30))
 
     def _whole(self, given: Values) -> Values:
         return _run(self.captured.pass_graphs(self.program.chunk, self.program.samples), given, self.halved)
