@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import Program, capture
 from piperlang.capture.spmd import localize
+from piperlang.core.placement import REPLICATE
 from piperlang.diagnostics import PiperError
 from piperlang.plan.lower import lower
 from piperlang.runtime.driver.training import Training
 from piperlang.runtime.guard.program import Verified, verify
-from piperlang.runtime.guard.sharded import ShardedDifference, differences
+from piperlang.runtime.guard.sharded import ShardedDifference, _together, differences
 from tests import matrix
 from tests.support.equivalence import compiled
 from tests.support.often import one_in
@@ -73,6 +74,31 @@ def test_a_wrong_rule_stops_the_job(order: str, monkeypatch: pytest.MonkeyPatch)
     assert diagnostic.span is not None
     assert "self.middle(x).cumsum(1)" in diagnostic.span.text
     assert " differs by " in diagnostic.notes[0]
+
+
+class Masked(Summed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with annotate("part", "first"):
+            x = self.first(x)
+        with annotate("part", "sum"):
+            x = self.middle(x)
+            scores = x.masked_fill(x < x.mean(-1, keepdim=True), -torch.inf)
+        with annotate("part", "last"):
+            return self.last(scores.softmax(-1))  # type: ignore[no-any-return]
+
+
+def test_infinite_values_are_the_same_on_both_sides() -> None:
+    graph, captured = compiled(
+        capture(Masked, f.mse_loss, (torch.randn(4, 6, WIDTH), torch.randn(4, 6, WIDTH))), SCRIPT
+    )
+    (found,) = differences(captured, lower(graph), {}, 2e-4, torch.finfo(torch.float32).eps / 2)
+    assert found.error < 1e-5
+
+
+def test_devices_that_disagree_about_what_all_have() -> None:
+    here, there = torch.ones(3), torch.tensor([1.0, 1.0, 3.0])
+    assert _together({(0,): here, (1,): there}, (REPLICATE,)).tolist() == [1, 1, 3]
+    assert _together({(0,): there, (1,): here}, (REPLICATE,)).tolist() == [1, 1, 5]
 
 
 SHARDED = [each for each in matrix.ALL.values() if each.script and each.inside != "none" and not each.refused]

@@ -19,6 +19,7 @@ from piperlang.capture.trace.random import mix
 from piperlang.core.placement import DISPATCHED, PARTIAL, Placement, Shard
 from piperlang.ir.model import Divide, Places, Slot
 from piperlang.plan.plan import Plan, StageProgram
+from piperlang.progress import Notice, emit
 from piperlang.runtime.guard.rounding import FACTOR
 
 Values = dict[Slot, torch.Tensor]
@@ -49,7 +50,12 @@ def differences(
         known.add(one)
         places = captured.divided(program.chunk, program.samples, program.sharding)
         if not any(DISPATCHED in of_slot for of_slot in places.values()):
-            chunk = _Chunk(captured, program, places, weights, key in halved)
+            try:
+                chunk = _Chunk(captured, program, places, weights, key in halved)
+            except Exception as problem:  # as any operator of the user may raise
+                name = captured.model.chunks[program.chunk]
+                emit(Notice(f"shards of {name} were not compared: it fails on random numbers: {problem}", warning=True))
+                continue
             found = max(chunk.differences(), key=lambda found: found.error)
             yield found if found.error <= limit else max(chunk.differences(epsilon), key=lambda found: found.error)
 
@@ -69,16 +75,18 @@ class _Chunk:
         for i, place in enumerate(captured.chunks[program.chunk].weights):
             if ("weight", i) in self.given and place in weights:
                 self.given["weight", i] = weights[place]
+        self.expected = self._whole(self.given)
 
     def differences(self, epsilon: float = 0.0) -> Iterator[ShardedDifference]:
         """Of all outputs and gradients; with `epsilon`, beyond rounding."""
-        expected, found = self._whole(self.given), self._sharded()
+        expected, found = self.expected, self._sharded()
         moved = self._whole(_rounded(self.given, epsilon)) if epsilon else expected
-        sizes = {slot: _largest(value) for slot, value in expected.items()}
+        sizes = {slot: _most(torch.where(value.isfinite(), value, 0.0)) for slot, value in expected.items()}
         least = NOISE * max((size for (kind, _), size in sizes.items() if kind != "output"), default=0.0)
         for slot, value in expected.items():
-            apart = _largest(_apart(found[slot], value)) - FACTOR * _largest(_apart(moved[slot], value))
-            yield ShardedDifference(self.program, slot, max(apart, 0.0) / max(sizes[slot], least, 1e-30))
+            rounding = FACTOR * _most(_apart(moved[slot], value))
+            apart = max(_most(_apart(found[slot], value)) - rounding, 0.0) if math.isfinite(rounding) else 0.0
+            yield ShardedDifference(self.program, slot, apart / max(sizes[slot], least, 1e-30))
 
     def _whole(self, given: Values) -> Values:
         return _run(self.captured.pass_graphs(self.program.chunk, self.program.samples), given, self.halved)
@@ -101,13 +109,14 @@ class _Chunk:
 
 
 def _numbers(like: Mapping[Slot, torch.Tensor]) -> Values:
-    """Of the size that activations have; indices are those of the first two rows."""
+    """Of the size that activations have; 0 where they may be indices, which every table has."""
     generator = torch.Generator().manual_seed(0)
     found: Values = {}
     for slot, fake in like.items():
         real = fake.is_floating_point() or fake.is_complex()
         drawn = torch.randn(fake.shape, generator=generator)
-        found[slot] = (drawn if real else drawn > 0).to(fake.dtype).to(fake.device)
+        drawn = drawn if real else drawn > 0 if fake.dtype is torch.bool else torch.zeros(fake.shape)
+        found[slot] = drawn.to(fake.dtype).to(fake.device)
         if slot[0] == "rng":
             found[slot] = torch.tensor([mix(0, 0), 0], device=fake.device)
     return found
@@ -124,13 +133,13 @@ def _rounded(values: Values, epsilon: float) -> Values:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """What is no number on both sides is the same."""
-    same = one.isnan() & other.isnan()
+    """Elements that are equal, or no numbers on both sides, are not apart; if on one side, infinitely far."""
+    same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, 0.0, (one.to(other.dtype) - other).abs().nan_to_num(nan=math.inf, posinf=math.inf))
 
 
-def _largest(value: torch.Tensor) -> float:
-    return float(value.abs().nan_to_num().max()) if value.numel() else 0.0
+def _most(value: torch.Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def _run(graphs: PassGraphs, given: Values, halved: bool) -> Values:
@@ -169,6 +178,8 @@ def _together(parts: Mapping[tuple[int, ...], torch.Tensor], places: Sequence[Pl
         its = [parts[at] for at in group]
         if isinstance(place, Shard):
             together[prefix] = torch.cat(its, place.dim)
-        else:
-            together[prefix] = torch.stack(its).sum(0) if place is PARTIAL else its[-1]
+        elif place is PARTIAL:
+            together[prefix] = torch.stack(its).sum(0)
+        else:  # all are the same, or what they differ by is an error
+            together[prefix] = its[0] + sum(_apart(one, its[0]) for one in its[1:])
     return _together(together, outer)
