@@ -99,12 +99,18 @@ def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) ->
     from piperlang.source import Source
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    started = time.perf_counter()
+
+    def said(what: str) -> None:
+        print(f"{time.perf_counter() - started:7.1f} s {what}", file=sys.stderr, flush=True)
+
     program = capture(chosen, loss, chosen.inputs(0, device))
     found = schedule(program, Source("one.piper", script))
     assert not found.problems, found.problems
     made = found.graph()
     captured: Any = found.captured
     times, losses, memory = [], [], 0
+    said("captured and scheduled")
     with Job(
         lower(made),
         captured,
@@ -112,8 +118,11 @@ def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) ->
         loss_dtype=made.model.tensors[made.model.loss].dtype,
         graphs=graphs,
     ) as job:
+        said("workers are ready")
         for step in range(steps):
             done = job.step(chosen.inputs(step, "cpu"))
+            if step < 4:
+                said(f"step {step + 1}")
             times.append(done.seconds)
             losses.append(done.loss)
             memory = done.memory
@@ -167,9 +176,9 @@ def main() -> None:
             about = ["--here", "--model", model, "--way", way, "--steps", str(options.steps)]
             command = [sys.executable, "-m", "benchmarks.one_gpu", *about]
             started = time.perf_counter()
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
-                print(model, way, "failed:", done.stderr[-3000:], file=sys.stderr, flush=True)
+                print(model, way, "failed", file=sys.stderr, flush=True)
                 continue
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             if not options.json:
