@@ -48,8 +48,8 @@ def routed_linear(rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | N
 def _linear(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     order, counts = by_expert(chosen, weight.shape[0])
     given = rows[order]
-    if _grouped(given, weight):
-        done = torch._grouped_mm(given, weight, offs=_ends(counts))
+    if grouped(given, weight):
+        done = torch._grouped_mm(given, weight, offs=ends(chosen[order], weight.shape[0]))
     else:
         done = torch.cat(
             [part @ matrix for part, matrix in zip(torch.split(given, counts.tolist()), weight, strict=True)]
@@ -64,8 +64,8 @@ def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     """For every expert the sum over its rows of row times gradient, which is the gradient of its matrix."""
     order, counts = by_expert(chosen, experts)
     given, arrived = rows[order], grads[order]
-    if _grouped(given, arrived):
-        return torch._grouped_mm(given.t(), arrived, offs=_ends(counts))
+    if grouped(given, arrived):
+        return torch._grouped_mm(given.t(), arrived, offs=ends(chosen[order], experts))
     sizes = counts.tolist()
     return torch.stack(
         [part.t() @ grad for part, grad in zip(torch.split(given, sizes), torch.split(arrived, sizes), strict=True)]
@@ -107,11 +107,13 @@ def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return torch.argsort(chosen, stable=True), counts
 
 
-def _ends(counts: Tensor) -> Tensor:
-    return counts.cumsum(0).to(torch.int32)
+def ends(experts: Tensor, count: int) -> Tensor:
+    """Where the rows of each expert end, from the experts of sorted rows. Nothing is copied to the host."""
+    last = torch.arange(count, device=experts.device, dtype=experts.dtype)
+    return torch.searchsorted(experts, last, right=True, out_int32=True)
 
 
-def _grouped(first: Tensor, second: Tensor) -> bool:
+def grouped(first: Tensor, second: Tensor) -> bool:
     """Whether one grouped kernel can compute all experts, without copying the number of rows of each to the host."""
     aligned = all(
         max(one.stride()) * one.element_size() % _ALIGNED == 0 and one.shape[-1] * one.element_size() % _ALIGNED == 0

@@ -18,6 +18,7 @@ from torch import fx
 
 from piperlang.capture.autodiff.pass_graph import PassGraph
 from piperlang.plan.plan import StageProgram
+from piperlang.runtime.device.grouped import with_groups
 
 Call = Callable[[list[Any]], Sequence[Any]]
 """Empties the list of what it is given."""
@@ -33,7 +34,7 @@ def compiled(pieces: Sequence[PassGraph | None], programs: Sequence[StageProgram
             found.append(piece)
             continue
         if id(piece) not in known:
-            known[id(piece)] = replace(piece, compiled=_Compiled(piece.module))
+            known[id(piece)] = replace(piece, compiled=_Compiled(with_groups(piece.module)))
         found.append(known[id(piece)])
     return found
 

@@ -1,0 +1,68 @@
+"""Routed operators as Inductor compiles them on a GPU: tokens are sorted by expert once for all products that share a
+choice, nothing is copied to the host, and what brings rows into that order and back fuses with what surrounds it.
+
+Eagerly an index without an expert is an error. Here, where a host must not look, its row becomes NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piperlang.capture.trace.routed import ends, grouped, is_routed, operators
+
+_NARROW = 1 << 15
+"""Up to so many experts are sorted as 16-bit numbers, which takes a quarter of the passes of 64-bit ones."""
+
+
+def with_groups(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with the routed products as functions, which are traced into the operators that they consist of.
+    Each distinct choice is sorted once."""
+    if not any(operators(module.graph.nodes)):
+        return module
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    orders: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        function = _FUNCTIONS.get(str(node.target)) if is_routed(node.target) else None
+        if function is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        chosen = copies[node.args[names.index("chosen")]]
+        arguments = fx.map_arg(node.args, copies.__getitem__)
+        if chosen not in orders:
+            orders[chosen] = graph.call_function(_order, (chosen, arguments[-1]))
+        copies[node] = graph.call_function(function, (*arguments, orders[chosen]))
+    return fx.GraphModule(module, graph)
+
+
+def _order(chosen: Tensor, table: Tensor | int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which row comes at which place when rows are sorted by expert, where each row has gone, and the sorted choices.
+    `table` has a matrix for each expert, or is their number."""
+    count = table if isinstance(table, int) else table.shape[0]
+    experts, order = torch.sort(chosen.to(torch.int16) if count <= _NARROW else chosen, stable=True)
+    places = torch.arange(len(chosen), device=chosen.device)
+    return order, torch.zeros_like(order).scatter(0, order, places), experts
+
+
+def _linear(rows: Tensor, chosen: Tensor, weight: Tensor, by_expert: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    order, inverse, experts = by_expert
+    given, count = rows[order], weight.shape[0]
+    if not grouped(given, weight):
+        return torch.ops.piper.routed_linear(rows, chosen, weight)  # type: ignore[no-any-return]
+    done = torch._grouped_mm(given, weight, offs=ends(experts, count))
+    there = (chosen >= 0) & (chosen < count)
+    return torch.where(there.unsqueeze(1), done[inverse], torch.nan)
+
+
+def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, count: int, by_expert: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    order, _, experts = by_expert
+    given, arrived = rows[order], grads[order]
+    if not grouped(given, arrived):
+        return torch.ops.piper.routed_outer(rows, grads, chosen, count)  # type: ignore[no-any-return]
+    return torch._grouped_mm(given.t(), arrived, offs=ends(experts, count))
+
+
+_FUNCTIONS: dict[str, Any] = {"piper.routed_linear.default": _linear, "piper.routed_outer.default": _outer}
