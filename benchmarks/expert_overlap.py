@@ -6,11 +6,11 @@ has room. Ours: DualPipeV and 1F1B, both with `overlapped` all-to-alls, DualPipe
 (high priority, at most eight thread blocks of NCCL), and DualPipeV with them on the compute stream.
 Torch: ScheduleDualPipeV and Schedule1F1B, with the same exchange written as an autograd function around
 all_to_all_single, gradients averaged over the axis once a step. Same weights, data, optimizer and microbatches; four
-processes share the GPU. A step counts from the driver's call to the end of all work of the last of some steps, divided
-by their number.
+processes compute on one GPU at once (shared_gpu.py). A step counts from the driver's call to the end of all work of the
+last of some steps, divided by their number.
 
     python -m benchmarks.expert_overlap [--json] [--width 1024] [--hidden 4096] [--layers 8] [--tokens 512]
-        [--batch 4] [--micro 8] [--steps 6] [--compile] [--minutes 5] [--small]
+        [--batch 4] [--micro 8] [--steps 6] [--way "piper 1f1b" "torch 1f1b" ...] [--compile] [--minutes 5] [--small]
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as f
 from torch import nn
 
+from benchmarks.shared_gpu import at_once
 from benchmarks.torch_ranks import Ranks
 from piperlang.capture.annotate import annotate
 
@@ -453,6 +454,7 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="our chunks through Inductor; torch's modules run eagerly either way"
     )
+    parser.add_argument("--way", nargs="+", choices=(*OURS, *TORCH), default=[*OURS, *TORCH])
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     cuda = not options.small
@@ -475,7 +477,8 @@ def main() -> None:
         micro=options.micro,
         dtype=options.dtype,
     )
-    rows = run(size, options.steps, cuda, options.compile, until, lambda row: say(row, options.json))
+    with at_once(RANKS if cuda else 1):
+        rows = run(size, options.steps, options.way, cuda, options.compile, until, lambda row: say(row, options.json))
     if options.json:
         print(json.dumps({"rows": rows}))
 
@@ -489,7 +492,13 @@ def say(row: dict[str, Any], quiet: bool) -> None:
 
 
 def run(
-    size: Size, steps: int, cuda: bool, compiles: bool, until: float, tell: Callable[[dict[str, Any]], None]
+    size: Size,
+    steps: int,
+    ways: list[str],
+    cuda: bool,
+    compiles: bool,
+    until: float,
+    tell: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
@@ -501,9 +510,8 @@ def run(
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": lambda: {"losses": plain(size, WARM + steps, "cuda" if cuda else "cpu")}
     }
-    cases |= {way: partial(ours.run, way, size, steps) for way in OURS} | {
-        way: partial(theirs, ranks, way, size, steps) for way in TORCH
-    }
+    cases |= {way: partial(ours.run, way, size, steps) for way in OURS if way in ways}
+    cases |= {way: partial(theirs, ranks, way, size, steps) for way in TORCH if way in ways}
     add(
         {
             "what": "model",
@@ -516,7 +524,7 @@ def run(
     found: dict[str, dict[str, Any]] = {}
     try:
         for way, case in cases.items():
-            if way == next(iter(TORCH)):
+            if way in TORCH:
                 ours.close()
             if time.monotonic() > until:
                 add({"what": "case", "way": way, "error": "no time left"})

@@ -1,17 +1,18 @@
 """Memory of ZeRO-3 in a pipeline: a script against torch's Schedule1F1B with FSDP2, PP=2 x DP=2, on a model whose
 weights dominate.
 
-Layers of an MLP with a residual, eight on each of two stages; ours is 1F1B with `params=sharded, prefetch=1` and every
-layer a chunk, torch's is `fully_shard` of every layer and of the stage with `reshard_after_forward=True`.
-`torch_layers` is the same without the last of these: then torch's pipeline does not know of FSDP, and every microbatch
-reduces its gradients, as ours does with `accumulate=sharded` (`piper`; `piper_once` reduces once a step, as `torch`
-does). Same weights, data, optimizer (AdamW) and microbatches. Four processes share the GPU; the peak is that of the
-rank that has most, over a step after the first, as torch's allocator has it.
+Layers of an MLP with a residual, eight on each of two stages, every layer a chunk. `torch` is Schedule1F1B with
+`fully_shard` of every layer and of the stage, and `reshard_after_forward=True`; `torch_layers` is the same without the
+stage: then torch's pipeline does not know of FSDP, and every microbatch reduces its gradients. `piper` goes through a
+stage layer by layer, each with all microbatches, so that these share a gather and a reduction, and recomputes what is
+inside layers. `piper_1f1b` has torch's order, with reductions of every microbatch. Same weights, data, optimizer
+(AdamW) and microbatches. Four processes compute on one GPU at once (shared_gpu.py); the peak is that of the rank that
+has most, over all steps but the first, as torch's allocator has it; a step is the median of the last half of them.
 
 Rows: agreement with plain training of a narrow model; the peak at one sample a microbatch and rank; the largest batch
 whose measured peak stays under some caps, which are multiples of torch's first peak.
 
-    python -m benchmarks.zero_pipeline [--json] [--width 1536] [--layers 16] [--micro 4] [--tokens 32]
+    python -m benchmarks.zero_pipeline [--json] [--width 1536] [--layers 16] [--micro 4] [--tokens 32] [--steps 6]
         [--dtype float32] [--minutes 5] [--compile] [--small]
 """
 
@@ -24,7 +25,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from benchmarks import memory
+from benchmarks.shared_gpu import at_once
 from benchmarks.torch_ranks import Ranks
 from piperlang.capture.annotate import annotate
 from piperlang.core.value_id import ValueId
@@ -40,14 +44,33 @@ from piperlang.core.value_id import ValueId
 RANKS, PP, DP = 4, 2, 2
 CAPS = (1.25, 1.5, 2.0)
 NARROW = 128
-SCRIPT = """
+PLACED = """
 from std.pipeline import loop, one_f_one_b
 mesh gpu = pp: {pp}, dp: {dp}
 loop(gpu, {pp})
 split batch into {micro} as mb
-replicate [pass=*] over gpu.dp with params=sharded, prefetch={prefetch}, accumulate={accumulate}
+"""
+BY_LAYERS = (
+    PLACED
+    + """
+recompute [pass=*]
+replicate [pass=*] over gpu.dp with params=sharded, prefetch=2
+for r in range({pp}):
+    let layers = range({per} * r, {per} * r + {per})
+    order on gpu[pp=r]:
+        for l in layers:
+            repeat {micro}: [layer=l, pass=F, mb=next]
+        for l in reversed(layers):
+            repeat {micro}: [layer=l, pass=B, mb=next]
+"""
+)
+ONE_F_ONE_B = (
+    PLACED
+    + """
+replicate [pass=*] over gpu.dp with params=sharded, prefetch=1, accumulate=sharded
 one_f_one_b(gpu, {pp}, {micro})
 """
+)
 
 
 @dataclass(frozen=True)
@@ -157,11 +180,12 @@ class Request:
     size: Size
     whole_stage: bool
     """Wrap the stage, too: then torch's pipeline reduces gradients once a step."""
+    steps: int
     gradients: bool = False
 
 
 def torch_rank(rank: int, device: torch.device, request: Request) -> dict[str, Any]:
-    """Two steps on one rank of torch's: the loss of each and the peak of the second."""
+    """Some steps on one rank of torch's: the loss of each, and the peak of all but the first."""
     import torch.distributed as dist
     from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
@@ -189,8 +213,8 @@ def torch_rank(rank: int, device: torch.device, request: Request) -> dict[str, A
     )
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
-    seconds = 0.0
-    for step in range(2):
+    seconds: list[float] = []
+    for step in range(request.steps):
         if step == 1:
             gc.collect()
             dist.barrier()
@@ -216,7 +240,7 @@ def torch_rank(rank: int, device: torch.device, request: Request) -> dict[str, A
         losses.append(sum(float(one.detach()) for one in found) / size.micro / DP)
         if cuda:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        seconds.append(time.perf_counter() - started)
     peak = (
         {kind: most - before for kind, most in _peaks().items()} if cuda else {"allocated": memory.highest(os.getpid())}
     )
@@ -252,18 +276,18 @@ class Torch:
         self.ranks, self.whole_stage, self.cuda = Ranks(RANKS, torch_rank, cuda), whole_stage, cuda
         self.base: list[int] = []
 
-    def run(self, size: Size, gradients: bool = False) -> dict[str, Any]:
+    def run(self, size: Size, steps: int = 2, gradients: bool = False) -> dict[str, Any]:
         if not self.cuda and not self.ranks.processes:
-            self.ranks.ask(Request(replace(size, width=16), self.whole_stage))  # imports and first uses
+            self.ranks.ask(Request(replace(size, width=16), self.whole_stage, 2))  # imports and first uses
             self.base = [memory.resident(pid) for pid in self.ranks.pids()]
-        answers = self.ranks.ask(Request(size, self.whole_stage, gradients))
+        answers = self.ranks.ask(Request(size, self.whole_stage, steps, gradients))
         peaks = [answer["peak"]["allocated"] - (self.base[i] if self.base else 0) for i, answer in enumerate(answers)]
-        losses = [sum(answer["losses"][step] for answer in answers) for step in range(2)]
+        losses = [sum(answer["losses"][step] for answer in answers) for step in range(steps)]
         found = {name: gradient for answer in answers for name, gradient in answer["gradients"].items()}
         return {
             "losses": losses,
             "peaks": peaks,
-            "seconds": max(answer["seconds"] for answer in answers),
+            "seconds": typical([max(of_a_step) for of_a_step in zip(*(a["seconds"] for a in answers), strict=True)]),
             "gradients": found,
             "more": _most([answer["peak"] for answer in answers]),
         }
@@ -276,14 +300,14 @@ class Torch:
 
 
 class Ours:
-    def __init__(self, cuda: bool, compiles: bool, prefetch: int = 1, accumulate: str = "sharded") -> None:
-        self.cuda, self.compiles, self.prefetch, self.accumulate = cuda, compiles, prefetch, accumulate
+    def __init__(self, cuda: bool, compiles: bool, script: str) -> None:
+        self.cuda, self.compiles, self.script = cuda, compiles, script
 
     cluster: Any = None
     """One for all sides: Ray runs once in a process."""
     base: tuple[int, ...] = ()
 
-    def run(self, size: Size, gradients: bool = False) -> dict[str, Any]:
+    def run(self, size: Size, steps: int = 2, gradients: bool = False) -> dict[str, Any]:
         from piperlang.runtime.comm import gloo, nccl
         from piperlang.runtime.driver.cluster import Cluster
 
@@ -292,15 +316,15 @@ class Ours:
         if self.cluster is None:
             Ours.cluster = Cluster(RANKS, backend=nccl.BACKEND if self.cuda else gloo.BACKEND)
             if not self.cuda:
-                self._run(replace(size, width=16), False)
+                self._run(replace(size, width=16), 2, False)
                 Ours.base = tuple(memory.resident(pid) for pid in Ours.cluster.pids)
         try:
-            return self._run(size, gradients)
+            return self._run(size, steps, gradients)
         except BaseException:
             self.close()
             raise
 
-    def _run(self, size: Size, gradients: bool) -> dict[str, Any]:
+    def _run(self, size: Size, steps: int, gradients: bool) -> dict[str, Any]:
         from piperlang.capture.program import capture
         from piperlang.diagnostics import PiperError
         from piperlang.pipeline import schedule
@@ -311,7 +335,7 @@ class Ours:
         from piperlang.source import Source
 
         x, target = (part.to("cuda" if self.cuda else "cpu") for part in batch(size, 0))
-        script = SCRIPT.format(pp=PP, dp=DP, micro=size.micro, prefetch=self.prefetch, accumulate=self.accumulate)
+        script = self.script.format(pp=PP, dp=DP, micro=size.micro, per=size.layers // PP)
         found = schedule(capture(Make(size), mse_loss, (x, target)), Source("zero_pipeline.piper", script))
         if found.problems:
             raise PiperError(*found.problems)
@@ -333,11 +357,8 @@ class Ours:
             losses = [job.step(batch(size, 0), gradients=gradients).loss]
             parts = job.gradients() if gradients else []
             self._forget()
-            reports = self.cluster.wait(job.begin(batch(size, 1)))
-            failed = next((report.failed for report in reports if report.failed), None)
-            if failed is not None:
-                raise RuntimeError(failed[1])
-            losses.append(sum(report.loss for report in reports))
+            done = [job.step(batch(size, step)) for step in range(1, steps)]
+            losses += [one.loss for one in done]
             peaks_of = self.cluster.each("reset_peak", count=RANKS)
         highest = (
             [one["allocated"] for one in peaks_of]
@@ -351,7 +372,7 @@ class Ours:
             "more": _most(peaks_of),
             "losses": losses,
             "peaks": highest,
-            "seconds": max(report.seconds for report in reports),
+            "seconds": typical([one.seconds for one in done]),
             "gradients": _parts(plan, parts),
             "foreseen": max(peak.bytes for peak in foreseen),
             "foreseen_by": dict(max(foreseen, key=lambda peak: peak.bytes).by),
@@ -369,6 +390,10 @@ class Ours:
             Ours.cluster = None
 
 
+def typical(seconds: list[float]) -> float:
+    return median(seconds[len(seconds) // 2 :])
+
+
 def _most(peaks: list[dict[str, int]]) -> dict[str, int]:
     """Beside what is allocated: active counts what is free but still waited for by a stream, reserved what the process
     holds in all."""
@@ -381,7 +406,7 @@ def _parts(plan: Any, found: list[dict[ValueId, torch.Tensor]]) -> dict[str, tor
     for device, gradients in zip(plan.devices, found, strict=False):
         for key, gradient in gradients.items():
             held = device.weights[key]
-            pieces.setdefault(held["weight"], []).append(((held["flat"] or (0, 0))[0], gradient.flatten()))
+            pieces.setdefault(held.weight, []).append(((held.interval or (0, 0))[0], gradient.flatten()))
     return {
         name: torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])]) for name, parts in pieces.items()
     }
@@ -479,12 +504,13 @@ def agreement(report: Report, sides: dict[str, Any], size: Size, cuda: bool) -> 
             )
 
 
-def first_peaks(report: Report, sides: dict[str, Any], size: Size) -> dict[str, int]:
+def first_peaks(report: Report, sides: dict[str, Any], size: Size, steps: int) -> dict[str, int]:
     firsts: dict[str, int] = {}
+    took: dict[str, float] = {}
     for way, side in sides.items():
-        found = attempt(report, "peak", way, lambda side=side: side.run(size))  # type: ignore[misc]
+        found = attempt(report, "peak", way, lambda side=side: side.run(size, steps))  # type: ignore[misc]
         if found is not None:
-            firsts[way] = max(found["peaks"])
+            firsts[way], took[way] = max(found["peaks"]), found["seconds"]
             more = found["more"] | {key: found[key] for key in ("foreseen", "foreseen_by") if key in found}
             report.add(
                 what="peak",
@@ -497,7 +523,7 @@ def first_peaks(report: Report, sides: dict[str, Any], size: Size) -> dict[str, 
                 losses=found["losses"],
                 **more,
             )
-    for ours in ("piper", "piper_once"):
+    for ours in ("piper", "piper_1f1b"):
         for theirs in ("torch", "torch_layers"):
             if {ours, theirs} <= firsts.keys():
                 report.add(
@@ -505,7 +531,8 @@ def first_peaks(report: Report, sides: dict[str, Any], size: Size) -> dict[str, 
                     batch=size.batch,
                     ours=ours,
                     theirs=theirs,
-                    ratio=round(firsts[ours] / firsts[theirs], 4),
+                    bytes=round(firsts[ours] / firsts[theirs], 4),
+                    seconds=round(took[ours] / took[theirs], 4),
                 )
     return firsts
 
@@ -563,9 +590,9 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--prefetch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6, help="of the first peaks")
     parser.add_argument("--minutes", type=float, default=5.0, help="no new run after so many (default: 5)")
-    parser.add_argument("--top", type=int, default=256, help="the largest batch tried")
+    parser.add_argument("--top", type=int, default=512, help="the largest batch tried")
     parser.add_argument(
         "--compile", action="store_true", help="our chunks through Inductor; torch's modules run eagerly either way"
     )
@@ -586,10 +613,12 @@ def main() -> None:
     sides: dict[str, Any] = {
         "torch": Torch(cuda),
         "torch_layers": Torch(cuda, whole_stage=False),
-        "piper": Ours(cuda, options.compile, options.prefetch),
-        "piper_once": Ours(cuda, options.compile, options.prefetch, "whole"),
+        "piper": Ours(cuda, options.compile, BY_LAYERS),
+        "piper_1f1b": Ours(cuda, options.compile, ONE_F_ONE_B),
     }
-    try:
+    with at_once(RANKS if cuda else 1), ExitStack() as ends:
+        for side in sides.values():
+            ends.callback(side.close)
         report.add(
             what="model",
             **size.__dict__,
@@ -600,13 +629,10 @@ def main() -> None:
             torch=torch.__version__,
         )
         agreement(report, sides, replace(size, width=NARROW), cuda)
-        firsts = first_peaks(report, sides, size)
+        firsts = first_peaks(report, sides, size, options.steps)
         sides["torch_layers"].close()
         if not options.peaks and "torch" in firsts:
             largest_batches(report, sides, size, firsts, options.top, until)
-    finally:
-        for side in sides.values():
-            side.close()
     if options.json:
         print(json.dumps({"rows": report.rows}))
 
