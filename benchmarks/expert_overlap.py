@@ -105,8 +105,10 @@ class Layer(nn.Module):
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.gate = nn.Linear(width, experts, bias=False)
-        self.up = nn.Parameter(torch.randn(experts, width, hidden) / width**0.5)
-        self.down = nn.Parameter(torch.randn(experts, hidden, width) / hidden**0.5)
+        self.up = nn.Parameter(torch.empty(experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+        nn.init.normal_(self.up, std=width**-0.5)
+        nn.init.normal_(self.down, std=hidden**-0.5)
         self.exchange: Callable[[torch.Tensor], torch.Tensor] = _same
         self.back: Callable[[torch.Tensor], torch.Tensor] = _same
 
@@ -385,6 +387,11 @@ class Ours:
         from piperlang.runtime.driver.training import Training
         from piperlang.source import Source
 
+        began = time.perf_counter()
+
+        def said(what: str) -> None:
+            print(f"{way}: {time.perf_counter() - began:.1f} s {what}", file=sys.stderr, flush=True)
+
         name, place, stages, exchange = OURS[way]
         make = partial(make_model, size, stages)
         x, target = (part.to("cuda" if self.cuda else "cpu") for part in batch(size, 0))
@@ -396,6 +403,7 @@ class Ours:
         captured: Any = found.captured
         plan = lower(graph)
         loss_dtype = graph.model.tensors[graph.model.loss].dtype
+        said("captured and scheduled")
         with Job(
             plan,
             captured,
@@ -405,7 +413,9 @@ class Ours:
             cluster=self.cluster,
             compiles=self.compiles,
         ) as job:
+            said("workers are ready")
             losses = [job.step(batch(size, step)).loss for step in range(WARM)]
+            said("warm")
             batches = [batch(size, WARM + step) for step in range(steps)]
             self.cluster.each("reset_peak", count=RANKS)  # waits for all work on the device
             started = time.perf_counter()
