@@ -1,7 +1,8 @@
 """The schedules of tests/support/job_schedules.py on CUDA over NCCL, four ranks sharing what GPUs there are, against
 plain training on one, with clipping and evaluation. The first two steps are issued instruction by instruction, and give
 their gradients; the next ones are CUDA graphs, with a learning rate that changes. Every second schedule has an
-optimizer whose updates are part of the graph.
+optimizer whose updates are part of the graph. `host_ms`: what the slowest host needed of the step until its graph was
+issued, the batch included, in the best of the steps.
 
 python -m benchmarks.nccl [--json]
 """
@@ -77,6 +78,7 @@ def compare(
     eager = optimizer([p for p in plain.parameters() if p.requires_grad])
     rates = falling(eager)
     worst = {"loss": 0.0, "gradients": 0.0}
+    host: list[float] = []
     with Job(
         plan, captured, Training(case.model, optimizer, falling), timeout=60, cluster=cluster, compiles=compiles
     ) as job:
@@ -85,6 +87,7 @@ def compare(
         for step in range(steps):
             evaluated = job.evaluate(batch(step, "cpu")) if evaluates else None
             done = job.step(batch(step, "cpu"), gradients=step < ISSUED)
+            host += [done.issued] if done.issued is not None else []
             inputs, target = batch(step, "cuda")
             eager.zero_grad()
             loss = case.loss(called(plain, inputs), target)
@@ -105,7 +108,8 @@ def compare(
         weights = job.weights()
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     worst["weights"] = max(relative(weights[name], t.detach().cpu()) for name, t in tensors.items() if name in weights)
-    return {"devices": len(plan.devices), **worst, "graph": ", ".join(job.not_captured) or "yes"}
+    host_ms = round(1e3 * min(host), 3) if host else None
+    return {"devices": len(plan.devices), **worst, "graph": ", ".join(job.not_captured) or "yes", "host_ms": host_ms}
 
 
 def main() -> None:

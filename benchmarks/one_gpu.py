@@ -109,7 +109,7 @@ def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) ->
     assert not found.problems, found.problems
     made = found.graph()
     captured: Any = found.captured
-    times, losses, memory = [], [], 0
+    times, losses, memory, host = [], [], 0, 0.0
     said("captured and scheduled")
     with Job(
         lower(made),
@@ -125,9 +125,9 @@ def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) ->
                 said(f"step {step + 1}")
             times.append(done.seconds)
             losses.append(done.loss)
-            memory = done.memory
+            memory, host = done.memory, done.issued or 0.0
         notes = sorted(job.not_captured)
-    return {"times": times, "losses": losses, "memory": memory, "not captured": notes}
+    return {"times": times, "losses": losses, "memory": memory, "host_ms": round(1e3 * host, 3), "not captured": notes}
 
 
 def run(way: str, chosen: Model, steps: int) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def main() -> None:
                     f"{model:6} {way:8} {it['ms']:9.2f} ms  {it['tokens_per_second']:9,} tokens/s "
                     f" {it['peak_bytes'] / 2**30:6.2f} GiB  losses {it['losses'][:2]} ... {it['losses'][-1]}"
                     f"  (first step {it['first_step']} s, {time.perf_counter() - started:.0f} s)"
-                    f" {it.get('not captured', '')}",
+                    f" {it.get('host_ms', '')} {it.get('not captured', '')}",
                     flush=True,
                 )
     if options.json:

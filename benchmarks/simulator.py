@@ -6,10 +6,10 @@ pp=4; the simulator is told what the naps take and the description of CPU worker
 were never run before are predicted from that. `--gpu`: the same on NCCL, with one rank and with four, which share the
 GPU.
 
-A measured step is the median of some steps, none of them recorded, each from its begin on the workers to the end of
-the last thing that any of them does. On GPUs, steps in a row take less: a host goes on when its own device has nothing
-more to say, and the next step begins while others still update their weights. What one of them takes by the clock,
-driver and Ray included, is another column.
+A measured step is the median of some steps (six times as many of a GPT on CPU workers), none of them recorded, each
+from its begin on the workers to the end of the last thing that any of them does. On GPUs, steps in a row take less: a
+host goes on when its own device has nothing more to say, and the next step begins while others still update their
+weights. What one of them takes by the clock, driver and Ray included, is another column.
 
     python -m benchmarks.simulator [--json] [--steps 5] [--only sleep|gpt] [--gpu] [--keep FOLDER]
 """
@@ -280,8 +280,8 @@ def main() -> None:
             finally:
                 cluster.close()
     if chosen.only in (None, "gpt") and not chosen.gpu:
-        rows += gpt(2, Size(), 2 * chosen.steps, "cpu", chosen.keep)
-        rows += gpt(2, Size(stages=2), 2 * chosen.steps, "cpu", chosen.keep)
+        rows += gpt(2, Size(), 6 * chosen.steps, "cpu", chosen.keep)
+        rows += gpt(2, Size(stages=2), 6 * chosen.steps, "cpu", chosen.keep)
     if chosen.gpu:
         large = Size(layers=2, width=4096, length=1024, words=8192, samples=8, dtype=torch.bfloat16)
         for ranks in sorted(chosen.ranks):  # those that share the GPU last: NVIDIA's MPS keeps it

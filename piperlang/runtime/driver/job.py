@@ -394,6 +394,7 @@ class Job:
             self.active.plan.counted,
             next((r.norm for r in reports if r.norm is not None), None),
             any(r.skipped for r in reports),
+            issued=None if any(r.issued is None for r in reports) else max(r.issued for r in reports),
         )
         for why in {report.not_captured for report in reports} - {""} - self.not_captured:
             self.not_captured.add(why)

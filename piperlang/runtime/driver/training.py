@@ -63,6 +63,8 @@ class StepResult:
     """Seconds that workers waited for their next batch, where they load batches themselves."""
     problem: PiperError | None = None
     """Why they could not load it."""
+    issued: float | None = None
+    """Seconds that the slowest host needed until the step was issued, where it is a CUDA graph on every device."""
 
     def strange(self, step: int) -> str:
         """Which of its numbers is not finite."""

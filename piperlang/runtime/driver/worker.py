@@ -132,6 +132,8 @@ class Report:
     """The next batch, if the worker has loaded one."""
     not_captured: str = ""
     """Why the step cannot be a CUDA graph."""
+    issued: float | None = None
+    """Seconds that the host needed for a step that is a CUDA graph, until that was issued."""
 
 
 class Started(NamedTuple):
@@ -172,6 +174,8 @@ class DeviceRun:
     def step(self, step: int, feeds: dict[ValueId, torch.Tensor], times: StepTimes | None = None) -> float:
         """The device's contribution to the loss. Raises the exception of a failed instruction or send."""
         self.device.begin(step, feeds)
+        if self.captures is not None:
+            self.captures.issued = None
         with torch.no_grad():
             self.streams.step(times)
         self.comm.settle()
@@ -486,8 +490,18 @@ class Worker:
         if times is not None:
             times.begun, times.ended = started, time.perf_counter()
             self.recorded.append(times)
-        why = run.captures.refused if run.captures is not None else ""
-        return Report(loss, time.perf_counter() - started, memory, norm, device.skipped, not_captured=why)
+        why, issued = "", None
+        if run.captures is not None:
+            why, issued = run.captures.refused, run.captures.issued
+        return Report(
+            loss,
+            time.perf_counter() - started,
+            memory,
+            norm,
+            device.skipped,
+            not_captured=why,
+            issued=None if issued is None else issued - started,
+        )
 
     def record(self, chosen: Collection[int] | None) -> list[StepTimes]:
         """From now on these instructions of steps are recorded, or none any more. What was recorded so far."""

@@ -66,6 +66,7 @@ class CudaStreams:
             if self.graph is not None:
                 self.captures.begun()
                 self.graph.replay(self.values)
+                self.captures.issued = time.perf_counter()
                 if self.captures.limit is not None and self._is_read:
                     self._wait(self.captures, self.captures.limit)
                 if self.late:

@@ -43,6 +43,8 @@ class Captures:
 
     refused = ""
     """Why steps are not captured."""
+    issued: float | None = None
+    """When the host had issued the graph of the last step, by its clock; None: that was none."""
 
     def __init__(
         self,
