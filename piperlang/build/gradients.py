@@ -5,13 +5,15 @@ tied weights, both directions of a bidirectional pipeline. One rule covers them 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from piperlang.build.nodes import Nodes
 from piperlang.build.parameters import Replica, position, two_ways
 from piperlang.build.schedule import BUCKET
 from piperlang.core.placement import Shard
-from piperlang.core.value_id import Kind, ValueId
+from piperlang.core.value_id import Kind, Point, ValueId
 from piperlang.ir.graph import NodeTemplate, Steps
 from piperlang.ir.layout import axes_of
 from piperlang.ir.model import Model
@@ -175,42 +177,67 @@ def _scatter_each(
 
 
 WHOLE = 2
-"""Gradients of how many passes may be whole at once where they are added up in parts: one that is made, and one that is
-on its way."""
+"""Gradients of how many passes may be whole at once where they are kept in parts: one that is made, and one that is on
+its way."""
 
 
 def hold_back(nodes: Nodes, orders: Sequence[Steps], turns: Mapping[int, int]) -> None:
-    """Where every microbatch is reduced by itself, a pass waits until the gradients of the one before the last are in
-    parts, or they would pile up behind slow communication."""
-    scatters: dict[int, list[int]] = {}
+    """Passes wait until gradients that were whole before they began are in parts, but for the last ones, or gradients
+    would pile up behind slow communication. That is said of gradients which each pass adds up in parts, and where
+    weights are in parts also of those that passes add up whole: of a chunk all of whose passes come one after the
+    other."""
+    scatters: dict[frozenset[int], list[int]] = {}
+    """By the passes that make what they add up."""
     for node in nodes.nodes:
-        makers = (
-            {nodes.made[key] for keys in node.reads for key in keys}
-            if node.op == "reduce_scatter" and node.template.dims and node.writes[0] in nodes.held
-            else set()
-        )
-        if len(makers) == 1:
-            scatters.setdefault(makers.pop(), []).append(node.id)
+        if node.op == "reduce_scatter" and node.writes[0] in nodes.held:
+            makers = frozenset(nodes.made[key] for keys in node.reads for key in keys)
+            if (len(makers) == 1 and node.template.dims) or _gathered(node.writes[0], nodes):
+                scatters.setdefault(makers, []).append(node.id)
     if not scatters:
         return
-    lines: list[list[int]] = [
-        [
-            node
-            for group in order.groups
-            for node in sorted((n for n in group if n in scatters), key=lambda n: position(nodes, n))
-        ]
+    lines: list[Line] = [
+        {node: (at, position(nodes, node)) for at, group in enumerate(order.groups) for node in group}
         for order in orders
     ]
-    ordered = {node for line in lines for node in line}
-    open_ones: dict[object, list[int]] = {}
-    for pass_ in sorted(
-        (number for number in scatters if number not in ordered), key=lambda n: (turns.get(n, 0), position(nodes, n))
-    ):
-        open_ones.setdefault((nodes.nodes[pass_].template.where, nodes.nodes[pass_].point), []).append(pass_)
-    for line in (*lines, *open_ones.values()):
-        for earlier, later in zip(line, line[WHOLE:], strict=False):
-            for scatter in scatters[earlier]:
-                nodes.before(later, scatter)
+    lines_of: dict[int, list[Line]] = {}
+    for line in lines:
+        for number in line:
+            lines_of.setdefault(number, []).append(line)
+    for line in lines:
+        for first, makers in _held(line, [its for its in scatters if its <= line.keys()]):
+            # Devices that reduce together may have orders of their own.
+            if all(other[it] < other[first] for other in lines_of[first] for it in makers if it in other):
+                for scatter in scatters[makers]:
+                    nodes.before(first, scatter)
+    without: dict[object, Line] = {}
+    for number in (number for makers in scatters if len(makers) == 1 for number in makers - lines_of.keys()):
+        pass_ = nodes.nodes[number]
+        its = without.setdefault((pass_.template.where, pass_.point), {})
+        its[number] = (turns.get(number, 0), position(nodes, number))
+    for line in without.values():
+        for first, makers in _held(line, [frozenset([number]) for number in line]):
+            for scatter in scatters[makers]:
+                nodes.before(first, scatter)
+
+
+Line: TypeAlias = dict[int, tuple[int, tuple[Point, int, str]]]
+"""When passes come on a device."""
+
+
+def _held(line: Line, groups: Sequence[frozenset[int]]) -> Iterator[tuple[int, frozenset[int]]]:
+    """Of each group of passes the first, and the group whose gradients must be in parts before."""
+    by_end = sorted(groups, key=lambda makers: max(map(line.__getitem__, makers)))
+    ends = [max(map(line.__getitem__, makers)) for makers in by_end]
+    for makers in by_end:
+        first = min(makers, key=line.__getitem__)
+        ended = bisect_left(ends, line[first])
+        if ended >= WHOLE:
+            yield first, by_end[ended - WHOLE]
+
+
+def _gathered(gradient: ValueId, nodes: Nodes) -> bool:
+    """Whether a reduced gradient is that of a weight which is gathered before passes read it."""
+    return bool(nodes.held[ValueId(Kind.WEIGHT, gradient.name, gradient.owner)].flat)
 
 
 def _key(nodes: Nodes, replica: Replica, suffix: str, flat: tuple[str, ...]) -> ValueId:

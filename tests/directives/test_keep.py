@@ -245,6 +245,46 @@ def test_no_more_are_whole_at_once_than_prefetch_allows(name: str, keep: str, pr
         assert most == prefetch + 1 or prefetch == 2 or keep == "turn"
 
 
+LAYER_BY_LAYER = (
+    "mesh gpu = dp: 2\nsplit batch into 2 as mb\nplace [pass=*] on gpu\n"
+    "replicate [pass=*] over gpu.dp with params=sharded{options}\n{orders}"
+)
+
+
+def by_layers(device: str, stages: list[int]) -> str:
+    """All forwards, and the backwards of a stage after those of another."""
+    lines = [f"    repeat 2: [stage={s}, pass=F, mb=next]" for s in range(4)]
+    lines += [f"    repeat 2: [stage={s}, pass=B, mb=next]" for s in stages]
+    return f"order on {device}:\n" + "\n".join(lines) + "\n"
+
+
+def held_back(graph: Graph) -> set[tuple[object, ...]]:
+    """Backwards, by stage and microbatch, with the stage whose gradients are to be in parts before."""
+    made = {
+        node.id: graph.nodes[graph.made[node.reads[0][0]]].template.tags["stage"]
+        for node in graph.nodes
+        if node.op == "reduce_scatter"
+    }
+    return {
+        (graph.nodes[node].template.tags["stage"], graph.nodes[node].point, made[earlier])
+        for node, befores in graph.after.items()
+        for earlier in befores
+        if graph.nodes[node].op == "B" and earlier in made
+    }
+
+
+def test_gradients_of_layers_do_not_pile_up_behind_slow_reductions() -> None:
+    """Two of them may be whole: a layer waits until the gradients of the last but one are in parts."""
+    graph = graph_of(LAYER_BY_LAYER.format(options=", bucket=1KB", orders=by_layers("gpu", [3, 2, 1, 0])))
+    assert held_back(graph) == {(1, (0,), 3), (0, (0,), 2)}
+    right_plan(graph)
+
+
+def test_where_weights_are_whole_all_gradients_may_be() -> None:
+    text = LAYER_BY_LAYER.format(options=", bucket=1KB", orders=by_layers("gpu", [3, 2, 1, 0]))
+    assert not held_back(graph_of(text.replace("params=sharded", "grads=sharded")))
+
+
 @pytest.mark.parametrize("keep", KEEPS)
 def test_evaluation_shares_them_too(keep: str) -> None:
     plan = forward(lower(graph_of(script("looped_bfs", f", keep={keep}"))))
