@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from itertools import groupby
+from typing import Any, TypeAlias
 
 from piperlang.build.nodes import Nodes
 from piperlang.build.parameters import Replica, position, two_ways
-from piperlang.build.schedule import BUCKET
+from piperlang.build.schedule import BUCKET, UPDATED, Schedule
+from piperlang.build.told_apart import ToldApart
 from piperlang.core.placement import Shard
 from piperlang.core.value_id import Kind, Point, ValueId
 from piperlang.ir.graph import NodeTemplate, Steps
@@ -22,22 +24,23 @@ Bucket = Sequence[Sequence[Replica]]
 """Weights that are reduced together, each with all its replicas."""
 
 
-def reduce(model: Model, replicas: Iterable[Replica], nodes: Nodes) -> dict[ValueId, ValueId]:
+def reduce(model: Model, replicas: Iterable[Replica], nodes: Nodes, schedule: Schedule) -> dict[ValueId, ValueId]:
     """Add reductions, updates and gathers; gives the new key of every updated weight."""
     by_weight: dict[str, list[Replica]] = {}
     for replica in replicas:
         if replica.gradients:
             by_weight.setdefault(replica.weight, []).append(replica)
     updated: dict[ValueId, ValueId] = {}
-    for bucket in _buckets(model, by_weight):
+    for bucket in _buckets(model, by_weight, ToldApart(schedule)):
         grads = _sum(bucket, nodes)
         for place in range(len(bucket[0])):
             updated |= _update([kept[place] for kept in bucket], [keys[place] for keys in grads], nodes)
     return updated
 
 
-def _buckets(model: Model, by_weight: Mapping[str, list[Replica]]) -> Iterator[Bucket]:
-    """The last layers first, as their gradients are ready first."""
+def _buckets(model: Model, by_weight: Mapping[str, list[Replica]], told_apart: ToldApart) -> Iterator[Bucket]:
+    """The last layers first, as their gradients are ready first: a bucket is full before its last gradients are made,
+    whatever chunks they are of."""
     groups: dict[object, list[list[Replica]]] = {}
     for weight, replicas in reversed(list(by_weight.items())):
         first = replicas[0]
@@ -51,24 +54,55 @@ def _buckets(model: Model, by_weight: Mapping[str, list[Replica]]) -> Iterator[B
                 replica.where,
                 replica.summed,
                 tuple(replica.levels.items()),
-                replica.site.group,
+                replica.site.group if apart else _with_others(replica, told_apart),
                 _divided(replica) if apart else (),
             )
             for replica in replicas
         )
         groups.setdefault((alike, model.weights[weight].dtype), []).append(replicas)
     for group in groups.values():
-        limit = max((use.bucket for use in group[0][0].site.uses.values() if use.divides_batch), default=BUCKET)
-        bucket: list[list[Replica]] = []
-        filled = 0
-        for replicas in group:
-            size = model.weights[replicas[0].weight].bytes
-            if bucket and filled + size > limit:
+        yield from _filled(model, group, _limit(group[0]))
+
+
+def _filled(model: Model, weights: Iterable[list[Replica]], limit: int) -> Iterator[Bucket]:
+    """A chunk whose gradients do not all fit begins a new bucket: the one before would wait for its backward, for a
+    bias. Those of a chunk that is larger than a bucket are divided."""
+    bucket: list[list[Replica]] = []
+    room = limit
+    for _, of_chunk in groupby(weights, key=lambda replicas: replicas[0].site.chunk.number):
+        sized = [(replicas, model.weights[replicas[0].weight].bytes) for replicas in of_chunk]
+        if bucket and room < sum(size for _, size in sized):
+            yield bucket
+            bucket, room = [], limit
+        for replicas, size in sized:
+            if bucket and room < size:
                 yield bucket
-                bucket, filled = [], 0
+                bucket, room = [], limit
             bucket.append(replicas)
-            filled += size
-        yield bucket
+            room -= size
+    yield bucket
+
+
+def _with_others(replica: Replica, told_apart: ToldApart) -> object:
+    """Equal for replicas whose chunks may share a bucket. Weights that are kept in parts are gathered chunk by chunk,
+    and so are their gradients: whole ones of several chunks would lie there together."""
+    uses = replica.site.uses
+    if replica.in_parts or any(use.in_parts for use in uses.values()):
+        return replica.site.group
+    return tuple((axis, use.bucket) for axis, use in uses.items() if use.divides_batch), told_apart.by(replica.site)
+
+
+def _limit(replicas: Sequence[Replica]) -> int:
+    """Bytes of weights in a bucket."""
+    if len(replicas) == 1 and not replicas[0].summed:
+        return UPDATED
+    return max((use.bucket for use in replicas[0].site.uses.values() if use.divides_batch), default=BUCKET)
+
+
+def _tags(replicas: Iterable[Replica]) -> dict[str, Any]:
+    """Of the chunks of some weights, for a template."""
+    first, *others = {replica.site.group: replica.site.chunk.tags for replica in replicas}.values()
+    return {"tags": first, "also": tuple(others)}
 
 
 def _cut(replica: Replica) -> list[tuple[int, int]]:
@@ -139,7 +173,12 @@ def _together(
     replica = bucket[0][place]
     template = nodes.template(
         NodeTemplate(
-            op, replica.site.chunk.tags, replica.where, axes=axes, phase=None, by=replica.site.uses[axes[0]].directive
+            op,
+            where=replica.where,
+            axes=axes,
+            phase=None,
+            by=replica.site.uses[axes[0]].directive,
+            **_tags(replicas[place] for replicas in bucket),
         )
     )
     written = [_key(nodes, replicas[place], f"{op[0]}{len(nodes.templates)}", flat) for replicas in bucket]
@@ -249,7 +288,7 @@ def _key(nodes: Nodes, replica: Replica, suffix: str, flat: tuple[str, ...]) -> 
 def _update(replicas: Sequence[Replica], grads: Sequence[tuple[ValueId, ...]], nodes: Nodes) -> dict[ValueId, ValueId]:
     first = replicas[0]
     dividing = next((use.directive for use in first.site.uses.values() if use.level or not use.divides_batch), None)
-    template = nodes.template(NodeTemplate("update", first.site.chunk.tags, first.where, by=dividing))
+    template = nodes.template(NodeTemplate("update", where=first.where, by=dividing, **_tags(replicas)))
     keys = [replica.key.updated for replica in replicas]
     for replica, key in zip(replicas, keys, strict=True):
         nodes.held[key] = replica.held(1)
@@ -261,7 +300,7 @@ def _update(replicas: Sequence[Replica], grads: Sequence[tuple[ValueId, ...]], n
     if axes:
         gather = nodes.template(
             NodeTemplate(
-                "all_gather", first.site.chunk.tags, first.where, axes=axes, by=first.site.uses[axes[0]].directive
+                "all_gather", where=first.where, axes=axes, by=first.site.uses[axes[0]].directive, **_tags(replicas)
             )
         )
         whole = [key.updated for key in keys]

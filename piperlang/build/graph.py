@@ -55,7 +55,9 @@ class _Build:
                 for site in self.sites.of[chunk.number]:
                     self._backward(site)
         self.weights.refuse_unchanged()
-        updated = reduce(self.model, list(self.weights.replicas.values()), self.nodes) | self.weights.changes
+        updated = (
+            reduce(self.model, list(self.weights.replicas.values()), self.nodes, self.schedule) | self.weights.changes
+        )
         temporal = Temporal(self.schedule, self.nodes)
         orders = [] if self.sketch else temporal.orders()
         chains = [] if self.sketch else temporal.chains()

@@ -40,6 +40,11 @@ ALONE = Submesh(Mesh("device", (), Source("", "").span(0, 0)))
 BUCKET = 25_000_000
 """Bytes of gradients reduced together, and of weights updated together, where no directive says otherwise."""
 
+UPDATED = 100_000_000
+"""Bytes of weights updated together where nothing is reduced: a GPU then takes about as long for them as the host does
+to issue the step. Updates of all weights at once would take no less time, and optimizers that are not fused have
+temporary tensors as large as what they step."""
+
 
 class Keep(IntEnum):
     """How long gathered weights stay, the longer the higher: for a pass, through passes of their chunk that are all

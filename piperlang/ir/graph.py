@@ -77,15 +77,32 @@ class NodeTemplate:
     """The directive that asked for it."""
     beyond: tuple[Submesh, ...] = ()
     """Further submeshes that take part, where a weight has replicas on several."""
+    also: tuple[Mapping[str, TagValue], ...] = ()
+    """Tags of further chunks, where it is for the weights of several: a selector that names one of them names it."""
     points: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Its nodes."""
+
+    @property
+    def every(self) -> tuple[Mapping[str, TagValue], ...]:
+        """The tags of each of its chunks."""
+        return (self.tags, *self.also)
+
+    @property
+    def shared(self) -> dict[str, TagValue]:
+        """The tags that all of its chunks have."""
+        return {key: value for key, value in self.tags.items() if all(tags.get(key) == value for tags in self.also)}
 
     @property
     def communicates(self) -> bool:
         return self.op in COLLECTIVES or self.op in ("send", "recv")
 
     def attributes(self) -> dict[str, TagValue]:
-        found = dict(self.tags)
+        return self.shared | self.kind
+
+    @property
+    def kind(self) -> dict[str, TagValue]:
+        """What selectors may ask of it besides tags and microbatches."""
+        found: dict[str, TagValue] = {}
         if self.phase is not None:
             found["pass"] = self.phase
         if self.communicates:
@@ -117,7 +134,9 @@ class Node(NamedTuple):
     def name(self) -> str:
         """`send.F[stage=0, mb=1]`: what it is, of what."""
         template = self.template
-        words = [f"{key}={value}" for key, value in sorted(template.tags.items())]
+        words = [
+            f"{key}={_values(key, template.every)}" for key in sorted({key for tags in template.every for key in tags})
+        ]
         words += [f"{name}={at}" for name, at in zip(template.dims, self.point, strict=False)]
         phase = f".{template.phase}" if template.phase and template.phase != template.op else ""
         return f"{template.op}{phase}[{', '.join(words)}]"
@@ -127,6 +146,17 @@ class Node(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} on {self.template.where}"
+
+
+def _values(key: str, every: Sequence[Mapping[str, TagValue]]) -> str:
+    """The values of a tag, as a selector names them."""
+    found = sorted({tags[key] for tags in every if key in tags}, key=lambda value: (isinstance(value, str), value))
+    first, last = found[0], found[-1]
+    if len(found) == 1:
+        return str(first)
+    if isinstance(first, int) and isinstance(last, int) and last - first == len(found) - 1:
+        return f"{first}:{last + 1}"
+    return f"{{{', '.join(map(str, found))}}}"
 
 
 @dataclass(frozen=True)
@@ -211,8 +241,8 @@ def fits(template: NodeTemplate, conjunction: Conjunction) -> bool:
         return False
     if template.op in LOCAL or template.op == "R":
         return False
-    attributes = template.attributes()
-    return all(_holds(c, attributes) for c in conjunction if c.key not in template.dims)
+    conditions, kind = [c for c in conjunction if c.key not in template.dims], template.kind
+    return any(all(_holds(c, {**tags, **kind}) for c in conditions) for tags in template.every)
 
 
 def _holds(condition: Condition, attributes: Mapping[str, TagValue]) -> bool:

@@ -128,6 +128,8 @@ def _node(graph: Graph, node: Node) -> dict[str, Any]:
         found["pass"] = template.phase
     if template.chunk is not None:
         found["chunk"] = template.chunk
+    if template.also:
+        found["also"] = [dict(tags) for tags in template.also]
     if template.axes:
         found["over"] = list(template.axes)
     return found

@@ -84,7 +84,7 @@ def _box(node: Node, at: tuple[int, int]) -> str:
     short = "_".join(map(str, node.point))
     tags = "".join(
         f" {value}" if key == "stage" else f" {key}"
-        for key, value in sorted(family.tags.items(), key=lambda t: t[0] != "stage")
+        for key, value in sorted(family.shared.items(), key=lambda t: t[0] != "stage")
     )
     label = f"{family.op}{tags}{'·' + short if short else ''}"
     colour = COLOURS.get(family.op, COMMUNICATION)

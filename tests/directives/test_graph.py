@@ -160,11 +160,11 @@ def test_after_each_directive(files: tuple[str, str], capsys: pytest.CaptureFixt
                 sum(node["op"] == "reduce_scatter" for node in nodes),
             )
         )
-    # a mesh changes nothing; one stage placed, both placed; two microbatches; replicated; a stream and an order add no
-    # nodes
+    # one update for both stages; a mesh changes nothing; one stage placed, both placed; two microbatches; replicated; a
+    # stream and an order add no nodes
     assert counts == [
-        (6, 0, 0),
-        (6, 0, 0),
+        (5, 0, 0),
+        (5, 0, 0),
         (10, 2, 0),
         (10, 2, 0),
         (18, 4, 0),
@@ -223,7 +223,7 @@ require count([comm=p2p]) == 4 and count([comm=send]) == 2, "there and back"
 split batch into 4 as mb
 require count([pass=F]) == 16 and count([pass=F, mb=0:2]) == 8 and count([pass=F, stage=1, mb=3]) == 1, "microbatches"
 require count([comm=send, pass=F, stage=1]) == 4, "sends"
-require count([update]) == 4 and count([update, stage=2]) == 1, "updates"
+require count([update]) == 2 and count([update, stage=2]) == 1, "one update for both stages of a device"
 require count([pass=B]) == 16 and count([pass=W]) == 0, "whole"
 stream [stage=2, pass=W] on "w"
 require count([pass=B]) == 12 and count([pass=W]) == 4 and count([pass=I]) == 4, "halves where they are named"

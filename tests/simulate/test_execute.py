@@ -114,10 +114,10 @@ def reductions(found: SimulatedStep) -> list[tuple[float, float]]:
 
 def test_transfers_on_two_streams_share_the_link() -> None:
     """On one stream they run one after the other. On two they run at once, each at half the rate, and both end when the
-    link has carried all."""
+    link has carried all. Stages that the script names one by one have reductions of their own on one stream, too."""
     some = {}
     for name, streams in (
-        ("one", ""),
+        ("one", 'stream [comm=all_reduce, stage=0] on "comm"'),
         ("two", 'stream [comm=all_reduce, stage=0] on "first"\nstream [comm=all_reduce, stage=1] on "second"'),
     ):
         graph, plan = planned(2, 2, TWO.format(bucket="1KB", streams=streams))
