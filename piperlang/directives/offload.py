@@ -8,8 +8,7 @@ Before:
     F[stage=1]  device  4 weights -> []
     B[stage=1]  device  2 weights -> [8, 16], 4 gradients
     B[stage=0]  device  1 weight -> 4 gradients
-    update[stage=0]  device  4 weights
-    update[stage=1]  device  4 weights
+    update[stage=0:2]  device  8 weights
 
 After:
 
@@ -17,10 +16,9 @@ After:
     offload[stage=0]  device  activations  stream host
     F[stage=1]  device  4 weights -> []
     B[stage=1]  device  2 weights -> [8, 16], 4 gradients
-    update[stage=1]  device  4 weights
     fetch[stage=0]  device  activations  stream host
     B[stage=0]  device  1 weight -> 4 gradients
-    update[stage=0]  device  4 weights
+    update[stage=0:2]  device  8 weights
 
 The fetch waits for the gradient of the outputs; with `prefetch=N` it starts N backward passes earlier.
 

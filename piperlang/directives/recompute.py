@@ -8,18 +8,16 @@ Before:
     F[stage=1]  device  4 weights -> []
     B[stage=1]  device  2 weights -> [8, 16], 4 gradients
     B[stage=0]  device  1 weight -> 4 gradients
-    update[stage=0]  device  4 weights
-    update[stage=1]  device  4 weights
+    update[stage=0:2]  device  8 weights
 
 After:
 
     F[stage=0]  device  4 weights -> [8, 16]
     F[stage=1]  device  4 weights -> []
     B[stage=1]  device  2 weights -> [8, 16], 4 gradients
-    update[stage=1]  device  4 weights
     R[stage=0]  device  4 weights -> activations
     B[stage=0]  device  1 weight -> 4 gradients
-    update[stage=0]  device  4 weights
+    update[stage=0:2]  device  8 weights
 
 F stores only its inputs. R waits for the gradient of the outputs; one R serves a backward in two halves, too.
 

@@ -10,8 +10,7 @@ Before:
     F[stage=1]  gpu  4 weights -> []
     B[stage=1]  gpu  2 weights -> [8, 16], 4 gradients
     B[stage=0]  gpu  1 weight -> 4 gradients
-    update[stage=0]  gpu  4 weights
-    update[stage=1]  gpu  4 weights
+    update[stage=0:2]  gpu  8 weights
 
 After:
 
@@ -19,12 +18,9 @@ After:
     F[stage=1]  gpu  4 weights -> []
     B[stage=1]  gpu  2 weights -> [8, 16], 4 gradients
     B[stage=0]  gpu  1 weight -> 4 gradients
-    reduce_scatter[stage=0]  gpu over dp  4 gradients
-    update[stage=0]  gpu  4 weights
-    all_gather[stage=0]  gpu over dp  4 weights
-    reduce_scatter[stage=1]  gpu over dp  4 gradients
-    update[stage=1]  gpu  4 weights
-    all_gather[stage=1]  gpu over dp  4 weights
+    reduce_scatter[stage=0:2]  gpu over dp  8 gradients
+    update[stage=0:2]  gpu  8 weights
+    all_gather[stage=0:2]  gpu over dp  8 weights
 
 `states=sharded` is ZeRO-1: each device updates its shard, then all_gather. `grads=sharded` is ZeRO-2: reduce_scatter
 instead of all_reduce. `params=sharded` is ZeRO-3: weights are gathered before the passes that read them. Each level

@@ -8,8 +8,7 @@ Before:
     F[stage=1]  device  4 weights -> []
     B[stage=1]  device  2 weights -> [8, 16], 4 gradients
     B[stage=0]  device  1 weight -> 4 gradients
-    update[stage=0]  device  4 weights
-    update[stage=1]  device  4 weights
+    update[stage=0:2]  device  8 weights
 
 After:
 
@@ -21,8 +20,7 @@ After:
     F[stage=1, mb=1]  device  4 weights -> []
     B[stage=1, mb=1]  device  2 weights -> [4, 16], 4 gradients
     B[stage=0, mb=1]  device  1 weight -> 4 gradients
-    update[stage=0]  device  4 weights
-    update[stage=1]  device  4 weights
+    update[stage=0:2]  device  8 weights
 
 Gradients are accumulated: there is one update. `split SELECTOR` divides the samples that each device has of those
 chunks; values on edges to other chunks are sliced and concatenated.
