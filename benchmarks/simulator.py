@@ -6,10 +6,11 @@ pp=4; the simulator is told what the naps take and the description of CPU worker
 were never run before are predicted from that. `--gpu`: the same on NCCL, with one rank and with four, which share the
 GPU.
 
-A measured step is the median of some steps (six times as many of a GPT on CPU workers), none of them recorded, each
-from its begin on the workers to the end of the last thing that any of them does. On GPUs, steps in a row take less: a
-host goes on when its own device has nothing more to say, and the next step begins while others still update their
-weights. What one of them takes by the clock, driver and Ray included, is another column.
+A measured step begins on the workers and ends with the last thing that any of them does, and is not recorded. Of the
+sleeping network it is the median of some; of the GPT the mean of the shortest quarter, as the times of a profile are,
+since other work on a machine only makes steps longer (six times as many steps on CPU workers). On GPUs, steps in a row
+take less: a host goes on when its own device has nothing more to say, and the next step begins while others still
+update their weights. What one of them takes by the clock, driver and Ray included, is another column.
 
     python -m benchmarks.simulator [--json] [--steps 5] [--only sleep|gpt] [--gpu] [--keep FOLDER]
 """

@@ -167,11 +167,12 @@ def profile_of(
     sharing: Sharing,
     about: Mapping[str, Any],
 ) -> Profile:
-    """Of rounds of steps in which every instruction was recorded once: of each kind of instruction the mean in the
-    median round. A mean, because the sum of all is what a step takes; the median round, because some are disturbed."""
+    """Of rounds of steps in which every instruction was recorded once: of each kind of instruction the mean. A mean,
+    because the sum of all is what a step takes. Only the shortest rounds count."""
     keys, sent = Keys(plan, graph), SentBytes(plan)
     passes, local, transfers = _Means(), _Means(), _Means()
-    for steps in rounds:
+    lengths = [sum(step.timeline.length for step in steps) for steps in rounds]
+    for steps in [rounds[i] for i in undelayed(lengths)]:
         for step in steps:
             sizes = {id(receiver): sender.what.bytes for sender, receiver in step.timeline.messages}
             computing = undisturbed(
@@ -195,8 +196,6 @@ def profile_of(
                         transfers.add((MESSAGE, sizes[id(one)]), seconds)
                 else:
                     local.add(keys.of_local(device, x), seconds)
-        for means in (passes, local, transfers):
-            means.end_round()
     by_kind: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for (kind, size), seconds in transfers.found().items():
         by_kind[kind].append((size, seconds))
@@ -214,23 +213,20 @@ def profile_of(
     )
 
 
-class _Means:
-    """Of every round, and the median of these."""
+def undelayed(lengths: Sequence[float]) -> list[int]:
+    """Which of some steps count: the shortest quarter, since other work on a machine can only make them longer."""
+    return sorted(range(len(lengths)), key=lengths.__getitem__)[: max(1, len(lengths) // 4)]
 
+
+class _Means:
     def __init__(self) -> None:
-        self.now: dict[Any, list[float]] = defaultdict(list)
-        self.rounds: dict[Any, list[float]] = defaultdict(list)
+        self.values: dict[Any, list[float]] = defaultdict(list)
 
     def add(self, key: Any, seconds: float) -> None:
-        self.now[key].append(seconds)
-
-    def end_round(self) -> None:
-        for key, values in self.now.items():
-            self.rounds[key].append(fmean(values))
-        self.now.clear()
+        self.values[key].append(seconds)
 
     def found(self) -> dict[Any, float]:
-        return {key: median(values) for key, values in self.rounds.items()}
+        return {key: fmean(values) for key, values in self.values.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- using

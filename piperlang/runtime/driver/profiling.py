@@ -6,7 +6,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from piperlang.runtime.comm.backend import Backend
 from piperlang.runtime.driver.job import Job
 from piperlang.runtime.driver.recording import around, parts, recorded
 from piperlang.runtime.hardware.kind import StepTimes
-from piperlang.simulate.measured import Profile, profile_of
+from piperlang.simulate.measured import Profile, profile_of, undelayed
 from piperlang.simulate.sharing import Sharing
 from piperlang.simulate.timeline import Timeline
 
@@ -30,16 +30,17 @@ WARM_UP = 3
 class Profiled(NamedTuple):
     found: Profile
     typical: Timeline
-    """A step with all its instructions, of median length."""
+    """A step with all its instructions, as long as those that count."""
     seconds: float
-    """Of the median step in which no instruction is recorded. Like one with them, it ends when the devices have
-    nothing more to do: in training the host goes on before that."""
+    """Of the steps in which no instruction is recorded, the mean of those that count (`undelayed`). Like one with them,
+    it ends when the devices have nothing more to do: in training the host goes on before that."""
     recording: float
-    """Of the median step that is recorded for the profile."""
+    """The same of those that are recorded for the profile."""
 
 
 def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: int) -> Profiled:
-    """Steps in turns, recorded and not, so that what recording costs is measured beside it."""
+    """Steps recorded and not, one of each in every pair, so that what recording costs is measured beside it. Which of a
+    pair is the first changes without a period, since other work on a machine may have one."""
     others, plan = iter(batches), job.plan
     for batch in islice(others, WARM_UP):
         job.step(batch)
@@ -49,7 +50,7 @@ def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: 
     taken: list[float] = []
     times: list[list[StepTimes]] = []
     for number, batch in enumerate(islice(others, 2 * steps)):
-        if number % 2 == 0:
+        if number.bit_count() % 2 == 0:
             plain.append(_recorded_step(job, batch, [()] * len(plan.devices))[0])
         else:
             seconds, its = _recorded_step(job, batch, divided[len(taken) % count])
@@ -72,7 +73,11 @@ def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: 
         _about(job.backend),
     )
     timelines = sorted((recorded(plan, step, "recorded").timeline for step in whole), key=lambda step: step.length)
-    return Profiled(profile, timelines[len(timelines) // 2], median(plain), median(taken))
+    return Profiled(profile, timelines[len(timelines) // 4], _typical(plain), _typical(taken))
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    return fmean(seconds[i] for i in undelayed(seconds))
 
 
 def _recorded_step(
