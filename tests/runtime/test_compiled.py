@@ -121,7 +121,8 @@ def test_nothing_is_kept_without_a_folder(
 def test_a_folder_that_others_may_write(compilations: list[int], folder: Path) -> None:
     run()
     folder.chmod(0o777)
-    run()
+    with pytest.warns(UserWarning, match="others may write"):
+        run()
     assert len(compilations) == 2
 
 

@@ -49,7 +49,7 @@ def _linear(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     order, counts = by_expert(chosen, weight.shape[0])
     given = rows[order]
     if grouped(given, weight):
-        done = torch._grouped_mm(given, weight, offs=ends(chosen[order], weight.shape[0]))
+        done = torch._grouped_mm(given, weight, offs=counts.cumsum(0).to(torch.int32))
     else:
         done = torch.cat(
             [part @ matrix for part, matrix in zip(torch.split(given, counts.tolist()), weight, strict=True)]
@@ -65,7 +65,7 @@ def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     order, counts = by_expert(chosen, experts)
     given, arrived = rows[order], grads[order]
     if grouped(given, arrived):
-        return torch._grouped_mm(given.t(), arrived, offs=ends(chosen[order], experts))
+        return torch._grouped_mm(given.t(), arrived, offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     return torch.stack(
         [part.t() @ grad for part, grad in zip(torch.split(given, sizes), torch.split(arrived, sizes), strict=True)]
@@ -105,12 +105,6 @@ def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     if len(counts) != experts:
         raise ValueError(f"expert index {len(counts) - 1} is out of range: there are {experts} experts")
     return torch.argsort(chosen, stable=True), counts
-
-
-def ends(experts: Tensor, count: int) -> Tensor:
-    """Where the rows of each expert end, from the experts of sorted rows. Nothing is copied to the host."""
-    last = torch.arange(count, device=experts.device, dtype=experts.dtype)
-    return torch.searchsorted(experts, last, right=True, out_int32=True)
 
 
 def grouped(first: Tensor, second: Tensor) -> bool:

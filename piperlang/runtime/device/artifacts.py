@@ -10,6 +10,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,7 +70,10 @@ def _digest(key: str, content: bytes) -> bytes:
 
 def _only_ours(folder: Path) -> bool:
     found = folder.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ours = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not ours:
+        warnings.warn(f"{PLACE} is not used: others may write to {folder}; make it yours alone", stacklevel=2)
+    return ours
 
 
 def _shrink(folder: Path) -> None:

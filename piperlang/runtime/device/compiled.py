@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -124,7 +125,12 @@ def _loaded(content: bytes | None) -> Call | None:
         entry.guards_expr = None  # shapes are part of the key
         settings = {"cudagraphs": BoxedBool(False), "boxed_forward_device_index": BoxedDeviceIndex(None)}
         function: Call = entry.wrap_post_compile([], entry.sanitized_aot_config, settings)
-    except Exception:
+    except Exception as problem:
+        warnings.warn(
+            f"a compiled stage program of PIPER_CACHE could not be loaded, and is compiled again:"
+            f" {type(problem).__name__}: {problem}",
+            stacklevel=2,
+        )
         return None
     return function
 

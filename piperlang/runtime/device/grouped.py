@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from piperlang.capture.trace.routed import ends, grouped, is_routed, operators
+from piperlang.capture.trace.routed import grouped, is_routed, operators
 
 _NARROW = 1 << 15
 """Up to so many experts are sorted as 16-bit numbers, which takes a quarter of the passes of 64-bit ones."""
@@ -47,12 +47,18 @@ def _order(chosen: Tensor, table: Tensor | int) -> tuple[Tensor, Tensor, Tensor]
     return order, torch.zeros_like(order).scatter(0, order, places), experts
 
 
+def _ends(experts: Tensor, count: int) -> Tensor:
+    """Where the rows of each expert end, from the experts of sorted rows."""
+    last = torch.arange(count, device=experts.device, dtype=experts.dtype)
+    return torch.searchsorted(experts, last, right=True, out_int32=True)
+
+
 def _linear(rows: Tensor, chosen: Tensor, weight: Tensor, by_expert: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     order, inverse, experts = by_expert
     given, count = rows[order], weight.shape[0]
     if not grouped(given, weight):
         return torch.ops.piper.routed_linear(rows, chosen, weight)  # type: ignore[no-any-return]
-    done = torch._grouped_mm(given, weight, offs=ends(experts, count))
+    done = torch._grouped_mm(given, weight, offs=_ends(experts, count))
     there = (chosen >= 0) & (chosen < count)
     return torch.where(there.unsqueeze(1), done[inverse], torch.nan)
 
@@ -62,7 +68,7 @@ def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, count: int, by_expert: t
     given, arrived = rows[order], grads[order]
     if not grouped(given, arrived):
         return torch.ops.piper.routed_outer(rows, grads, chosen, count)  # type: ignore[no-any-return]
-    return torch._grouped_mm(given.t(), arrived, offs=ends(experts, count))
+    return torch._grouped_mm(given.t(), arrived, offs=_ends(experts, count))
 
 
 _FUNCTIONS: dict[str, Any] = {"piper.routed_linear.default": _linear, "piper.routed_outer.default": _outer}
