@@ -145,14 +145,9 @@ def _system() -> str:
     found += [platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()]
     if torch.cuda.is_available():
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found += [torch.version.cuda, torch.version.hip, _driver(), about.name]
+        found += [torch.version.cuda, torch.version.hip, about.name]
         found += [about.major, about.minor, about.multi_processor_count, getattr(about, "gcnArchName", "")]
     return repr(found)
-
-
-def _driver() -> int:
-    native: Any = torch._C
-    return int(native._cuda_getDriverVersion())
 
 
 def _processor() -> str:
