@@ -49,7 +49,7 @@ def _linear(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     order, counts = by_expert(chosen, weight.shape[0])
     given = rows[order]
     if grouped(given, weight):
-        done = torch._grouped_mm(given, weight, offs=counts.cumsum(0).to(torch.int32))
+        done = grouped_linear(given, weight, counts.cumsum(0).to(torch.int32))
     else:
         done = torch.cat(
             [part @ matrix for part, matrix in zip(torch.split(given, counts.tolist()), weight, strict=True)]
@@ -65,7 +65,7 @@ def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, experts: int) -> Tensor:
     order, counts = by_expert(chosen, experts)
     given, arrived = rows[order], grads[order]
     if grouped(given, arrived):
-        return torch._grouped_mm(given.t(), arrived, offs=counts.cumsum(0).to(torch.int32))
+        return grouped_outer(given, arrived, counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     return torch.stack(
         [part.t() @ grad for part, grad in zip(torch.split(given, sizes), torch.split(arrived, sizes), strict=True)]
@@ -114,6 +114,17 @@ def grouped(first: Tensor, second: Tensor) -> bool:
         for one in (first, second)
     )
     return first.is_cuda and first.dtype == second.dtype == torch.bfloat16 and first.shape[0] > 0 and aligned
+
+
+def grouped_linear(given: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows sorted by expert times the matrices of their experts, in one kernel. `ends`: where each expert's rows do."""
+    return torch._grouped_mm(given.contiguous(), weight, offs=ends)
+
+
+def grouped_outer(given: Tensor, arrived: Tensor, ends: Tensor) -> Tensor:
+    """The kernel stops the whole process if its tokens are contiguous along dim 1 of the first operand, and an expert
+    begins at one that is not aligned: the first operand must be a view of rows."""
+    return torch._grouped_mm(given.contiguous().t(), arrived.contiguous(), offs=ends)
 
 
 @_linear.register_fake

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from piperlang.capture.trace.routed import grouped, is_routed, operators
+from piperlang.capture.trace.routed import grouped, grouped_linear, grouped_outer, is_routed, operators
 
 _NARROW = 1 << 15
 """Up to so many experts are sorted as 16-bit numbers, which takes a quarter of the passes of 64-bit ones."""
@@ -58,7 +58,7 @@ def _linear(rows: Tensor, chosen: Tensor, weight: Tensor, by_expert: tuple[Tenso
     given, count = rows[order], weight.shape[0]
     if not grouped(given, weight):
         return torch.ops.piper.routed_linear(rows, chosen, weight)  # type: ignore[no-any-return]
-    done = torch._grouped_mm(given, weight, offs=_ends(experts, count))
+    done: Tensor = torch.ops.piper.grouped_linear(given, weight, _ends(experts, count))
     there = (chosen >= 0) & (chosen < count)
     return torch.where(there.unsqueeze(1), done[inverse], torch.nan)
 
@@ -68,7 +68,36 @@ def _outer(rows: Tensor, grads: Tensor, chosen: Tensor, count: int, by_expert: t
     given, arrived = rows[order], grads[order]
     if not grouped(given, arrived):
         return torch.ops.piper.routed_outer(rows, grads, chosen, count)  # type: ignore[no-any-return]
-    return torch._grouped_mm(given.t(), arrived, offs=_ends(experts, count))
+    done: Tensor = torch.ops.piper.grouped_outer(given, arrived, _ends(experts, count))
+    return done
+
+
+# Operators of their own, because Inductor gives them tensors as they are laid out here. It lays out those of
+# torch._grouped_mm as it likes, and not all ways are right (grouped_outer says why).
+
+
+@torch.library.custom_op(
+    "piper::grouped_linear", mutates_args=(), schema="(Tensor given, Tensor weight, Tensor ends) -> Tensor"
+)
+def _grouped_linear(given: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return grouped_linear(given, weight, ends)
+
+
+@torch.library.custom_op(
+    "piper::grouped_outer", mutates_args=(), schema="(Tensor given, Tensor arrived, Tensor ends) -> Tensor"
+)
+def _grouped_outer(given: Tensor, arrived: Tensor, ends: Tensor) -> Tensor:
+    return grouped_outer(given, arrived, ends)
+
+
+@_grouped_linear.register_fake
+def _(given: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return given.new_empty(given.shape[0], weight.shape[2])
+
+
+@_grouped_outer.register_fake
+def _(given: Tensor, arrived: Tensor, ends: Tensor) -> Tensor:
+    return given.new_empty(ends.shape[0], given.shape[1], arrived.shape[1])
 
 
 _FUNCTIONS: dict[str, Any] = {"piper.routed_linear.default": _linear, "piper.routed_outer.default": _outer}

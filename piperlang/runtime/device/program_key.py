@@ -1,7 +1,7 @@
 """A key of a stage program and of everything that its compiled form depends on: equal keys, equal code.
 
-Private API, kept in this file, tried on torch 2.11 and 2.13: the settings of Inductor and AOTAutograd as dictionaries,
-and the version of the driver."""
+Private API, kept in this file, tried on torch 2.11 and 2.13: the settings of Inductor and AOTAutograd as
+dictionaries."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from piperlang.plan.plan import DevicePlan, Group, ParameterShard, StageProgram
 from piperlang.plan.sums import reads, sums
 from piperlang.runtime.box import take
 from piperlang.runtime.comm.backend import Comm
+from piperlang.runtime.hardware.feeds import Fixed
 from piperlang.runtime.optimizer.copies import without_overlap
 from piperlang.runtime.optimizer.optimize import Optimizers, added
 
@@ -62,8 +63,8 @@ class DeviceValues:
             else kept
         )
         self.values: dict[ValueId, Any] = {}
-        self.fixed: dict[ValueId, torch.Tensor] = {}
-        """Where the parts of every batch are copied to, if steps are a graph that reads them there."""
+        self.fixed: dict[ValueId, Fixed] = {}
+        """Where the parts of every batch are put, if steps are a graph that reads them there."""
         self.draws = any(slot[0] == "rng" for program in programs for slot in program.inputs)
         self.drawn = torch.zeros(1, dtype=torch.int64, device=where)
         """Seed and step, mixed."""
@@ -107,8 +108,8 @@ class DeviceValues:
         self.step, self.norm, self.skip, self.known = step, None, None, None
 
     def _arrived(self, key: ValueId, value: torch.Tensor) -> torch.Tensor:
-        where = self.fixed.get(key)
-        return value.to(self.where, non_blocking=True) if where is None else where.copy_(value, non_blocking=True)
+        fixed = self.fixed.get(key)
+        return value.to(self.where, non_blocking=True) if fixed is None else fixed.put(value)
 
     def random_state(self, first_sample: int, coordinates: tuple[int, ...]) -> torch.Tensor:
         """What the random numbers of a pass depend on."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from piperlang.plan.instructions import Compute, Fetch, GatherParameters, Instruction, Offload, Routing, Update
+from piperlang.runtime.hardware.feeds import Fixed
 from piperlang.runtime.hardware.kind import Failed
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
         if isinstance(problem, Failed) and not isinstance(problem.cause, Exception):
             raise  # an interrupt
         raise NotCaptured(_first(problem)) from problem
-    device.fixed = {key: before[key] for key, _, _ in device.plan.feeds}
+    device.fixed = {key: Fixed(before[key]) for key, _, _ in device.plan.feeds}
     return StepGraph(graph, device.values, device.left, device.norm, device.skip, rates)
 
 
