@@ -185,3 +185,29 @@ def test_a_mean_over_many_targets_is_not_rounded_first() -> None:
     found = torch.autograd.grad(total / 1_020, (x, weight))
     for mine, theirs in zip(found, torch.autograd.grad(f.cross_entropy(f.linear(*exact), target), exact), strict=True):
         assert abs(float((mine.double() * theirs).sum() / theirs.square().sum()) - 1) < 1e-3
+
+
+def pads(passes: Any) -> list[bool]:
+    pad = torch.ops.aten.constant_pad_nd.default
+    return [any(node.target is pad for node in one.module.graph.nodes) for one in (passes.F, passes.B)]
+
+
+@pytest.mark.parametrize(("words", "padded"), [(1_031, True), (1_024, False), (WORDS, False)])
+def test_rows_of_many_words_are_aligned(words: int, padded: bool) -> None:
+    """Products of matrices are slow on a GPU if rows begin anywhere, and what one stage program gives to another is as
+    the trace has it. Also where the backward recomputes what is cheap, the forward does this."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(words, WIDTH), nn.Linear(WIDTH, words))
+
+    def pairs(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randint(words, (samples, LENGTH)), torch.randint(words, (samples, LENGTH))
+
+    cheap = "recompute [pass=*] with policy=cheap\n"
+    program = capture(model, mean, pairs(SAMPLES))
+    cut = program.cut()
+    assert pads(cut.pass_graphs(0, SAMPLES)) == [padded, False]
+    assert pads(cut.recomputing(frozenset([0])).pass_graphs(0, SAMPLES)) == [padded, False]
+    case = Case("many words", model, mean, pairs, 1)
+    for script in ("", cheap):
+        assert_same(case, program, script)

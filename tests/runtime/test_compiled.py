@@ -235,3 +235,12 @@ def test_processes_that_write_at_once(folder: Path) -> None:
     assert [one.wait(300) for one in started] == [0, 0]
     (path,) = folder.iterdir()
     assert artifacts.read(path.name) is not None
+
+
+def test_a_number_of_attention_may_be_anywhere() -> None:
+    """Its kernels leave the state of their random numbers on the GPU in a capture, and on the host otherwise."""
+    x, state = torch.ones(2), torch.zeros((), dtype=torch.int64)
+    piece = _Compiled(make_fx(lambda x, state: (x + 1,))(x, state))
+    piece([x, state])
+    assert torch.equal(piece([x, state.to("meta")])[0], x + 1)
+    assert len(piece.known) == 1

@@ -30,6 +30,8 @@ ROWS = {
     aten.to.dtype,
 }
 """What may be between the layer and the loss: views, and a dtype that has all numbers of the one before."""
+_ALIGNED, _MANY = 128, 1024
+"""Bytes, and from how many words on that counts."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -47,12 +49,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # power of two, and the gradients of narrow dtypes are rounded once.
         ctx.parts = len(target) / 2 ** math.floor(math.log2(max(len(target), 1)))
         back = torch.where((target != ignored).unsqueeze(1), (wide.exp() - own.to(wide.dtype)) / ctx.parts, 0.0)
-        ctx.save_for_backward(x, weight, EARLY(back.to(logits.dtype)))
+        ctx.save_for_backward(x, weight, EARLY(_aligned(back.to(logits.dtype))))
         return f.nll_loss(found, target, reduction="sum", ignore_index=ignored)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, back = ctx.saved_tensors
+        x, weight, padded = ctx.saved_tensors
+        back = padded[:, : len(weight)]
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         factor = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32)) * ctx.parts
         return (
@@ -63,6 +66,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """With columns of zeros, so that every row begins where matrix products read it fast. Inductor lays out what stays
+    within a stage program like this, but not what one gives to another: with the 50,257 words of GPT-2 the two
+    products of the backward took three times as long."""
+    more = -rows.shape[1] % (_ALIGNED // rows.element_size())
+    return f.pad(rows, (0, more)) if more and rows.shape[1] >= _MANY else rows
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:

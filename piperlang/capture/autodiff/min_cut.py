@@ -16,7 +16,6 @@ from torch import fx
 from torch._ops import OpOverload
 
 from piperlang.capture.autodiff.cost import size, storages
-from piperlang.capture.trace.early import EARLY
 
 aten = torch.ops.aten
 
@@ -34,7 +33,6 @@ VIEWS = {
     aten.slice.Tensor,
     aten.select.int,
     aten.reshape.default,
-    EARLY,
 }
 """View operators: they compute nothing."""
 

@@ -55,10 +55,10 @@ class _Compiled:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
-        self.known: dict[tuple[Look, ...], Call] = {}
+        self.known: dict[tuple[Look | None, ...], Call] = {}
 
     def __call__(self, taken: list[Any]) -> Sequence[Any]:
-        looks = tuple(map(_look, taken))
+        looks = tuple(None if _is_number(one) else _look(one) for one in taken)
         function = self.known.get(looks)
         if function is None:
             with self.lock:
@@ -89,6 +89,13 @@ def _made(module: fx.GraphModule, taken: Sequence[torch.Tensor]) -> Call:
 
 def _look(tensor: torch.Tensor) -> Look:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """The kernels of attention give the state of their random numbers as two of these, for its backward, which reads
+    them if there is dropout: on the GPU in a capture, and on the host otherwise. Code that a capture compiles cannot be
+    captured."""
+    return tensor.dim() == 0 and tensor.dtype == torch.int64
 
 
 def _with(function: Call, constants: Sequence[torch.Tensor]) -> Call:

@@ -7,7 +7,7 @@ by optimizers that count on the host, and gathers of the weights that they chang
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,7 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
             move_back(device)
     except (RuntimeError, NotCaptured, Failed) as problem:
         torch.cuda.set_stream(stream)  # torch leaves its own one as it is if a capture fails
+        _release_generator()
         device.optimizers.forget_updates()
         device.values, device.left = before, dict(device.uses)
         device.norm = device.skip = device.known = None
@@ -125,6 +126,15 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
         raise NotCaptured(_first(problem)) from problem
     device.fixed = {key: Fixed(before[key]) for key, _, _ in device.plan.feeds}
     return StepGraph(graph, device.values, device.left, device.norm, device.skip, rates)
+
+
+def _release_generator() -> None:
+    """After a capture that has failed, torch 2.11 believes its generator of random numbers to be in it still, and gives
+    none to anybody, not even to Inductor while it compiles. The next capture that ends sets that right."""
+    token, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+    with suppress(RuntimeError), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        token.zero_()
+    graph.reset()
 
 
 def _first(problem: BaseException) -> str:
