@@ -331,6 +331,7 @@ class Worker:
         self.program_reads = _program_reads(setup, model)
         run = DeviceRun(device, self.comm, setup.backend.device, setup.streams, self._begun, setup.graphs)
         self.runs[TRAIN] = self.last = run
+        setup.backend.device.keep_memory(True)
         self.operators_read = Frozen("an operator of the program", operators, (), None).plain()
         return Started(started_from, self.settings())
 
@@ -570,6 +571,7 @@ class Worker:
             self.comm.close()
             del self.last, self.comm
             gc.collect()  # connections of process groups end with the last reference, and runs refer to themselves
+            self.setting.backend.device.keep_memory(False)
 
 
 def _loaded(packed: bytes) -> Setup:

@@ -15,6 +15,7 @@ import torch
 
 from piperlang.core.streams import StreamResources
 from piperlang.plan.instructions import Instruction
+from piperlang.runtime.hardware import heap
 from piperlang.runtime.hardware.kind import Captures, DeviceKind, Failed, StepTimes, Streams
 
 if TYPE_CHECKING:
@@ -148,6 +149,9 @@ class Cpu(DeviceKind):
 
     def synchronize(self) -> None:
         pass  # the host computes: what it has issued is done
+
+    def keep_memory(self, keeps: bool) -> None:
+        heap.keep(keeps)
 
     def memory(self) -> int:
         """Resident memory of this process."""

@@ -235,6 +235,9 @@ class Cuda(DeviceKind):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def keep_memory(self, keeps: bool) -> None:
+        pass  # torch's allocator does
+
     def memory(self) -> int:
         """The peak of torch's allocator."""
         return torch.cuda.max_memory_allocated()

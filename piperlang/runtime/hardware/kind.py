@@ -116,6 +116,10 @@ class DeviceKind(ABC):
         """Wait until the device has done everything that was issued."""
 
     @abstractmethod
+    def keep_memory(self, keeps: bool) -> None:
+        """Whether what a step frees stays with this process, which does nothing else."""
+
+    @abstractmethod
     def memory(self) -> int:
         """Bytes, as `Step.memory` reports them."""
 
