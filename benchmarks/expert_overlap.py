@@ -3,14 +3,15 @@ against torch's pipelines.
 
 A layer is attention, dispatch, experts and combine; every sequence sends each token to one expert, as long as that one
 has room. Ours: DualPipeV and 1F1B, both with `overlapped` all-to-alls, DualPipeV with resources of their streams
-(high priority, at most eight thread blocks of NCCL), and DualPipeV with them on the compute stream.
+(high priority, at most eight thread blocks of NCCL), and DualPipeV with them on the compute stream. They are compiled,
+as by default on CUDA.
 Torch: ScheduleDualPipeV and Schedule1F1B, with the same exchange written as an autograd function around
-all_to_all_single, gradients averaged over the axis once a step. Same weights, data, optimizer and microbatches; four
-processes compute on one GPU at once (shared_gpu.py). A step counts from the driver's call to the end of all work of the
-last of some steps, divided by their number.
+all_to_all_single, gradients averaged over the axis once a step; modules are not compiled. Same weights, data, optimizer
+and microbatches; four processes compute on one GPU at once (shared_gpu.py). A step counts from the driver's call to the
+end of all work of the last of some steps, divided by their number.
 
     python -m benchmarks.expert_overlap [--json] [--width 1024] [--hidden 4096] [--layers 8] [--tokens 512]
-        [--batch 4] [--micro 8] [--steps 6] [--way "piper 1f1b" "torch 1f1b" ...] [--compile] [--minutes 5] [--small]
+        [--batch 4] [--micro 8] [--steps 6] [--way "piper 1f1b" "torch 1f1b" ...] [--eager] [--minutes 5] [--small]
 """
 
 from __future__ import annotations
@@ -362,8 +363,8 @@ def theirs(ranks: Ranks, way: str, size: Size, steps: int) -> dict[str, Any]:
 
 
 class Ours:
-    def __init__(self, cuda: bool, compiles: bool) -> None:
-        self.cuda, self.compiles = cuda, compiles
+    def __init__(self, cuda: bool, eager: bool) -> None:
+        self.cuda, self.eager = cuda, eager
         self.cluster: Any = None
 
     def run(self, way: str, size: Size, steps: int) -> dict[str, Any]:
@@ -396,6 +397,8 @@ class Ours:
         make = partial(make_model, size, stages)
         x, target = (part.to("cuda" if self.cuda else "cpu") for part in batch(size, 0))
         script = SCRIPT.format(name=name, place=place, pp=PP, ep=EP, micro=size.micro, exchange=exchange)
+        if self.eager:
+            script += "recompute [pass=*] with policy=none\n"
         found = schedule(capture(make, loss, (x, target)), Source("expert_overlap.piper", script))
         if found.problems:
             raise PiperError(*found.problems)
@@ -411,7 +414,7 @@ class Ours:
             timeout=120,
             loss_dtype=loss_dtype,
             cluster=self.cluster,
-            compiles=self.compiles,
+            compiles=False if self.eager else None,
         ) as job:
             said("workers are ready")
             losses = [job.step(batch(size, step)).loss for step in range(WARM)]
@@ -462,7 +465,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--minutes", type=float, default=5.0, help="no new case after so many (default: 5)")
     parser.add_argument(
-        "--compile", action="store_true", help="our chunks through Inductor; torch's modules run eagerly either way"
+        "--eager", action="store_true", help="our chunks as torch's modules run: not compiled, nothing computed twice"
     )
     parser.add_argument("--way", nargs="+", choices=(*OURS, *TORCH), default=[*OURS, *TORCH])
     options = parser.parse_args()
@@ -488,7 +491,7 @@ def main() -> None:
         dtype=options.dtype,
     )
     with at_once(RANKS if cuda else 1):
-        rows = run(size, options.steps, options.way, cuda, options.compile, until, lambda row: say(row, options.json))
+        rows = run(size, options.steps, options.way, cuda, options.eager, until, lambda row: say(row, options.json))
     if options.json:
         print(json.dumps({"rows": rows}))
 
@@ -506,7 +509,7 @@ def run(
     steps: int,
     ways: list[str],
     cuda: bool,
-    compiles: bool,
+    eager: bool,
     until: float,
     tell: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
@@ -516,7 +519,7 @@ def run(
         rows.append(row)
         tell(row)
 
-    ours, ranks = Ours(cuda, compiles), Ranks(RANKS, torch_rank, cuda, limit=100.0)
+    ours, ranks = Ours(cuda, eager), Ranks(RANKS, torch_rank, cuda, limit=100.0)
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": lambda: {"losses": plain(size, WARM + steps, "cuda" if cuda else "cpu")}
     }
