@@ -15,8 +15,9 @@ class Fixed:
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def put(self, value: torch.Tensor) -> torch.Tensor:
-        self.copied.synchronize()  # the last one may still be on its way
-        self.staged.copy_(value)
-        self.tensor.copy_(self.staged, non_blocking=True)
+        if not value.is_pinned():  # as a loader's are
+            self.copied.synchronize()  # the last one may still be on its way
+            value = self.staged.copy_(value)
+        self.tensor.copy_(value, non_blocking=True)
         self.copied.record()
         return self.tensor
