@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -94,6 +95,8 @@ def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) ->
     from piperlang.capture.program import capture
     from piperlang.pipeline import schedule
     from piperlang.plan.lower import lower
+    from piperlang.runtime.comm.registry import for_workers
+    from piperlang.runtime.driver.cluster import Cluster
     from piperlang.runtime.driver.job import Job
     from piperlang.runtime.driver.training import Training
     from piperlang.source import Source
@@ -111,14 +114,20 @@ def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) ->
     captured: Any = found.captured
     times, losses, memory, host = [], [], 0, 0.0
     said("captured and scheduled")
-    with Job(
-        lower(made),
-        captured,
-        Training(chosen, optimizer),
-        loss_dtype=made.model.tensors[made.model.loss].dtype,
-        graphs=graphs,
-    ) as job:
-        said("workers are ready")
+    cluster = Cluster(1, backend=for_workers())
+    said("Ray is there")
+    with (
+        closing(cluster),
+        Job(
+            lower(made),
+            captured,
+            Training(chosen, optimizer),
+            loss_dtype=made.model.tensors[made.model.loss].dtype,
+            cluster=cluster,
+            graphs=graphs,
+        ) as job,
+    ):
+        said("the worker is ready")
         for step in range(steps):
             done = job.step(chosen.inputs(step, "cpu"))
             if step < 4:
