@@ -123,12 +123,9 @@ def planned(graph: Graph, max_norm: float | None = None, skips: bool = False) ->
     or norm of the gradients is not finite changes nothing."""
     # Here, because scripts are outlined and formatted without them.
     from piperlang.plan.lower import lower
-    from piperlang.plan.rewrite.clip import with_norm
     from piperlang.plan.verify import check
 
-    plan = lower(graph)
-    if max_norm is not None or skips:
-        plan = with_norm(plan, max_norm, skips)
+    plan = _with_norm(lower(graph), graph, max_norm, skips)
     check(plan)
     return plan
 
@@ -140,7 +137,6 @@ def representative(graph: Graph, max_norm: float | None = None, skips: bool = Fa
     from piperlang.plan.classes import stand_for_all
     from piperlang.plan.linearize import alike
     from piperlang.plan.lower import lower
-    from piperlang.plan.rewrite.clip import with_norm
 
     with uncollected():
         classes = alike(graph)
@@ -148,7 +144,17 @@ def representative(graph: Graph, max_norm: float | None = None, skips: bool = Fa
         if not stand_for_all(plan, classes):
             plan = lower(graph)
             classes = [(device.device,) for device in plan.devices]
-        return (with_norm(plan, max_norm, skips) if max_norm is not None or skips else plan), classes
+        return _with_norm(plan, graph, max_norm, skips), classes
+
+
+def _with_norm(plan: Plan, graph: Graph, max_norm: float | None, skips: bool) -> Plan:
+    from piperlang.ir.sort import check_norm
+    from piperlang.plan.rewrite.clip import with_norm
+
+    if max_norm is None and not skips:
+        return plan
+    check_norm(graph)
+    return with_norm(plan, max_norm, skips)
 
 
 def evaluate(

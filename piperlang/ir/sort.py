@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from piperlang.diagnostics import Diagnostic, Label, PiperError
@@ -14,8 +15,8 @@ Edges: TypeAlias = tuple[list[list[int]], list[int]]
 """For every node, who waits for it, and for how many it waits. Numbers past the nodes are gates."""
 
 
-def edges(graph: Graph) -> Edges:
-    """What waits for what.
+def edges(graph: Graph, norm: bool = False) -> Edges:
+    """What waits for what. `norm`: all updates wait for the norm of all gradients.
 
     A fence of an order is a gate: what comes after waits for the gate, the gate for what comes before. So wide steps
     cost no product."""
@@ -23,6 +24,9 @@ def edges(graph: Graph) -> Edges:
     gates = [
         fence for order in graph.orders for fence in order.fences(lambda node: graph.nodes[node].stream) if fence[0]
     ]
+    if norm:
+        updates = [node.id for node in graph.nodes if node.op == "update"]
+        gates.append(([maker for update in updates for maker in graph.sources(graph.nodes[update])], updates))
     users: list[list[int]] = [[] for _ in range(count + len(gates))]
     waits = [0] * len(users)
 
@@ -64,6 +68,21 @@ def topological(graph: Graph, known: Edges | None = None) -> list[int]:
     if len(done) < len(users):
         raise PiperError(_cycle(graph, users, {i for i, left in enumerate(waits) if left}, count))
     return [i for i in done if i < count]
+
+
+def check_norm(graph: Graph) -> None:
+    """All updates are to wait for the norm of all gradients: raises P0501 if an order has a gradient wait for an
+    update."""
+    ordered = {node for steps in (*graph.orders, *graph.chains) for group in steps.groups[:-1] for node in group}
+    if all(graph.nodes[node].op != "update" for node in ordered):
+        return
+    try:
+        topological(graph, edges(graph, norm=True))
+    except PiperError as problem:
+        (found,) = problem.diagnostics
+        notes = (*found.notes, "updates wait for the norm of all gradients")
+        help = "move the update behind them, or train with `--on-nan continue` and without `max_norm`"
+        raise PiperError(replace(found, notes=notes, helps=(help,))) from None
 
 
 def _cycle(graph: Graph, users: Sequence[Sequence[int]], stuck: set[int], count: int) -> Diagnostic:

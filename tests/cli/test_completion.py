@@ -44,7 +44,7 @@ def started(folder: Path, command: str, *arguments: str) -> pexpect.spawn:
         "LC_ALL": "C.UTF-8",
         "LANG": "C.UTF-8",
     }
-    return pexpect.spawn(
+    shell = pexpect.spawn(
         command,
         list(arguments),
         cwd=str(folder),
@@ -54,6 +54,8 @@ def started(folder: Path, command: str, *arguments: str) -> pexpect.spawn:
         dimensions=(100, 200),
         echo=False,
     )
+    shell.ptyproc.delayafterterminate = 2.0  # seconds, not 0.1: the machine may be busy
+    return shell
 
 
 @pytest.fixture(scope="module")

@@ -203,3 +203,24 @@ def test_trainer_raises_and_goes_on(tmp_path: Path) -> None:
         assert trainer.step(bad).skipped
     with pytest.raises(ValueError, match="on_nan"):
         train("ignore")
+
+
+@pytest.mark.parametrize("script", ["pipeline", "replicas"])
+def test_a_gradient_after_an_update(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing can wait for an update if that waits for the norm of what comes then."""
+    order = "order [stage=1, update] -> [stage=0, pass=B]"
+    words = written(tmp_path, SCHEDULES[script] + order + "\n", {})
+    line = len((SCHEDULES[script] + order).splitlines())
+    for command in ([], ["plan"]):
+        given = words[:2] if command else words
+        assert main([*command, *given]) == 1
+        told = capsys.readouterr().err
+        assert "P0501" in told
+        assert f"s.piper:{line}:7" in told
+        assert "updates wait for the norm of all gradients" in told
+        assert "--on-nan continue" in told
+    assert main([*words, "--on-nan", "continue", "--out", str(tmp_path / "run")]) == 0
+    plain_words = written(tmp_path, SCHEDULES[script], {})
+    assert main([*plain_words, "--on-nan", "continue", "--out", str(tmp_path / "plain")]) == 0
+    runs = (torch.load(tmp_path / name / "weights.pt").values() for name in ("run", "plain"))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
