@@ -7,11 +7,11 @@ were never run before are predicted from that. `--gpu`: the same on NCCL, with o
 GPU.
 
 A measured step begins on the workers and ends with the last thing that any of them does, and is not recorded. Of the
-sleeping network it is the median of some; of the GPT the mean of the shortest quarter, as the times of a profile are,
-since other work on a machine only makes steps longer (six times as many steps on CPU workers, in several rounds, of
-which the one with the shortest step counts). On GPUs, steps in a row take less: a host goes on when its own device has
-nothing more to say, and the next step begins while others still update their weights. What one of them takes by the
-clock, driver and Ray included, is another column.
+sleeping network it is the median of some. Of the GPT the shortest quarter counts, of pairs with a recorded step that is
+for the profile, since other work on a machine only makes steps longer: six times as many steps on CPU workers, in
+several rounds, of which the one with the shortest pairs counts. On GPUs, steps in a row take less: a host goes on when
+its own device has nothing more to say, and the next step begins while others still update their weights. What one of
+them takes by the clock, driver and Ray included, is another column.
 
     python -m benchmarks.simulator [--json] [--steps 5] [--rounds 3] [--only sleep|gpt] [--gpu] [--keep FOLDER]
 """
@@ -226,7 +226,7 @@ def predicted_and_measured(
     first: Profile | None = None
     machine = load("h200" if device == "cuda" else "cpu")
     for name, all_rounds in found.items():
-        best = min(all_rounds, key=lambda one: one.result.seconds)
+        best = min(all_rounds, key=lambda one: one.result.seconds + one.result.recording)
         graph, plan, result = best.graph, best.plan, best.result
         costs = MeasuredCosts(plan, graph, first or result.found, machine)
         predicted = execute(plan, costs).timeline

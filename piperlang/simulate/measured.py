@@ -159,7 +159,7 @@ class Keys:
 def profile_of(
     plan: Plan,
     graph: Graph,
-    rounds: Sequence[Sequence[RecordedStep]],
+    steps: Sequence[RecordedStep],
     issued: Mapping[str, Sequence[float]],
     before: float,
     after: float,
@@ -167,35 +167,33 @@ def profile_of(
     sharing: Sharing,
     about: Mapping[str, Any],
 ) -> Profile:
-    """Of rounds of steps in which every instruction was recorded once: of each kind of instruction the mean. A mean,
-    because the sum of all is what a step takes. Only the shortest rounds count."""
+    """Of steps in which together every instruction was recorded: of each kind of instruction the mean. A mean, because
+    the sum of all is what a step takes."""
     keys, sent = Keys(plan, graph), SentBytes(plan)
     passes, local, transfers = _Means(), _Means(), _Means()
-    lengths = [sum(step.timeline.length for step in steps) for steps in rounds]
-    for steps in [rounds[i] for i in undelayed(lengths)]:
-        for step in steps:
-            sizes = {id(receiver): sender.what.bytes for sender, receiver in step.timeline.messages}
-            computing = undisturbed(
-                {
-                    (row, i): one
-                    for (row, i), one in step.ran.items()
-                    if not isinstance(plan.devices[row].instructions[i], Send | Receive | Collective)
-                },
-                sharing,
-            )
-            for (row, i), one in step.ran.items():
-                device = plan.devices[row]
-                x = device.instructions[i]
-                seconds = computing.get((row, i), max(0.0, one.end - one.start - one.waited))
-                if isinstance(x, Compute):
-                    passes.add(keys.of_pass(x.program), seconds)
-                elif isinstance(x, Collective):
-                    transfers.add((keys.of_transfer(x), sent.of(device, x)), seconds)
-                elif isinstance(x, Receive):
-                    if id(one) in sizes:
-                        transfers.add((MESSAGE, sizes[id(one)]), seconds)
-                else:
-                    local.add(keys.of_local(device, x), seconds)
+    for step in steps:
+        sizes = {id(receiver): sender.what.bytes for sender, receiver in step.timeline.messages}
+        computing = undisturbed(
+            {
+                (row, i): one
+                for (row, i), one in step.ran.items()
+                if not isinstance(plan.devices[row].instructions[i], Send | Receive | Collective)
+            },
+            sharing,
+        )
+        for (row, i), one in step.ran.items():
+            device = plan.devices[row]
+            x = device.instructions[i]
+            seconds = computing.get((row, i), max(0.0, one.end - one.start - one.waited))
+            if isinstance(x, Compute):
+                passes.add(keys.of_pass(x.program), seconds)
+            elif isinstance(x, Collective):
+                transfers.add((keys.of_transfer(x), sent.of(device, x)), seconds)
+            elif isinstance(x, Receive):
+                if id(one) in sizes:
+                    transfers.add((MESSAGE, sizes[id(one)]), seconds)
+            else:
+                local.add(keys.of_local(device, x), seconds)
     by_kind: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for (kind, size), seconds in transfers.found().items():
         by_kind[kind].append((size, seconds))
@@ -214,7 +212,7 @@ def profile_of(
 
 
 def undelayed(lengths: Sequence[float]) -> list[int]:
-    """Which of some steps count: the shortest quarter, since other work on a machine can only make them longer."""
+    """Which of some lengths count: the shortest quarter, since other work on a machine can only make steps longer."""
     return sorted(range(len(lengths)), key=lengths.__getitem__)[: max(1, len(lengths) // 4)]
 
 

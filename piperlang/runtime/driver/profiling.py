@@ -32,15 +32,16 @@ class Profiled(NamedTuple):
     typical: Timeline
     """A step with all its instructions, as long as those that count."""
     seconds: float
-    """Of the steps in which no instruction is recorded, the mean of those that count (`undelayed`). Like one with them,
-    it ends when the devices have nothing more to do: in training the host goes on before that."""
+    """The mean of steps in which no instruction is recorded. Like one with them, it ends when the devices have nothing
+    more to do: in training the host goes on before that."""
     recording: float
     """The same of those that are recorded for the profile."""
 
 
 def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: int) -> Profiled:
     """Steps recorded and not, one of each in every pair, so that what recording costs is measured beside it. Which of a
-    pair is the first changes without a period, since other work on a machine may have one."""
+    pair is the first changes without a period, since other work on a machine may have one. The shortest pairs count
+    (`undelayed`): both of its steps have had the same machine."""
     others, plan = iter(batches), job.plan
     for batch in islice(others, WARM_UP):
         job.step(batch)
@@ -59,12 +60,14 @@ def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: 
     whole = (
         times if count == 1 else [_recorded_step(job, batch, parts(plan, 1)[0])[1] for batch in islice(others, WHOLE)]
     )
-    found = [recorded(plan, step) for step in times]
+    rounds = [range(at, at + count) for at in range(0, min(len(plain), len(taken)) - count + 1, count)]
+    lengths = [sum(plain[i] + taken[i] for i in pairs) for pairs in rounds]
+    chosen = [rounds[i] for i in undelayed(lengths)]
     before, after = around(plan, whole)
     profile = profile_of(
         plan,
         graph,
-        [found[at : at + count] for at in range(0, len(found) - count + 1, count)],
+        [recorded(plan, times[i]) for pairs in chosen for i in pairs],
         _issued(plan, times),
         before,
         after,
@@ -73,11 +76,8 @@ def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: 
         _about(job.backend),
     )
     timelines = sorted((recorded(plan, step, "recorded").timeline for step in whole), key=lambda step: step.length)
-    return Profiled(profile, timelines[len(timelines) // 4], _typical(plain), _typical(taken))
-
-
-def _typical(seconds: Sequence[float]) -> float:
-    return fmean(seconds[i] for i in undelayed(seconds))
+    seconds, recording = (fmean(of[i] for pairs in chosen for i in pairs) for of in (plain, taken))
+    return Profiled(profile, timelines[len(timelines) // 4], seconds, recording)
 
 
 def _recorded_step(
