@@ -69,9 +69,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """With columns of zeros, so that every row begins where matrix products read it fast. Inductor lays out what stays
-    within a stage program like this, but not what one gives to another: with the 50,257 words of GPT-2 the two
-    products of the backward took three times as long."""
+    """With columns of zeros, so that every row begins where matrix products read it fast, unlike the 50,257 words of
+    GPT-2. Inductor lays out what stays within a stage program like this, but not what one gives to another."""
     more = -rows.shape[1] % (_ALIGNED // rows.element_size())
     return f.pad(rows, (0, more)) if more and rows.shape[1] >= _MANY else rows
 
