@@ -6,12 +6,12 @@ pp=4; the simulator is told what the naps take and the description of CPU worker
 were never run before are predicted from that. `--gpu`: the same on NCCL, with one rank and with four, which share the
 GPU.
 
-A measured step begins on the workers and ends with the last thing that any of them does, and is not recorded. Of the
-sleeping network it is the median of some. Of the GPT the shortest quarter counts, of pairs with a recorded step that is
-for the profile, since other work on a machine only makes steps longer: six times as many steps on CPU workers, in
-several rounds, of which the one with the shortest pairs counts. On GPUs, steps in a row take less: a host goes on when
-its own device has nothing more to say, and the next step begins while others still update their weights. What one of
-them takes by the clock, driver and Ray included, is another column.
+A measured step begins on the workers and ends with the last thing that any of them does, and is not recorded. The
+shortest quarter of steps counts, since other work on a machine only makes them longer; of the GPT, that of pairs with a
+recorded step that is for the profile: six times as many steps on CPU workers, in several rounds, of which the one with
+the shortest pairs counts. On GPUs, steps in a row take less: a host goes on when its own device has nothing more to
+say, and the next step begins while others still update their weights. What one of them takes by the clock, driver and
+Ray included, is another column.
 
     python -m benchmarks.simulator [--json] [--steps 5] [--rounds 3] [--only sleep|gpt] [--gpu] [--keep FOLDER]
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -50,7 +50,7 @@ from piperlang.runtime.driver.training import Training
 from piperlang.simulate.costs import InstructionCost, MachineCosts
 from piperlang.simulate.execute import execute
 from piperlang.simulate.machine_files import load
-from piperlang.simulate.measured import MeasuredCosts, Profile
+from piperlang.simulate.measured import MeasuredCosts, Profile, undelayed
 from piperlang.source import Source
 from piperlang.view.page import page
 
@@ -274,7 +274,7 @@ def gpt(
 
 
 def row(case: str, predicted: float, taken: list[float]) -> dict[str, Any]:
-    measured = median(taken)
+    measured = fmean(taken[i] for i in undelayed(taken))
     found = {
         "case": case,
         "predicted_ms": round(1e3 * predicted, 3),
