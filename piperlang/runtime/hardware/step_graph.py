@@ -130,7 +130,8 @@ def captured(device: Device, issue: Callable[[], None]) -> StepGraph:
 
 def _release_generator() -> None:
     """After a capture that has failed, torch 2.11 believes its generator of random numbers to be in it still, and gives
-    none to anybody, not even to Inductor while it compiles. The next capture that ends sets that right."""
+    none to anybody, not even to Inductor while it compiles. The next capture that ends sets that right. If that fails,
+    too, whoever asks for a random number is told."""
     token, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
     with suppress(RuntimeError), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         token.zero_()
