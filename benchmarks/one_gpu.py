@@ -2,21 +2,28 @@
 the same model, data and fused AdamW: eager, torch.compile, and torch.compile with the whole step as one CUDA graph.
 
     python -m benchmarks.one_gpu [--model gpt|llama|moe|gpt2 ...] [--way eager|compile|graph|piper|kept|issued ...]
-        [--steps 14] [--json]
+        [--steps 14] [--together] [--json]
 
 `piper` is the default of CUDA workers; `kept` keeps all activations, `issued` is without CUDA graphs. Each way runs in
-a process of its own; the median of the last steps counts, and the peak of allocated memory.
+a process of its own; the median of the last half of the steps counts, and the peak of allocated memory. `--together`:
+all processes start at once, which saves most of the time, and take turns for the steps that count, which begin when all
+of them have compiled (their memory must fit beside each other).
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +34,40 @@ WAYS = ("eager", "compile", "graph", "piper", "kept", "issued")
 SCRIPT = "mesh gpu = d: 1\nplace [pass=*] on gpu\n"
 
 
+@dataclass(frozen=True)
+class Steps:
+    """How many there are, and the lock of processes that share the GPU: shared while one warms up, and exclusive while
+    it takes the steps that count. A lock belongs to an opened file, which a process inherits with its lock: so none
+    takes its turn before all have started and warmed up."""
+
+    count: int
+    lock: int | None = None
+
+    @property
+    def counted(self) -> int:
+        """The first one that counts."""
+        return self.count // 2
+
+    def __iter__(self) -> Iterator[int]:
+        for step in range(self.count):
+            if step == self.counted and self.lock is not None:
+                fcntl.flock(self.lock, fcntl.LOCK_EX)
+            yield step
+        if self.lock is not None:
+            fcntl.flock(self.lock, fcntl.LOCK_UN)
+
+
 def optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4, fused=torch.cuda.is_available())
 
 
-def plain(chosen: Model, steps: int, compiles: bool) -> dict[str, Any]:
+def plain(chosen: Model, steps: Steps, compiles: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = chosen().cuda()
     run: Any = torch.compile(model) if compiles else model
     opt = optimizer(model.parameters())
     times, losses = [], []
-    for step in range(steps):
+    for step in steps:
         ids, target = chosen.inputs(step, "cuda")
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -50,7 +80,7 @@ def plain(chosen: Model, steps: int, compiles: bool) -> dict[str, Any]:
     return {"times": times, "losses": losses, "memory": torch.cuda.max_memory_allocated()}
 
 
-def graph(chosen: Model, steps: int) -> dict[str, Any]:
+def graph(chosen: Model, steps: Steps) -> dict[str, Any]:
     """What one writes by hand to have all of a compiled step in one graph."""
     torch.manual_seed(0)
     model = chosen().cuda()
@@ -69,7 +99,7 @@ def graph(chosen: Model, steps: int) -> dict[str, Any]:
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     captured: Any = torch.cuda.CUDAGraph()
     result = torch.zeros(())
-    for number in range(steps):
+    for number in steps:
         new = chosen.inputs(number, "cuda")
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -91,7 +121,7 @@ def graph(chosen: Model, steps: int) -> dict[str, Any]:
     return {"times": times, "losses": losses, "memory": torch.cuda.max_memory_allocated()}
 
 
-def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) -> dict[str, Any]:
+def piper(chosen: Model, steps: Steps, script: str, graphs: bool | None = None) -> dict[str, Any]:
     from piperlang.capture.program import capture
     from piperlang.pipeline import schedule
     from piperlang.plan.lower import lower
@@ -128,7 +158,7 @@ def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) ->
         ) as job,
     ):
         said("the worker is ready")
-        for step in range(steps):
+        for step in steps:
             done = job.step(chosen.inputs(step, "cpu"))
             if step < 4:
                 said(f"step {step + 1}")
@@ -139,7 +169,7 @@ def piper(chosen: Model, steps: int, script: str, graphs: bool | None = None) ->
     return {"times": times, "losses": losses, "memory": memory, "host_ms": round(1e3 * host, 3), "not captured": notes}
 
 
-def run(way: str, chosen: Model, steps: int) -> dict[str, Any]:
+def run(way: str, chosen: Model, steps: Steps) -> dict[str, Any]:
     match way:
         case "eager" | "compile":
             return plain(chosen, steps, way == "compile")
@@ -167,38 +197,73 @@ def row(model: str, way: str, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Started:
+    model: str
+    way: str
+    process: subprocess.Popen[str]
+    at: float
+
+    @classmethod
+    def new(cls, model: str, way: str, steps: int, lock: str | None) -> Started:
+        """`lock`: the file that processes which run together lock."""
+        command = [sys.executable, "-m", "benchmarks.one_gpu", "--here", "--model", model, "--way", way]
+        command += ["--steps", str(steps)]
+        began = time.perf_counter()
+        if lock is None:
+            return cls(model, way, subprocess.Popen(command, stdout=subprocess.PIPE, text=True), began)
+        opened = os.open(lock, os.O_RDWR)
+        fcntl.flock(opened, fcntl.LOCK_SH)
+        command += ["--lock", str(opened)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[opened])
+        os.close(opened)
+        return cls(model, way, process, began)
+
+    def result(self) -> dict[str, Any] | None:
+        said, _ = self.process.communicate()
+        if self.process.returncode:
+            print(self.model, self.way, "failed", file=sys.stderr, flush=True)
+            return None
+        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return found
+
+
+def said(it: dict[str, Any], seconds: float) -> str:
+    return (
+        f"{it['model']:6} {it['way']:8} {it['ms']:9.2f} ms  {it['tokens_per_second']:9,} tokens/s "
+        f" {it['peak_bytes'] / 2**30:6.2f} GiB  losses {it['losses'][:2]} ... {it['losses'][-1]}"
+        f"  (first step {it['first_step']} s, {seconds:.0f} s)"
+        f" {it.get('host_ms', '')} {it.get('not captured', '')}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--together", action="store_true", help="all at once, but for the steps that count")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
         (model,), (way,) = options.model, options.way
-        print(json.dumps(row(model, way, run(way, MODELS[model], options.steps))))
+        if options.lock is not None:
+            os.set_inheritable(options.lock, False)
+        print(json.dumps(row(model, way, run(way, MODELS[model], Steps(options.steps, options.lock)))))
         return
+    chosen = [(model, way) for model in options.model for way in options.way]
     rows = []
-    for model in options.model:
-        for way in options.way:
-            about = ["--here", "--model", model, "--way", way, "--steps", str(options.steps)]
-            command = [sys.executable, "-m", "benchmarks.one_gpu", *about]
-            started = time.perf_counter()
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-            if done.returncode:
-                print(model, way, "failed", file=sys.stderr, flush=True)
-                continue
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
-            if not options.json:
-                it = rows[-1]
-                print(
-                    f"{model:6} {way:8} {it['ms']:9.2f} ms  {it['tokens_per_second']:9,} tokens/s "
-                    f" {it['peak_bytes'] / 2**30:6.2f} GiB  losses {it['losses'][:2]} ... {it['losses'][-1]}"
-                    f"  (first step {it['first_step']} s, {time.perf_counter() - started:.0f} s)"
-                    f" {it.get('host_ms', '')} {it.get('not captured', '')}",
-                    flush=True,
-                )
+    with tempfile.NamedTemporaryFile(prefix="one-gpu-") as file:
+        lock = file.name if options.together else None
+        coming = [Started.new(*one, options.steps, lock) for one in (chosen if options.together else ())]
+        for i, one in enumerate(chosen):
+            started = coming[i] if options.together else Started.new(*one, options.steps, lock)
+            found = started.result()
+            if found is not None:
+                rows.append(found)
+                print(said(found, time.perf_counter() - started.at), file=sys.stderr if options.json else None, flush=True)
     if options.json:
         print(json.dumps({"rows": rows}))
 
