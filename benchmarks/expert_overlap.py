@@ -2,9 +2,9 @@
 against torch's pipelines.
 
 A layer is attention, dispatch, experts and combine; every sequence sends each token to one expert, as long as that one
-has room. Ours: DualPipeV and 1F1B, both with `overlapped` all-to-alls, DualPipeV with resources of their streams
-(high priority, at most eight thread blocks of NCCL), and DualPipeV with them on the compute stream. They are compiled,
-as by default on CUDA.
+has room. Ours: DualPipeV with `overlapped` all-to-alls, forward and backward ones on two streams, 1F1B with all on one
+stream, since it pairs no forward with a backward, DualPipeV with resources of their streams (high priority, at most
+eight thread blocks of NCCL), and DualPipeV with them on the compute stream. They are compiled, as by default on CUDA.
 Torch: ScheduleDualPipeV and Schedule1F1B, with the same exchange written as an autograd function around
 all_to_all_single, gradients averaged over the axis once a step; modules are not compiled. Same weights, data, optimizer
 and microbatches; four processes compute on one GPU at once (shared_gpu.py). A step counts from the driver's call to the
@@ -39,7 +39,7 @@ WARM = 4
 """Steps that do not count: ours are issued twice, and captured as a CUDA graph in the third."""
 SCRIPT = """
 from std.data import ddp
-from std.expert import overlapped
+from std.expert import ep, overlapped
 from std.pipeline import {name}, {place}
 mesh gpu = pp: {pp}, ep: {ep}
 {place}(gpu, {pp})
@@ -56,7 +56,7 @@ OURS = {
         2 * PP,
         'overlapped(gpu.ep, priority="high", ctas=8)',
     ),
-    "piper 1f1b": ("one_f_one_b", "loop", PP, "overlapped(gpu.ep)"),
+    "piper 1f1b": ("one_f_one_b", "loop", PP, "ep(gpu.ep)"),
     "piper dualpipev, one stream": (
         "dualpipev",
         "vee",

@@ -263,7 +263,8 @@ def main() -> None:
             found = started.result()
             if found is not None:
                 rows.append(found)
-                print(said(found, time.perf_counter() - started.at), file=sys.stderr if options.json else None, flush=True)
+                told = sys.stderr if options.json else sys.stdout
+                print(said(found, time.perf_counter() - started.at), file=told, flush=True)
     if options.json:
         print(json.dumps({"rows": rows}))
 

@@ -77,9 +77,11 @@ class NcclComm(ProcessComm):
         for (members, _), group in zip(groups, self.groups, strict=True):
             if group is not None and self.rank in [self.ranks[d] for d in members]:
                 dist.all_reduce(token, group=group)
-        for pair, group in self.pairs.items():
-            if self.rank in (self.ranks[pair.source], self.ranks[pair.target]):
-                dist.all_reduce(token, group=group)
+        for pair, group in self.pairs.items():  # messages have a communicator of their own, and it is all that is used
+            if self.rank == self.ranks[pair.source]:
+                dist.send(token, self.ranks[pair.target], group=group)
+            elif self.rank == self.ranks[pair.target]:
+                dist.recv(token, self.ranks[pair.source], group=group)
         torch.cuda.synchronize()
 
     def abort(self) -> None:

@@ -55,10 +55,12 @@ def _store(device: DeviceValues, x: Compute, program: StageProgram, gave: dict[A
     saved = {slot: value for slot, value in gave.items() if slot[0] == "saved"}
     kept = {slot: value for slot, value in gave.items() if slot[0] == "kept"}
     slots = [] if program.op == "R" else [slot for slot in program.outputs if slot[0] not in ("saved", "kept")]
+    device.add([(key, gave.pop(slot)) for slot, key in zip(slots, x.outputs, strict=False) if device.is_added(key)])
     for slot, key in zip(slots, x.outputs, strict=False):
-        # A gradient that is added to a sum is freed at once: all of them, and their sums in float32, are much memory.
-        value = gave.pop(slot) if key in device.sums else gave[slot]
-        device.put(key, value, (others, gave))
+        if slot in gave:
+            # A gradient that begins a sum is freed at once: all of them, and their sums in float32, are much memory.
+            value = gave.pop(slot) if key in device.sums else gave[slot]
+            device.put(key, value, (others, gave))
     bundles = [saved] if program.op in ("F", "R") else [kept] if kept else []
     for key, bundle in zip(x.outputs[len(slots) :], bundles, strict=False):
         device.put(key, bundle)

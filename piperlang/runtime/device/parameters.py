@@ -21,6 +21,9 @@ from piperlang.plan.instructions import (
 from piperlang.plan.sums import owner, travels_alone
 from piperlang.runtime.device.values import DeviceValues, executes
 
+ALIGNED = 64
+"""Elements: where weights of one message begin, because compiled programs copy those that begin anywhere."""
+
 
 @executes(GatherParameters)
 def gather(device: DeviceValues, x: GatherParameters) -> None:
@@ -68,13 +71,25 @@ def _gather_together(device: DeviceValues, group: int, together: Sequence[Shards
     everyone = mine.new_empty(len(together[0].cuts), mine.numel())
     if mine.numel():  # all weights may be empty
         device.comm.gather_into(group, everyone.view(-1), mine)
-    start = 0
-    for one, size in zip(together, sizes, strict=True):
-        parts = [part[start : start + high - low] for part, (low, high) in zip(everyone, one.cuts, strict=True)]
-        whole = _again(device, one.target)
-        joined = torch.cat(parts) if whole is None else torch.cat(parts, out=whole.view(-1))
-        device.values[one.target] = joined.view(one.shape)
-        start += size
+    wholes = _joined(everyone, together, sizes)
+    kept = [_again(device, one.target) for one in together]
+    again = [(old, whole) for old, whole in zip(kept, wholes, strict=True) if old is not None]
+    if again:
+        torch._foreach_copy_([old for old, _ in again], [whole for _, whole in again])
+    for one, old, whole in zip(together, kept, wholes, strict=True):
+        device.values[one.target] = whole if old is None else old
+
+
+def _joined(everyone: torch.Tensor, weights: Sequence[Shards], sizes: list[int]) -> list[torch.Tensor]:
+    """Whole weights, from the message of every member. They are parts of one tensor, made by one copy: a GPU takes
+    longer to begin that of a small weight than for the copy."""
+    pieces, numbers = [], [prod(one.shape) for one in weights]
+    for one, number, parts in zip(weights, numbers, torch.split(everyone, sizes, 1), strict=True):
+        pieces += [part[: high - low] for part, (low, high) in zip(parts, one.cuts, strict=True)]
+        pieces.append(everyone.new_empty(-number % ALIGNED))
+    spaces = [number + -number % ALIGNED for number in numbers]
+    joined = torch.split(torch.cat(pieces), spaces)
+    return [part[:number].view(one.shape) for one, number, part in zip(weights, numbers, joined, strict=True)]
 
 
 def _again(device: DeviceValues, key: ValueId) -> torch.Tensor | None:
@@ -114,7 +129,7 @@ def scatter(device: DeviceValues, x: ScatterGradients) -> None:
     start = 0
     for one, size in zip(together, sizes, strict=True):
         low, high = one.cuts[me]
-        device.put(one.target, mine[start : start + high - low].clone())
+        device.put(one.target, mine[start : start + high - low])
         start += size
 
 
@@ -152,8 +167,8 @@ def norm(device: DeviceValues, x: GradientNorm) -> None:
         alike = [part for part in parts if part.dtype == dtype]
         norms = torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
         total += torch.stack(norms).double().square().sum()
-    for key in x.losses:
-        total += 0.0 * device.values[key].detach().double().view(1)  # not a number if the loss is none, or infinite
+    if x.losses:  # not a number if one of them is none, or infinite
+        total += 0.0 * torch.stack([device.values[key].detach().double().view(()) for key in x.losses]).sum()
     device.comm.all_reduce(x.group, total)
     device.norm = total.sqrt()
     if x.skips:
@@ -171,14 +186,25 @@ def update(device: DeviceValues, x: Update) -> None:
         if device.last_gradients is not None:
             device.last_gradients[change.old] = gradient.detach().clone()
         weights.append(updated_part(device.values[change.old], change))
-        gradient = _gradient_part(gradient, change.gradient_part)
-        gradients.append(gradient if scale is None else gradient * scale.to(gradient.dtype))
+        gradients.append(_gradient_part(gradient, change.gradient_part))
+    if scale is not None:
+        gradients = _scaled(gradients, scale)
     # Only if the optimizers cannot leave out a step themselves, the host waits for the norm.
     skip = device.skip if device.skip is None or device.optimizers.skip_on_device else None
     if skip is not None or not device.skipped:
         device.optimizers.update(device.plan.device, x.writes[0], weights, gradients, skip)
     for change, weight in zip(x.parameters, weights, strict=True):
         device.values[change.new] = weight
+
+
+def _scaled(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> list[torch.Tensor]:
+    """In one call for all of a dtype."""
+    found: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(one.dtype for one in gradients):
+        places = [i for i, one in enumerate(gradients) if one.dtype == dtype]
+        products = torch._foreach_mul([gradients[i] for i in places], scale.to(dtype).view(()))
+        found.update(zip(places, products, strict=True))
+    return [found[i] for i in range(len(gradients))]
 
 
 def updated_part(weight: torch.Tensor, change: ParameterUpdate) -> torch.Tensor:

@@ -165,6 +165,23 @@ class DeviceValues:
         else:
             known += value
 
+    def is_added(self, key: ValueId) -> bool:
+        """Whether a value is added to a sum that is there."""
+        return key in self.sums and self.sums[key] in self.values
+
+    def add(self, values: Sequence[tuple[ValueId, torch.Tensor]]) -> None:
+        """Adds values to sums that are there: in one call for many, since a GPU takes longer to begin most of them."""
+        alike: dict[ValueId, torch.Tensor] = {}
+        for key, value in values:
+            total = self.sums[key]
+            known = self.values[total]
+            if total not in alike and (known.dtype, known.stride()) == (value.dtype, value.stride()):
+                alike[total] = value
+            else:
+                known += value
+        if alike:
+            torch._foreach_add_([self.values[total] for total in alike], list(alike.values()))
+
     def total(self, keys: Sequence[ValueId]) -> torch.Tensor:
         """A gradient: what has been added up already, or its parts."""
         return self.values[self.sums[keys[0]]] if keys[0] in self.sums else added([self.values[key] for key in keys])
