@@ -1,13 +1,14 @@
 """One GPU: models of about a billion parameters or less in bfloat16, trained through a plan, against plain PyTorch on
 the same model, data and fused AdamW: eager, torch.compile, and torch.compile with the whole step as one CUDA graph.
 
-    python -m benchmarks.one_gpu [--model gpt|llama|moe|gpt2 ...] [--way eager|compile|graph|piper|kept|issued ...]
+    python -m benchmarks.one_gpu [--model gpt|llama|moe|gpt2 ...] [--way eager|compile|graph|piper|beside ...]
         [--steps 14] [--together] [--json]
 
-`piper` is the default of CUDA workers; `kept` keeps all activations, `issued` is without CUDA graphs. Each way runs in
-a process of its own; the median of the last half of the steps counts, and the peak of allocated memory. `--together`:
-all processes start at once, which saves most of the time, and take turns for the steps that count, which begin when all
-of them have compiled (their memory must fit beside each other).
+`piper` is the default of CUDA workers; `beside` has updates on a stream of their own, beside the backward, `kept` keeps
+all activations, `issued` is without CUDA graphs. Each way runs in a process of its own; the median of the last half of
+the steps counts, and the peak of allocated memory. `--together`: all processes start at once, which saves most of the
+time, and take turns for the steps that count, which begin when all of them have compiled (their memory must fit beside
+each other).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import torch
 
 from benchmarks.one_gpu_models import MODELS, Model, loss
 
-WAYS = ("eager", "compile", "graph", "piper", "kept", "issued")
+WAYS = ("eager", "compile", "graph", "piper", "beside", "kept", "issued")
+MORE = {"beside": 'stream [update] on "update"\n', "kept": "recompute [pass=*] with policy=none\n"}
+"""Of a script, besides where passes are."""
 SCRIPT = "mesh gpu = d: 1\nplace [pass=*] on gpu\n"
 
 
@@ -176,8 +179,7 @@ def run(way: str, chosen: Model, steps: Steps) -> dict[str, Any]:
         case "graph":
             return graph(chosen, steps)
         case _:
-            kept = "recompute [pass=*] with policy=none\n" if way == "kept" else ""
-            return piper(chosen, steps, SCRIPT + kept, False if way == "issued" else None)
+            return piper(chosen, steps, SCRIPT + MORE.get(way, ""), False if way == "issued" else None)
 
 
 def row(model: str, way: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,12 @@ were never run before are predicted from that. `--gpu`: the same on NCCL, with o
 GPU.
 
 A measured step begins on the workers and ends with the last thing that any of them does, and is not recorded. The
-shortest quarter of steps counts, since other work on a machine only makes them longer; of the GPT, that of pairs with a
-recorded step that is for the profile: six times as many steps on CPU workers, in several rounds, of which the one with
-the shortest pairs counts. On GPUs, steps in a row take less: a host goes on when its own device has nothing more to
-say, and the next step begins while others still update their weights. What one of them takes by the clock, driver and
-Ray included, is another column.
+shorter half of the steps counts, since other work on a machine only makes them longer; of the GPT, that of pairs with a
+recorded step that is for the profile, in several rounds in which the schedules take turns. On GPUs, steps in a row take
+less: a host goes on when its own device has nothing more to say, and the next step begins while others still update
+their weights. What one of them takes by the clock, driver and Ray included, is another column.
 
-    python -m benchmarks.simulator [--json] [--steps 5] [--rounds 3] [--only sleep|gpt] [--gpu] [--keep FOLDER]
+    python -m benchmarks.simulator [--json] [--steps 5] [--rounds 10] [--only sleep|gpt] [--gpu] [--keep FOLDER]
 """
 
 from __future__ import annotations
@@ -45,12 +44,14 @@ from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.runtime.comm.registry import for_workers
 from piperlang.runtime.driver.cluster import Cluster
 from piperlang.runtime.driver.job import Job
-from piperlang.runtime.driver.profiling import Profiled, profiled
+from piperlang.runtime.driver.profiling import MeasuredPair, measured, profiled
 from piperlang.runtime.driver.training import Training
 from piperlang.simulate.costs import InstructionCost, MachineCosts
 from piperlang.simulate.execute import execute
 from piperlang.simulate.machine_files import load
-from piperlang.simulate.measured import MeasuredCosts, Profile, undelayed
+from piperlang.simulate.measured import MeasuredCosts
+from piperlang.simulate.profile import Profile, undelayed
+from piperlang.simulate.result import simulated
 from piperlang.source import Source
 from piperlang.view.page import page
 
@@ -101,7 +102,7 @@ def sleeping(cluster: Cluster, ranks: int, steps: int) -> Iterator[dict[str, Any
         predicted = execute(plan, costs).timeline.length
         with Job(plan, captured, Training(make, optimizer), timeout=60, cluster=cluster) as job:
             taken = [job.step(batch(micro)).seconds for _ in range(steps + 1)][1:]
-        yield row(f"sleep, {name}, pp={ranks}", predicted, taken)
+        yield row(f"sleep, {name}, pp={ranks}", predicted, fmean(taken[i] for i in undelayed(taken)))
 
 
 # -------------------------------------------------------------------------------------------------------------- a GPT
@@ -191,57 +192,60 @@ loop(gpu, {ranks}, {chunks})
 ALONE = "mesh gpu = pp: 1\nplace [stage=*] on gpu\nsplit batch into {micro} as mb\n"
 
 
-@dataclass(frozen=True)
 class Measured:
-    graph: Graph
-    plan: Plan
-    result: Profiled
-    in_a_row: float
-    """Seconds of a step by the clock."""
+    """One schedule, in all rounds."""
 
+    def __init__(self, size: Size, name: str, script: str, device: str) -> None:
+        self.size = size
+        self.graph, self.captured, self.plan = scheduled_gpt(size, name, script, device)
+        self.pairs: list[MeasuredPair] = []
+        self.in_a_row = 0.0
+        """Seconds of a step by the clock, in the last round."""
 
-def measured(cluster: Cluster, size: Size, name: str, script: str, steps: int, device: str) -> Measured:
-    graph, captured, plan = scheduled_gpt(size, name, script, device)
-    with Job(plan, captured, Training(partial(make_gpt, size), adam), timeout=TIMEOUT, cluster=cluster) as job:
-        batches = letters(size, "cpu")
-        result = profiled(job, graph, batches, steps)
-        row_of_steps = list(islice(batches, steps))
-        job.step(next(batches))
-        started = perf_counter()
-        for batch in row_of_steps:
-            job.step(batch)
-        return Measured(graph, plan, result, (perf_counter() - started) / steps)
+    def run(self, cluster: Cluster, steps: int, last: bool) -> None:
+        training = Training(partial(make_gpt, self.size), adam)
+        with Job(self.plan, self.captured, training, timeout=TIMEOUT, cluster=cluster) as job:
+            batches = letters(self.size, "cpu")
+            self.pairs += measured(job, batches, steps)
+            if not last:
+                return
+            row_of_steps = list(islice(batches, steps))
+            job.step(next(batches))
+            started = perf_counter()
+            for batch in row_of_steps:
+                job.step(batch)
+            self.in_a_row = (perf_counter() - started) / steps
+            self.result = profiled(job, self.graph, self.pairs)
 
 
 def predicted_and_measured(
     cluster: Cluster, size: Size, scripts: dict[str, str], steps: int, rounds: int, device: str, keep: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """All schedules from the profile of the first one; those with other passes from their own. Of some rounds the one
-    with the shortest step counts. `keep`: a folder for profiles, and for pages with the recorded step before the
+    """All schedules from the profile of the first one; those with other passes from their own. They take turns, so that
+    all of them have the same machine. `keep`: a folder for profiles, and for pages with the recorded step before the
     simulated one."""
-    found: dict[str, list[Measured]] = {name: [] for name in scripts}
-    for _ in range(rounds):
-        for name, text in scripts.items():
-            found[name].append(measured(cluster, size, name, text, steps, device))
+    found = {name: Measured(size, name, text, device) for name, text in scripts.items()}
+    for number in range(rounds):
+        for one in found.values():
+            one.run(cluster, steps, number == rounds - 1)
     first: Profile | None = None
     machine = load("h200" if device == "cuda" else "cpu")
-    for name, all_rounds in found.items():
-        best = min(all_rounds, key=lambda one: one.result.seconds + one.result.recording)
-        graph, plan, result = best.graph, best.plan, best.result
+    for name, one in found.items():
+        graph, plan, result = one.graph, one.plan, one.result
         costs = MeasuredCosts(plan, graph, first or result.found, machine)
-        predicted = execute(plan, costs).timeline
+        predicted = simulated(plan, graph, costs)
         source = "itself" if first is None else "another schedule"
         if costs.unknown:
             costs, source = MeasuredCosts(plan, graph, result.found, machine), "itself"
-            predicted = execute(plan, costs).timeline
+            predicted = simulated(plan, graph, costs)
         first = first or result.found
         if keep is not None:
             file = keep / name.replace(", ", "-").replace(" ", "-")
             file.with_suffix(".json").write_text(result.found.dump(), encoding="utf-8")
-            file.with_suffix(".html").write_text(page([result.typical], predicted), encoding="utf-8")
+            file.with_suffix(".html").write_text(page([result.typical], predicted.timeline), encoding="utf-8")
         yield {
-            **row(f"{name}, profile of {source}", predicted.length, [result.seconds]),
-            "in_a_row_ms": round(1e3 * best.in_a_row, 3),
+            **row(f"{name}, profile of {source}", predicted.seconds, result.seconds),
+            "in_a_row_ms": round(1e3 * one.in_a_row, 3),
             "recording": round(result.recording / result.seconds - 1, 4),
         }
 
@@ -273,8 +277,7 @@ def gpt(
             cluster.close()
 
 
-def row(case: str, predicted: float, taken: list[float]) -> dict[str, Any]:
-    measured = fmean(taken[i] for i in undelayed(taken))
+def row(case: str, predicted: float, measured: float) -> dict[str, Any]:
     found = {
         "case": case,
         "predicted_ms": round(1e3 * predicted, 3),
@@ -289,7 +292,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", choices=("sleep", "gpt"))
     parser.add_argument("--gpu", action="store_true", help="on NCCL")
-    parser.add_argument("--rounds", type=int, default=3, help="of a GPT on CPU workers (default: 3)")
+    parser.add_argument("--rounds", type=int, default=10, help="of a GPT on CPU workers (default: 10)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="of --gpu (default: 1 4)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for profiles and pages of a GPT")
     chosen = parser.parse_args()
@@ -305,7 +308,7 @@ def main() -> None:
                 cluster.close()
     if chosen.only in (None, "gpt") and not chosen.gpu:
         for size in (Size(), Size(stages=2)):
-            rows += gpt(2, size, 6 * chosen.steps, chosen.rounds, "cpu", chosen.keep)
+            rows += gpt(2, size, 2 * chosen.steps, chosen.rounds, "cpu", chosen.keep)
     if chosen.gpu:
         large = Size(layers=2, width=4096, length=1024, words=8192, samples=8, dtype=torch.bfloat16)
         for ranks in sorted(chosen.ranks):  # those that share the GPU last: NVIDIA's MPS keeps it

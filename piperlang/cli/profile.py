@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     with doing("importing the runtime"):
         from piperlang.cli.loop import training_of
         from piperlang.runtime.driver.job import Job
-        from piperlang.runtime.driver.profiling import profiled
+        from piperlang.runtime.driver.profiling import measured, profiled
         from piperlang.simulate.disagree import text
         from piperlang.simulate.measured import MeasuredCosts
         from piperlang.simulate.result import simulated
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             compiles=options.compile,
         )
     with job, doing(f"measuring {options.steps} steps", "measured"):
-        result = profiled(job, graph, batches.others, options.steps)
+        result = profiled(job, graph, measured(job, batches.others, options.steps))
     result.found.about |= {"model": options.model, "script": options.script, "seconds": result.seconds}
     write_output(output, result.found.dump(), "-o")
     costs = MeasuredCosts(plan, graph, result.found, machine_of(backend))

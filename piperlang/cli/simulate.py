@@ -25,8 +25,8 @@ from piperlang.progress.lines import counted
 from piperlang.simulate.execute import SimulatedStep
 from piperlang.simulate.machine_files import load as load_machine
 from piperlang.simulate.machine_files import names
-from piperlang.simulate.measured import Profile
-from piperlang.simulate.measured import load as load_profile
+from piperlang.simulate.profile import Profile
+from piperlang.simulate.profile import load as load_profile
 from piperlang.syntax import tree
 
 if TYPE_CHECKING:

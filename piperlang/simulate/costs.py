@@ -59,6 +59,10 @@ class CostModel(Protocol):
     after: float
     """Seconds after its last one."""
 
+    def drawn(self) -> Sequence[CostModel]:
+        """The same for several steps, where times differ from one to the next."""
+        ...
+
     def cost(self, device: DevicePlan, x: Instruction) -> InstructionCost:
         """Of anything but a send or a receive."""
 
@@ -94,6 +98,9 @@ class MachineCosts:
         self._programs: dict[int, InstructionCost] = {}
         self._collectives: dict[tuple[str, int, float], InstructionCost] = {}
         self._taken: dict[tuple[int, int], float] = {}
+
+    def drawn(self) -> Sequence[CostModel]:
+        return [self]
 
     def host(self, x: Instruction) -> float:
         return self.machine.host

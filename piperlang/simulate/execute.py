@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from statistics import fmean
 from typing import NamedTuple, TypeAlias
 
 from piperlang.plan.estimate.summary import SentBytes
@@ -30,6 +31,13 @@ class SimulatedStep(NamedTuple):
     path: tuple[Ran, ...]
     """The critical path: each begins when the one before it ends, and none can be shorter without the step being
     shorter, too."""
+    lengths: tuple[float, ...] = ()
+    """Of all steps, if it is one of several: the one that is nearest to their mean."""
+
+    @property
+    def seconds(self) -> float:
+        """That a step takes."""
+        return fmean(self.lengths) if self.lengths else self.timeline.length
 
 
 def execute(

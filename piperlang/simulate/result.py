@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from piperlang.core.collector import uncollected
@@ -44,7 +45,7 @@ def simulated(
 def _simulated(
     plan: Plan, graph: Graph, costs: CostModel, alike: Sequence[tuple[int, ...]] | None, title: str, states: float
 ) -> SimulatedStep:
-    timeline, path = execute(plan, costs, alike, title)
+    timeline, path, lengths = _typical([execute(plan, one, alike, title) for one in costs.drawn()])
     sizes = ValueSizes(plan, graph)
     memory = {}
     ran = timeline.of_row()
@@ -53,7 +54,13 @@ def _simulated(
         # Where the host issues instructions, memory is allocated in that order.
         order = None if costs.machine.host else sorted(range(len(its)), key=lambda i: its[i].start)
         memory[row] = _curve(its, over_time(device, plan, sizes, order, states))
-    return SimulatedStep(replace(timeline, memory=memory), path)
+    return SimulatedStep(replace(timeline, memory=memory), path, lengths)
+
+
+def _typical(steps: Sequence[SimulatedStep]) -> SimulatedStep:
+    lengths = tuple(one.timeline.length for one in steps)
+    mean = fmean(lengths)
+    return min(steps, key=lambda one: abs(one.timeline.length - mean))._replace(lengths=lengths)
 
 
 def _curve(ran: Sequence[Ran], sizes: Sequence[int]) -> Curve:
@@ -103,10 +110,12 @@ def summed(parts: Sequence[Segment]) -> list[Segment]:
 def as_json(found: SimulatedStep, memory: float = 0.0) -> dict[str, Any]:
     """`memory`: of a device, in bytes; 0 if unknown."""
     timeline = found.timeline
+    lengths = found.lengths or (timeline.length,)
     peaks = [max((size for _, size in timeline.memory.get(row, ())), default=0.0) for row in range(len(timeline.rows))]
     most = max(range(len(peaks)), key=lambda row: (peaks[row], -min(timeline.rows[row])), default=0)
     return {
-        "seconds": timeline.length,
+        "seconds": found.seconds,
+        "range": [min(lengths), max(lengths)],
         "devices": sum(map(len, timeline.rows)),
         "idle": {"mean": timeline.idle_share(), "min": min(timeline.idle()), "max": max(timeline.idle())},
         "exposed": timeline.exposed(),
@@ -119,7 +128,7 @@ def text(found: SimulatedStep, machine: str, memory: float = 0.0) -> str:
     data, timeline = as_json(found, memory), found.timeline
     idle, peak = data["idle"], data["memory"]
     rows = [
-        ("step", f"{time_text(data['seconds'])} simulated, on {machine}"),
+        ("step", f"{time_text(data['seconds'])} simulated{_range(found.lengths)}, on {machine}"),
         (
             "idle",
             f"{100 * idle['mean']:.0f}% of the step a device computes nothing"
@@ -150,6 +159,13 @@ def text(found: SimulatedStep, machine: str, memory: float = 0.0) -> str:
         share = 100 * rest / (timeline.length or 1)
         rows.append(("", f"{time_text(rest):>10}  {share:3.0f}%  {len(parts) - SEGMENTS} more"))
     return "\n".join(f"{name:<9}{said}".rstrip() for name, said in rows) + "\n"
+
+
+def _range(lengths: Sequence[float]) -> str:
+    """` (160 to 190 ms in 10 steps)`"""
+    if len(lengths) < 2:
+        return ""
+    return f" ({time_text(min(lengths))} to {time_text(max(lengths))} in {len(lengths)} steps)"
 
 
 def streams(timeline: Timeline) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from piperlang.cli.main import main
 from piperlang.cli.profile import _slower
-from piperlang.simulate.measured import load
+from piperlang.simulate.profile import load
 from tests.support import ROOT
 from tests.support.jobs import Lent
 from tests.support.traced import traced_once
@@ -225,17 +225,34 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
     assert "measured" in capsys.readouterr().out
     found = load(path)
     assert found.passes
-    assert all(seconds > 0 for seconds in found.passes.values())
+    assert found.steps == 1  # the shorter half of three
+    assert all(seconds > 0 for seconds in found.means().values())
     assert found.transfers["message"]
     # With times that are known: passes of another number of samples are taken from them, not from nowhere.
     known = json.loads(path.read_text())
-    known["passes"] = dict.fromkeys(known["passes"], 1.0)
+    known["passes"] = {key: [[1.0] * len(step) for step in steps] for key, steps in known["passes"].items()}
     path.write_text(json.dumps(known))
     for script, at_least in ((OTHER, 4.0), (ONE, 4.0)):
         assert main(["simulate", MODEL, script, "--profile", str(path), "--json"]) == 0
         data = json.loads(capsys.readouterr().out)
         assert at_least < data["seconds"] < 40
         assert data["idle"]["mean"] < 0.9
+    # Each recorded step counts: a device waits for the slower one of two, so that a step is longer than one of means.
+    slow, fast = ([3.0], [1.0])
+    some = {key: [slow, fast] if "of stage=0" in key else [fast, slow] for key in known["passes"]}
+    (tmp_path / "two.json").write_text(json.dumps({**known, "passes": some}))
+    assert main(["simulate", MODEL, OTHER, "--profile", str(tmp_path / "two.json"), "--json"]) == 0
+    two = json.loads(capsys.readouterr().out)
+    means = {**known, "passes": {key: [[2.0]] for key in some}}
+    (tmp_path / "means.json").write_text(json.dumps(means))
+    assert main(["simulate", MODEL, OTHER, "--profile", str(tmp_path / "means.json"), "--json"]) == 0
+    mean = json.loads(capsys.readouterr().out)
+    assert two["range"][0] <= two["seconds"] <= two["range"][1]
+    assert two["seconds"] == pytest.approx(sum(two["range"]) / 2)
+    assert mean["range"] == [mean["seconds"]] * 2
+    assert two["seconds"] > 1.05 * mean["seconds"]
+    assert main(["simulate", MODEL, OTHER, "--profile", str(tmp_path / "two.json")]) == 0
+    assert re.search(r"step +[\d.]+ s simulated \([\d.]+ s to [\d.]+ s in 2 steps\), on", capsys.readouterr().out)
     # A pass that computes more than the one that was measured is another one, whatever else is the same.
     more = json.loads(path.read_text())
     first = next(key for key in more["passes"] if key.startswith("F of stage=0"))
@@ -248,8 +265,10 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
     good = json.loads(path.read_text())
     for key, value, why in (
         ("passes", {}, "`passes` is empty"),
-        ("passes", {"F": -1.0}, "a time"),
-        ("passes", {"F": 1e308}, "a time"),
+        ("passes", {"F": [[-1.0]]}, "a time"),
+        ("passes", {"F": [[1e308]]}, "a time"),
+        ("passes", {"F": [[1.0], []]}, "`F` has no times of some of the 2 recorded steps"),
+        ("passes", {"F": [[1.0]], "B": [[1.0], [1.0]]}, "`B` has no times of some of the 1 recorded steps"),
         ("passes", [], "passes"),
         ("before", float("nan"), "a time"),
         ("side_by_side", 0, "`side_by_side` is 0, and must be at least 1"),
@@ -269,7 +288,7 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
     path.write_text("[" * 100_000)
     assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 1
     path.write_text(
-        json.dumps({**good, "passes": {"F of stage=0 #0, 3 weights, 2 outputs of a sample, samples: 4": 0.1}})
+        json.dumps({**good, "passes": {"F of stage=0 #0, 3 weights, 2 outputs of a sample, samples: 4": [[0.1]]}})
     )
     capsys.readouterr()
     assert main(["simulate", MODEL, OTHER, "--profile", str(path)]) == 2

@@ -15,14 +15,12 @@ from piperlang.ir.graph import Graph
 from piperlang.plan.plan import Plan
 from piperlang.runtime.comm.backend import Backend
 from piperlang.runtime.driver.job import Job
-from piperlang.runtime.driver.recording import around, parts, recorded
+from piperlang.runtime.driver.recording import around, recorded
 from piperlang.runtime.hardware.kind import StepTimes
-from piperlang.simulate.measured import Profile, profile_of, undelayed
+from piperlang.simulate.profile import Profile, profile_of, undelayed
 from piperlang.simulate.sharing import Sharing
 from piperlang.simulate.timeline import Timeline
 
-WHOLE = 3
-"""Steps that are recorded with all their instructions, where the others are recorded in parts."""
 WARM_UP = 3
 """Steps before any is measured: the first ones compile, and allocate memory."""
 
@@ -38,36 +36,45 @@ class Profiled(NamedTuple):
     """The same of those that are recorded for the profile."""
 
 
-def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: int) -> Profiled:
-    """Steps recorded and not, one of each in every pair, so that what recording costs is measured beside it. Which of a
-    pair is the first changes without a period, since other work on a machine may have one. The shortest pairs count
-    (`undelayed`): both of its steps have had the same machine."""
-    others, plan = iter(batches), job.plan
+class MeasuredPair(NamedTuple):
+    """Two steps, one after the other, so that both have had the same machine."""
+
+    plain: float
+    """Seconds of the one in which no instruction is recorded."""
+    recorded: float
+    times: list[StepTimes]
+    """Of the other one, by device."""
+
+
+def measured(job: Job, batches: Iterable[tuple[Any, Any]], steps: int) -> list[MeasuredPair]:
+    """Steps recorded and not, so that what recording costs is measured beside it. Which of a pair is the first changes
+    without a period, since other work on a machine may have one."""
+    others = iter(batches)
     for batch in islice(others, WARM_UP):
         job.step(batch)
-    count = min(steps, job.backend.device.recorded_parts)
-    divided = parts(plan, count)
+    nothing: list[Collection[int]] = [() for _ in job.plan.devices]
+    everything: list[Collection[int]] = [range(len(device.instructions)) for device in job.plan.devices]
     plain: list[float] = []
-    taken: list[float] = []
-    times: list[list[StepTimes]] = []
+    taken: list[tuple[float, list[StepTimes]]] = []
     for number, batch in enumerate(islice(others, 2 * steps)):
         if number.bit_count() % 2 == 0:
-            plain.append(_recorded_step(job, batch, [()] * len(plan.devices))[0])
+            plain.append(_recorded_step(job, batch, nothing)[0])
         else:
-            seconds, its = _recorded_step(job, batch, divided[len(taken) % count])
-            taken.append(seconds)
-            times.append(its)
-    whole = (
-        times if count == 1 else [_recorded_step(job, batch, parts(plan, 1)[0])[1] for batch in islice(others, WHOLE)]
-    )
-    rounds = [range(at, at + count) for at in range(0, min(len(plain), len(taken)) - count + 1, count)]
-    lengths = [sum(plain[i] + taken[i] for i in pairs) for pairs in rounds]
-    chosen = [rounds[i] for i in undelayed(lengths)]
-    before, after = around(plan, whole)
+            taken.append(_recorded_step(job, batch, everything))
+    return [MeasuredPair(seconds, *its) for seconds, its in zip(plain, taken, strict=False)]
+
+
+def profiled(job: Job, graph: Graph, pairs: Sequence[MeasuredPair]) -> Profiled:
+    """Of pairs that were measured in this job, or in others of the same plan: the shorter ones count (`undelayed`)."""
+    plan = job.plan
+    pairs = [pairs[i] for i in undelayed([one.plain + one.recorded for one in pairs])]
+    times = [one.times for one in pairs]
+    before, after = around(plan, times)
+    steps = [recorded(plan, its, "recorded") for its in times]
     profile = profile_of(
         plan,
         graph,
-        [recorded(plan, times[i]) for pairs in chosen for i in pairs],
+        steps,
         _issued(plan, times),
         before,
         after,
@@ -75,9 +82,10 @@ def profiled(job: Job, graph: Graph, batches: Iterable[tuple[Any, Any]], steps: 
         Sharing(*job.backend.device.sharing(len(plan.devices))) if job.cluster.local else Sharing(),
         _about(job.backend),
     )
-    timelines = sorted((recorded(plan, step, "recorded").timeline for step in whole), key=lambda step: step.length)
-    seconds, recording = (fmean(of[i] for pairs in chosen for i in pairs) for of in (plain, taken))
-    return Profiled(profile, timelines[len(timelines) // 4], seconds, recording)
+    timelines = sorted((step.timeline for step in steps), key=lambda step: step.length)
+    return Profiled(
+        profile, timelines[len(timelines) // 2], fmean(one.plain for one in pairs), fmean(one.recorded for one in pairs)
+    )
 
 
 def _recorded_step(

@@ -80,30 +80,6 @@ def _meetings(plan: Plan) -> list[list[Place]]:
     return list(found.values())
 
 
-def parts(plan: Plan, count: int) -> list[list[list[int]]]:
-    """Divides the instructions of every device into `count` parts; what communicates with each other is in the same
-    one."""
-    together: dict[Place, Place] = {}
-
-    def first(place: Place) -> Place:
-        while place in together:
-            place = together[place]
-        return place
-
-    for places in (*_messages(plan), *_meetings(plan)):
-        for other in places[1:]:
-            one, another = sorted((first(places[0]), first(other)))
-            if one != another:
-                together[another] = one
-    found: list[list[list[int]]] = [[[] for _ in plan.devices] for _ in range(count)]
-    numbers: dict[Place, int] = {}
-    for row, device in enumerate(plan.devices):
-        for i in range(len(device.instructions)):
-            number = numbers.setdefault(first((row, i)), len(numbers))
-            found[number % count][row].append(i)
-    return found
-
-
 def around(plan: Plan, steps: Sequence[Sequence[StepTimes]]) -> tuple[float, float]:
     """Seconds of a step before the first and after the last instruction: the least of all devices, of the median
     step."""

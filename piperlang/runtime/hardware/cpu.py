@@ -122,7 +122,7 @@ class CpuStreams:
 
 
 class Cpu(DeviceKind):
-    name, resource, compiles, graphs, recorded_parts = "cpu", "CPU", False, False, 1
+    name, resource, compiles, graphs = "cpu", "CPU", False, False
 
     def available(self) -> bool:
         return True

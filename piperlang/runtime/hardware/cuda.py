@@ -205,7 +205,7 @@ def _record(event: Any) -> float:
 
 
 class Cuda(DeviceKind):
-    name, resource, compiles, graphs, recorded_parts = "cuda", "GPU", True, True, 1
+    name, resource, compiles, graphs = "cuda", "GPU", True, True
 
     def available(self) -> bool:
         return torch.cuda.is_available()

@@ -82,8 +82,6 @@ class DeviceKind(ABC):
     """Whether stage programs are compiled by default."""
     graphs: ClassVar[bool]
     """Whether steps are captured as graphs of the device by default."""
-    recorded_parts: ClassVar[int]
-    """Over how many steps a profile records the instructions of one: where recording takes time itself, few in each."""
 
     @abstractmethod
     def available(self) -> bool: ...
