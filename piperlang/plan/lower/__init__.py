@@ -28,11 +28,9 @@ def lower(graph: Graph, machine: Machine | None = None, only: Collection[int] | 
 
 def _lower(graph: Graph, sequence: Sequence, only: Collection[int] | None) -> Plan:
     emitter = Emitter(graph, only)
-    receivers = {node.reads[0][0]: node for node in graph.nodes if node.op == "recv"}
-    # Only where every device can do its list from top to bottom may anything wait for just what is above it.
-    held = not any(node.id in emitter.before for node in receivers.values())
-    lowering = _Lowering(graph, emitter, held)
+    lowering = _Lowering(graph, emitter)
     _keep_weights(graph, emitter)
+    receivers = {node.reads[0][0]: node for node in graph.nodes if node.op == "recv"}
     early: set[int] = set()
     for i in sequence.order:
         node = graph.nodes[i]
@@ -66,8 +64,8 @@ def _whole(graph: Graph, emitter: Emitter) -> tuple[str, ...]:
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, emitter: Emitter, held: bool) -> None:
-        self.graph, self.emitter, self.held = graph, emitter, held
+    def __init__(self, graph: Graph, emitter: Emitter) -> None:
+        self.graph, self.emitter = graph, emitter
         self.activations, self.parameters = Activations(graph, emitter), Parameters(graph, emitter)
 
     def lower(self, node: Node) -> None:
@@ -83,7 +81,7 @@ class _Lowering:
         elif op == "send":
             activations.send(node)
         elif op == "recv":
-            activations.recv(node, self.held)
+            activations.recv(node)
         elif op in ("all_reduce", "reduce_scatter"):
             activations.all_reduce(node)
         elif node.splits is not None:

@@ -190,9 +190,7 @@ class Activations:
             if messages:
                 self.emitter.emit(device, node, Send, way=">", value=key, messages=messages, dtype=have.tensor.dtype)
 
-    def recv(self, node: Node, held: bool) -> None:
-        """`held`: until the pass before the last one has ended. A receive that is posted long before its message can
-        come keeps multiprocessors of a GPU busy, and a thread of its host, which polls."""
+    def recv(self, node: Node) -> None:
         wire, target = node.reads[0][0], node.writes[0]
         source = self.graph.nodes[self.graph.made[wire]].reads[0][0]
         have, want = self.graph.values[source], self.graph.values[target]
@@ -218,7 +216,6 @@ class Activations:
                 node,
                 Receive,
                 way=f"<{messages[0].peer if messages else device}",
-                after=self.emitter.last_but_one(device) if held else (),
                 target=target,
                 messages=messages,
                 local=tuple(LocalCopy(source, part.taken, part.put) for part in coming if part.source == device),

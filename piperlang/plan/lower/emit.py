@@ -12,7 +12,7 @@ from piperlang.core.value_id import Kind, ValueId
 from piperlang.ir.graph import Graph, Node, NodeTemplate
 from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import along
-from piperlang.plan.instructions import SYNC, Compute, Instruction, Message, Receive, Send
+from piperlang.plan.instructions import SYNC, Instruction, Message, Receive, Send
 from piperlang.plan.plan import DevicePlan, Group
 
 
@@ -35,8 +35,6 @@ class Emitter:
         self.streams: dict[str, StreamResources] = {}
         self._made: dict[int, dict[ValueId, int]] = {device: {} for device in every}
         self._at: dict[int, dict[int, list[int]]] = {device: {} for device in every}
-        self._passes: dict[int, tuple[int, ...]] = dict.fromkeys(every, ())
-        """The last two passes of every device."""
         self._tags: dict[tuple[int, int], int] = {}
         self._among: dict[Submesh, list[tuple[int, int]]] = {}
         self._devices_of: dict[tuple[Submesh, ...], tuple[int, ...]] = {}
@@ -90,13 +88,7 @@ class Emitter:
         for key in instruction.writes:
             made[key] = index
         at.setdefault(node.id, []).append(index)
-        if issubclass(make, Compute):
-            self._passes[device] = (*self._passes[device][-1:], index)
         return index
-
-    def last_but_one(self, device: int) -> tuple[int, ...]:
-        """The pass before the last one, where there is one."""
-        return self._passes[device][:-1]
 
     def synchronize(self, node: Node) -> None:
         """A temporal edge between nodes that share no device takes a message."""
