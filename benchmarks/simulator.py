@@ -6,11 +6,12 @@ pp=4; the simulator is told what the naps take and the description of CPU worker
 were never run before are predicted from that. `--gpu`: the same on NCCL, with one rank and with four, which share the
 GPU.
 
-A measured step begins on the workers and ends with the last thing that any of them does, and is not recorded. The
-shorter half of the steps counts, since other work on a machine only makes them longer; of the GPT, that of pairs with a
-recorded step that is for the profile, in several rounds in which the schedules take turns. On GPUs, steps in a row take
-less: a host goes on when its own device has nothing more to say, and the next step begins while others still update
-their weights. What one of them takes by the clock, driver and Ray included, is another column.
+A measured step begins on the workers and ends with the last thing that any of them does, and is not recorded. Other
+work on a machine only makes steps longer: of naps the shortest counts, and of the GPT, where no two steps are the same,
+the shorter half of pairs with a recorded step that is for the profile, in several rounds in which the schedules take
+turns. On GPUs, steps in a row take less: a host goes on when its own device has nothing more to say, and the next step
+begins while others still update their weights. What one of them takes by the clock, driver and Ray included, is another
+column.
 
     python -m benchmarks.simulator [--json] [--steps 5] [--rounds 10] [--only sleep|gpt] [--gpu] [--keep FOLDER]
 """
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -50,7 +50,7 @@ from piperlang.simulate.costs import InstructionCost, MachineCosts
 from piperlang.simulate.execute import execute
 from piperlang.simulate.machine_files import load
 from piperlang.simulate.measured import MeasuredCosts
-from piperlang.simulate.profile import Profile, undelayed
+from piperlang.simulate.profile import Profile
 from piperlang.simulate.result import simulated
 from piperlang.source import Source
 from piperlang.view.page import page
@@ -102,7 +102,7 @@ def sleeping(cluster: Cluster, ranks: int, steps: int) -> Iterator[dict[str, Any
         predicted = execute(plan, costs).timeline.length
         with Job(plan, captured, Training(make, optimizer), timeout=60, cluster=cluster) as job:
             taken = [job.step(batch(micro)).seconds for _ in range(steps + 1)][1:]
-        yield row(f"sleep, {name}, pp={ranks}", predicted, fmean(taken[i] for i in undelayed(taken)))
+        yield row(f"sleep, {name}, pp={ranks}", predicted, min(taken))
 
 
 # -------------------------------------------------------------------------------------------------------------- a GPT
