@@ -180,12 +180,13 @@ def profile_of(
     about: Mapping[str, Any],
 ) -> Profile:
     """Of steps in which every instruction was recorded. Of what is not a pass, the mean. Where devices run instructions
-    themselves, what it takes to hand over to one is part of it; where a host issues them, that has times of its own."""
+    themselves, what it takes to hand over to one is part of it; not where a host issues them, which has times of its
+    own, or where devices are shared: one waits for the others there, which is simulated."""
     keys, sent = Keys(plan, graph), SentBytes(plan)
     passes: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in steps])
     local, transfers = _Means(), _Means()
     for number, step in enumerate(steps):
-        late = {} if issued else _late(plan, step)
+        late = {} if issued or sharing.devices else _late(plan, step)
         senders = {id(receiver): sender for sender, receiver in step.timeline.messages}
         places = {id(one): place for place, one in step.ran.items()}
         computing = undisturbed(
