@@ -19,7 +19,7 @@ from piperlang.simulate.profile import Profile, profile_of
 from piperlang.simulate.result import as_json, simulated
 from piperlang.simulate.sharing import Sharing
 from piperlang.simulate.timeline import Place, RecordedStep
-from tests.simulate.test_execute import planned
+from tests.support.chain import planned
 from tests.support.schedules import SCHEDULES
 
 LATE = 0.2

@@ -11,11 +11,12 @@ sixteen equal layers are differentiated, and later compiled, once."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from piperlang.capture.autodiff.cost import bytes_of, cost
 from piperlang.capture.autodiff.cut import Subgraph
@@ -99,19 +100,30 @@ def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
 
 
-def _copies(results: Sequence[tuple[Slot, fx.Node]]) -> list[bool]:
-    """Which gradients have to be copied: those that cross between chunks and are not contiguous, and those that would
-    share a tensor with another.
+def _copies(results: Sequence[tuple[Slot, fx.Node]], read: Collection[StorageWeakRef]) -> list[bool]:
+    """Which gradients have to be copied: those that cross between chunks and are not contiguous, or are there twice;
+    and those of weights that share memory with another, or with what others `read`.
 
-    Optimizers and sums change gradients in place, so each gradient needs a tensor of its own."""
-    given: set[fx.Node] = set()
+    Gradients of microbatches are added up in place, in the first of them. With one sample, the gradient of a weight
+    that is added to an activation may be the gradient of that activation itself."""
+    crossing: set[fx.Node] = set()
+    taken = set(read)
     found = []
     for slot, node in results:
-        gradient = slot[0].startswith("grad_")
-        shared = gradient and (node in given or (slot[0] == "grad_weight" and node.op == "placeholder"))
-        found.append(shared or (slot[0] == "grad_input" and not node.meta["val"].is_contiguous()))
-        given |= {node} if gradient else set()
+        copied = False
+        if slot[0] == "grad_weight":
+            copied = _storage(node) in taken
+            taken.add(_storage(node))
+        elif slot[0] == "grad_input":
+            copied = node in crossing or not node.meta["val"].is_contiguous()
+            crossing.add(node)
+        found.append(copied)
     return found
+
+
+def _storage(node: fx.Node) -> StorageWeakRef:
+    """Equal for a traced value and its views."""
+    return StorageWeakRef(node.meta["val"].untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -146,6 +158,9 @@ class _Division:
         self.outputs = [(slot, node) for slot, node in results if slot[0] == "output"]
         self.grads = [(slot, node) for slot, node in results if slot[0] != "output"]
         self.nodes = [node for node in self.joint.graph.nodes if node.op not in ("placeholder", "output")]
+        crossing = [*places, *(node for slot, node in results if slot[0] != "grad_weight")]
+        self.crossing = {_storage(node) for node in crossing if _is_tensor(node)}
+        """The memory of what other chunks read, too."""
 
     # ------------------------------------------------------------------------------------------------ division
 
@@ -255,7 +270,7 @@ class _Division:
         graph.output(
             tuple(
                 _contiguous(graph, copied[node]) if copy else copied[node]
-                for (_, node), copy in zip(results, _copies(results), strict=True)
+                for (_, node), copy in zip(results, _copies(results, self.crossing), strict=True)
             )
         )
         module = fx.GraphModule(self.joint, graph)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from piperlang.core.value_id import ValueId
 from piperlang.plan.instructions import Backward, Compute, Forward, InputGradient, Recompute, WeightGradient
@@ -56,11 +58,25 @@ def _store(device: DeviceValues, x: Compute, program: StageProgram, gave: dict[A
     kept = {slot: value for slot, value in gave.items() if slot[0] == "kept"}
     slots = [] if program.op == "R" else [slot for slot in program.outputs if slot[0] not in ("saved", "kept")]
     device.add([(key, gave.pop(slot)) for slot, key in zip(slots, x.outputs, strict=False) if device.is_added(key)])
+    begins = any(key in device.sums for slot, key in zip(slots, x.outputs, strict=False) if slot in gave)
+    memory = Counter(map(_memory, _tensors((others, gave)))) if begins else {}
     for slot, key in zip(slots, x.outputs, strict=False):
-        if slot in gave:
+        if slot in gave and key in device.sums:
             # A gradient that begins a sum is freed at once: all of them, and their sums in float32, are much memory.
-            value = gave.pop(slot) if key in device.sums else gave[slot]
-            device.put(key, value, (others, gave))
+            value = gave.pop(slot)
+            device.put(key, value, memory[_memory(value)] > 1)
+        elif slot in gave:
+            device.put(key, gave[slot])
     bundles = [saved] if program.op in ("F", "R") else [kept] if kept else []
     for key, bundle in zip(x.outputs[len(slots) :], bundles, strict=False):
         device.put(key, bundle)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+def _memory(value: torch.Tensor) -> int:
+    """Equal for tensors of one storage. Those of a pass share none of it with weight gradients as they were traced, but
+    a compiler may give one tensor for two equal results."""
+    return value.untyped_storage().data_ptr()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from piperlang.capture.autodiff.pass_graph import PassGraph
 from piperlang.capture.trace.random import mix
@@ -143,24 +142,22 @@ class DeviceValues:
     def rank(self, group: int) -> int:
         return self.groups[group].members.index(self.plan.device)
 
-    def put(self, key: ValueId, value: Any, around: Any = ()) -> None:
-        """Keep a value if an instruction reads it. `around`: other tensors that it may share storage with."""
+    def put(self, key: ValueId, value: Any, shared: bool = False) -> None:
+        """Keep a value if an instruction reads it. `shared`: whether something else reads its memory."""
         if key in self.sums:
-            self._accumulate(self.sums[key], value, around)
+            self._accumulate(self.sums[key], value, shared)
         elif key in self.plan.losses:
             # Kept to the end of the step: torch may return a scalar as a view of a buffer as large as what was reduced.
             self.values[key] = value.clone()
         elif key in self.uses or key in self.permanent:
             self.values[key] = value
 
-    def _accumulate(self, total: ValueId, value: torch.Tensor, around: Any) -> None:
+    def _accumulate(self, total: ValueId, value: torch.Tensor, shared: bool) -> None:
         """Gradients of microbatches are added up as they come, in float32 where they are in half precision."""
         known = self.values.get(total)
         if known is None:
-            # It must be ours alone to add to: two weights that are added up in the model have one gradient, and one
-            # tensor for it.
             half = value.dtype in (torch.bfloat16, torch.float16)
-            own = value.to(torch.float32) if half else value.clone() if _shares(value, around) else value
+            own = value.to(torch.float32) if half else value.clone() if shared else value
             self.values[total] = without_overlap(own)
         else:
             known += value
@@ -185,9 +182,3 @@ class DeviceValues:
     def total(self, keys: Sequence[ValueId]) -> torch.Tensor:
         """A gradient: what has been added up already, or its parts."""
         return self.values[self.sums[keys[0]]] if keys[0] in self.sums else added([self.values[key] for key in keys])
-
-
-def _shares(value: torch.Tensor, around: Any) -> bool:
-    storage = value.untyped_storage().data_ptr()
-    tensors = [one for one in pytree.tree_leaves(around) if isinstance(one, torch.Tensor)]
-    return any(one.untyped_storage().data_ptr() == storage for one in tensors)
