@@ -130,31 +130,34 @@ def planned(graph: Graph, max_norm: float | None = None, skips: bool = False) ->
     return plan
 
 
-def representative(graph: Graph, max_norm: float | None = None, skips: bool = False) -> tuple[Plan, Classes]:
+def representative(
+    graph: Graph, max_norm: float | None = None, skips: bool = False, most: int = 0
+) -> tuple[Plan, Classes]:
     """A plan of one device of each class that does the same, and the classes: what a simulation needs of a graph over
-    thousands of devices. It is not verified, and cannot be run. Where one cannot stand for all, every device is a class
-    of its own."""
+    thousands of devices. It is not verified, and cannot be run. Where one cannot stand for all, or there are at most
+    `most`, every device is a class of its own."""
     from piperlang.plan.classes import stand_for_all
     from piperlang.plan.linearize import alike
     from piperlang.plan.lower import lower
 
     with uncollected():
         classes = alike(graph)
-        plan = lower(graph, only={devices[0] for devices in classes})
-        if not stand_for_all(plan, classes):
-            plan = lower(graph)
+        few = sum(map(len, classes)) <= most
+        plan = lower(graph, only=None if few else {devices[0] for devices in classes})
+        if few or not stand_for_all(plan, classes):
+            plan = plan if few else lower(graph)
             classes = [(device.device,) for device in plan.devices]
-        return _with_norm(plan, graph, max_norm, skips), classes
+        return _with_norm(plan, graph, max_norm, skips, classes), classes
 
 
-def _with_norm(plan: Plan, graph: Graph, max_norm: float | None, skips: bool) -> Plan:
+def _with_norm(plan: Plan, graph: Graph, max_norm: float | None, skips: bool, classes: Classes | None = None) -> Plan:
     from piperlang.ir.sort import check_norm
     from piperlang.plan.rewrite.clip import with_norm
 
     if max_norm is None and not skips:
         return plan
     check_norm(graph)
-    return with_norm(plan, max_norm, skips)
+    return with_norm(plan, max_norm, skips, classes)
 
 
 def evaluate(

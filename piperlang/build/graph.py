@@ -3,7 +3,7 @@ gradients in gradients.py, orders in orders.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from piperlang.build.activations import Edge, Flow
@@ -17,7 +17,7 @@ from piperlang.core.collector import uncollected
 from piperlang.core.placement import dispatched
 from piperlang.core.value_id import RNG, SEED, Kind, Point, ValueId
 from piperlang.diagnostics import PiperError, error
-from piperlang.ir.graph import Graph, NodeTemplate, Value
+from piperlang.ir.graph import Graph, NodeTemplate, Steps, Value
 from piperlang.ir.model import Slot, Tensor
 from piperlang.ir.sort import topological
 
@@ -44,6 +44,8 @@ class _Build:
         self.fetched: list[tuple[int, list[tuple[int, int]]]] = []
         """For chunks whose activations come back ahead of time: how far, and every fetch with the backward that is
         first to read it."""
+        self.again: list[tuple[int, int]] = []
+        """What recomputes activations or brings them back, with the backward that is first to read them."""
         self.gradients: dict[str, Tensor] = {}
 
     def graph(self) -> Graph:
@@ -61,6 +63,7 @@ class _Build:
         temporal = Temporal(self.schedule, self.nodes)
         orders = [] if self.sketch else temporal.orders()
         chains = [] if self.sketch else temporal.chains()
+        self._no_sooner_than_its_backward(orders)
         n = self.nodes
         graph = Graph(
             self.model,
@@ -92,6 +95,19 @@ class _Build:
             return {node: at for at, node in enumerate(topological(graph))}
         except PiperError:
             return {}  # reported by whoever sorts the graph next
+
+    def _no_sooner_than_its_backward(self, orders: Sequence[Steps]) -> None:
+        """Activations are made again when the backward may begin. A chunk with the loss waits for no gradient, and
+        would have them as soon as its forward is over."""
+        later: dict[int, list[int]] = {}
+        for node, backward in self.again:
+            later.setdefault(backward, []).append(node)
+        for order in orders:
+            for before, group in order.fences(lambda node: self.nodes.nodes[node].stream):
+                for node in (node for backward in group for node in later.get(backward, ())):
+                    self._wait(node, list(before))
+        for node, backward in self.again:
+            self._wait(node, list(self.nodes.after.get(backward, ())))
 
     def _fetch_ahead(self, position: Mapping[int, int]) -> None:
         """Activations come back so many backwards ahead, in the order of the script where it gives one, whichever way
@@ -203,11 +219,13 @@ class _Build:
             arrived = self._gradients(site, point)
             saved = ValueId(Kind.SAVED, "", (chunk.number,), point)
             makers = [self.nodes.made[key] for keys in arrived.values() for key in keys if key in self.nodes.made]
+            remade = []
             if again is not None:
                 reads = tuple(self._given(site, slot, point, "R") for slot in again.slots)
                 node = self.nodes.add(again, point, reads, (saved,))
                 self.weights.read_by(site, "R", point, node)
                 self._wait(node, makers)
+                remade.append(node)
             fetched = None
             if fetch is not None:
                 host = ValueId(Kind.HOST, "", (chunk.number,), point)
@@ -215,6 +233,7 @@ class _Build:
                 saved = saved.fetched
                 if ahead == 0:
                     self._wait(fetched, makers)
+                    remade.append(fetched)
             for op in self.schedule.halves(site.group, point):
                 if op in chunk.passes:
                     if op not in templates:
@@ -222,6 +241,8 @@ class _Build:
                             op, site, _bundled(chunk.passes[op].inputs), chunk.passes[op].outputs
                         )
                     node = self._pass(op, templates[op], site, point, arrived, saved)
+                    self.again += [(one, node) for one in remade]
+                    remade = []
                     if fetched is not None:
                         pairs.append((fetched, node))
                         fetched = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,6 +37,7 @@ class Program:
     """The traced model and loss. `cut` by tags gives a CutProgram; each distinct chunk is differentiated once."""
 
     sizes: Sizes
+    copies: ir.Copies = ir.NO_COPIES
     rows: tuple[int, ...] = ()
     """Where it is planned for a padded batch: for each sample, the sample of the given batch that it repeats."""
     _known: dict[object, int] = field(default_factory=dict)
@@ -239,10 +241,15 @@ class Program:
 
 
 def capture(
-    make_model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
+    make_model: Callable[[], nn.Module],
+    loss: Callable[[Any, Any], Any],
+    batch: tuple[Any, Any],
+    seed: int = 0,
+    copies: ir.Copies = ir.NO_COPIES,
 ) -> Program:
+    """`copies`: what training keeps of weights, for estimates of memory."""
     with located(line_of_function(make_model)):
-        return Program(trace_sizes(make_model, loss, batch, seed))
+        return Program(trace_sizes(make_model, loss, batch, seed), copies)
 
 
 class CutProgram:
@@ -339,7 +346,9 @@ class CutProgram:
             for w in traced.weights.values()
         }
         samples = self.program.samples
-        return ir.Model(chunks, tensors, weights, sizes.samples, traced.result.name, samples.loss, self)
+        return ir.Model(
+            chunks, tensors, weights, sizes.samples, traced.result.name, samples.loss, self, self.program.copies
+        )
 
     def _tensor(self, node: fx.Node, differentiable: bool) -> ir.Tensor:
         sizes = self.program.sizes
@@ -386,7 +395,17 @@ class CutProgram:
             ),
             self.program.samples.mixing_in(chunk.nodes),
             next((reason(node) for node in chunk.nodes if node.name in self.program.samples.summed), None),
+            self._digest(chunk),
         )
+
+    def _digest(self, chunk: Subgraph) -> str:
+        sizes = self.program.sizes
+        parts = []
+        for node in chunk.nodes:
+            value = node.meta["val"]
+            made = (str(value.dtype), sizes.dims(node)) if isinstance(value, torch.Tensor) else ()
+            parts.append((str(node.target), made))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def dispatch(chunk: Subgraph) -> Dispatched | None:

@@ -84,6 +84,7 @@ def _row(script: str, found: SimulatedScript) -> dict[str, Any]:
     return {
         "script": script,
         "on": found.where,
+        "estimated": found.estimated,
         "devices": data["devices"],
         "seconds": data["seconds"],
         "idle": data["idle"]["mean"],
@@ -91,6 +92,10 @@ def _row(script: str, found: SimulatedScript) -> dict[str, Any]:
         "memory": data["memory"]["peak"],
         "bytes": round(sum(len(timeline.rows[one.row]) * one.what.bytes for one in timeline.ran)),
     }
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 1e4 else f"{ratio:.1e}"
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
@@ -102,7 +107,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
                 printable(row["script"]),
                 f"{row['devices']:,}",
                 time_text(row["seconds"]),
-                f"{row['seconds'] / best:.2f}",
+                _times(row["seconds"] / best if best else 1.0),
                 f"{100 * row['idle']:.0f}%",
                 time_text(row["exposed"]),
                 bytes_text(row["memory"]),

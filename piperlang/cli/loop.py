@@ -393,7 +393,7 @@ def training_of(file: ModelFile, seed: int, masters: bool, restore: Restore | No
         shipped(file, "optimizer") or default_optimizer,
         shipped(file, "lr_schedule"),
         seed,
-        masters or file.precision == "bf16-true",
+        masters or file.copies.masters,
         shipped(file, "loss"),
         file.ema,
         file.weights,

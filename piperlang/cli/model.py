@@ -85,7 +85,7 @@ def captured(
             with seeded(seed):
                 batch = next(iter(file.data()))
         device = (backend or for_workers()).device.name
-        program = capture(file.model, file.loss, placed(batch, device), seed)
+        program = capture(file.model, file.loss, placed(batch, device), seed, file.copies)
         tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
         return program
 

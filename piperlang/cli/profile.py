@@ -4,15 +4,26 @@ these times, also for other schedules of the same model."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from piperlang.cli.backend import OF_WORKERS, add_backend, chosen_backend
 from piperlang.cli.model import Batches, add_on_nan, add_precision, captured, doing, load_both, recorded_plan, scheduled
 from piperlang.cli.parsing import COUNT, SEED
 from piperlang.cli.report import add_parameters, check_output, report, write_output
 from piperlang.cli.simulate import machine_of
+from piperlang.diagnostics import error
 from piperlang.plan.estimate.summary import time_text
 from piperlang.progress import Notice, emit
+
+if TYPE_CHECKING:
+    from piperlang.capture.program import CutProgram
+    from piperlang.capture.user.model_file import ModelFile
+
+
+OTHERS = 100
+"""Batches of other shapes that are left out, one after the other."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
     graph = found.graph()
     plan = recorded_plan(graph, options, file.max_norm)
     with doing("importing the runtime"):
+        from piperlang.capture.program import CutProgram
         from piperlang.cli.loop import training_of
         from piperlang.runtime.driver.job import Job
         from piperlang.runtime.driver.profiling import measured, profiled
@@ -55,11 +67,12 @@ def run(options: argparse.Namespace) -> int:
         from piperlang.simulate.result import simulated
 
     cut = found.captured
+    assert isinstance(cut, CutProgram)
     dtype = cut.model.tensors[cut.model.loss].dtype
     with doing(f"starting {len(plan.devices)} workers"):
         job = Job(
             plan,
-            cut,  # type: ignore[arg-type]
+            cut,
             training_of(file, options.seed, masters=False),
             address=options.address,
             loss_dtype=dtype,
@@ -67,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             compiles=options.compile,
         )
     with job, doing(f"measuring {options.steps} steps", "measured"):
-        result = profiled(job, graph, measured(job, batches.others, options.steps))
+        result = profiled(job, graph, measured(job, _of_one_shape(file, batches, cut), options.steps))
     result.found.about |= {"model": options.model, "script": options.script, "seconds": result.seconds}
     write_output(output, result.found.dump(), "-o")
     costs = MeasuredCosts(plan, graph, result.found, machine_of(backend))
@@ -81,6 +94,27 @@ def run(options: argparse.Namespace) -> int:
     slower = _slower(result.recording / result.seconds)
     emit(Notice(f"a step takes {time_text(result.seconds)}; {slower}; saved {output}"))
     return 0
+
+
+def _of_one_shape(file: ModelFile, batches: Batches, cut: CutProgram) -> Iterator[tuple[Any, Any]]:
+    """Batches of the shapes of the first one: a profile is of one plan."""
+    from piperlang.capture.user.where import line_of_function
+
+    others = 0
+    for batch in batches.others:
+        if cut.layout.fits(batch):
+            others = 0
+            yield batch
+        elif others == OTHERS:
+            raise error(
+                "P0801",
+                f"of {OTHERS} batches none has the shapes of the first one, {cut.layout.written_shapes}",
+                line_of_function(file.data),
+                notes=["a profile is of one plan, and so of batches of one shape: the others are left out"],
+                help="let `data` begin with a batch of the most frequent shape",
+            )
+        else:
+            others += 1
 
 
 def _slower(ratio: float) -> str:

@@ -59,7 +59,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_costs(parser)
 
 
-def _some(names: list[str]) -> str:
+MEASURED = 64
+"""Up to so many devices, all of them are simulated with measured times."""
+
+
+def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMED} more" if names[NAMED:] else ""
     return ", ".join(names[:NAMED]) + more
 
@@ -95,6 +99,8 @@ class SimulatedScript(NamedTuple):
     """What it was simulated on."""
     memory: float
     """Of a device there, in bytes; 0 if unknown."""
+    estimated: tuple[str, ...] = ()
+    """What the profile does not have, and is estimated from what it has."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,12 +109,11 @@ def run(options: argparse.Namespace) -> int:
     found = simulate(options, chosen, captured(file), file.max_norm)
     from piperlang.simulate.result import as_json, text
 
-    step, _, where, memory = found
     if options.json:
-        print(json.dumps(as_json(step, memory)))
+        print(json.dumps({**as_json(found.step, found.memory), "estimated": found.estimated}))
     else:
-        print(_drawn(step.timeline))
-        print(text(step, where, memory))
+        print(_drawn(found.step.timeline))
+        print(text(found.step, found.where, found.memory))
     return 0
 
 
@@ -164,7 +169,9 @@ def _simulate(
     with doing("building the graph"):
         graph = found.graph()
     with doing("planning", "planned") as planning:
-        plan, classes = representative(graph, max_norm, options.on_nan != "continue")
+        # What devices that do the same were measured to take is not the same.
+        most = MEASURED if profile is not None else 0
+        plan, classes = representative(graph, max_norm, options.on_nan != "continue", most)
         devices = counted(sum(map(len, classes)), "device")
         planning.detail = f"{devices}, {len(classes)} that differ"
     with doing("simulating", "simulated"):
@@ -179,10 +186,12 @@ def _simulate(
             return _from(step, graph, machine.name, machine.memory)
         costs = measured = MeasuredCosts(plan, graph, profile, machine)
         step = simulated(plan, graph, costs, classes, Path(options.script).name)
-    if measured.unknown:
-        emit(Notice(f"not measured, and estimated from what was: {_some(sorted(measured.unknown))}", warning=True))
-    where = f"{profile.about.get('device', 'a device')}, as measured under {profile.about.get('script')}"
-    return _from(step, graph, f"{where} ({Path(options.profile).name})", 0.0)
+    estimated = tuple(sorted(measured.unknown))
+    if estimated:
+        emit(Notice(f"not measured, and estimated from what was: {_some(estimated)}", warning=True))
+    how = "as measured" if not estimated else "some of it estimated, the rest as measured"
+    where = f"{profile.about.get('device', 'a device')}, {how} under {profile.about.get('script')}"
+    return _from(step, graph, f"{where} ({Path(options.profile).name})", 0.0)._replace(estimated=estimated)
 
 
 def _from(step: SimulatedStep, graph: Graph, where: str, memory: float) -> SimulatedScript:

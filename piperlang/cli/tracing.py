@@ -67,4 +67,6 @@ class Tracing:
         for line in text(typical, estimated).splitlines():
             emit(Notice(line))
         count = counted(len(steps), "step")
-        emit(Notice(f"recorded {count}, beside an estimate for {machine.name}: {self.folder / PAGE}, {EVENTS}"))
+        wanted = self.last - self.first
+        others = f" ({wanted - len(steps)} more had batches of other shapes)" if len(steps) < wanted else ""
+        emit(Notice(f"recorded {count}{others}, beside an estimate for {machine.name}: {self.folder / PAGE}, {EVENTS}"))

@@ -57,6 +57,18 @@ class Weight:
         return prod(self.shape) * self.itemsize
 
 
+class Copies(NamedTuple):
+    """Of weights, that training keeps beside them."""
+
+    masters: bool = False
+    """In float32, of weights in half precision: optimizers update these."""
+    averages: bool = False
+    """Moving averages, of what optimizers update."""
+
+
+NO_COPIES = Copies()
+
+
 class Scratch(NamedTuple):
     """What a pass has at one point, beyond its inputs and outputs; less than nothing where inputs that end there have
     made room for outputs."""
@@ -125,6 +137,8 @@ class Chunk:
     summing: Diagnostic | None = None
     """Why its batch cannot be split into microbatches, though devices can divide it: it computes with sums over the
     batch."""
+    digest: str = ""
+    """Equal for chunks with the same operators on values of the same dtypes and sizes, however many samples."""
 
     @property
     def tagset(self) -> frozenset[tuple[str, TagValue]]:
@@ -170,6 +184,10 @@ class Model:
     """How losses of parts of the batch make the loss of the whole: `mean`, `sum`, or `count` for a sum that is divided
     by a count of the batch."""
     divider: Divider | None = None
+    copies: Copies = NO_COPIES
+
+    def has_master(self, weight: Weight) -> bool:
+        return self.copies.masters and weight.dtype in ("bfloat16", "float16")
 
     @property
     def combines_samples(self) -> bool:

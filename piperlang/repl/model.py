@@ -84,7 +84,7 @@ def open_model(path: Path, seed: int = 0) -> OpenModel:
     with phase(f"tracing {path.name}", "traced") as tracing:
         with seeded(seed):
             batch = next(iter(file.data()))
-        program = capture(file.model, file.loss, placed(batch, device), seed)
+        program = capture(file.model, file.loss, placed(batch, device), seed, file.copies)
         tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
     # torch and the trace are never freed: exclude them from garbage collection, which would delay directives.
     gc.collect()

@@ -18,7 +18,6 @@ import torch
 from piperlang.capture.program import CutProgram, capture
 from piperlang.capture.user.batches import placed
 from piperlang.capture.user.model_file import shipped
-from piperlang.capture.user.precision import TRUE
 from piperlang.capture.user.user_code import located
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import error
@@ -159,7 +158,7 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
         shipped(model.file, "optimizer") or default_optimizer,
         shipped(model.file, "lr_schedule"),
         model.seed,
-        model.file.precision == TRUE,
+        model.file.copies.masters,
         shipped(model.file, "loss"),
         model.file.ema,
         model.file.weights,
@@ -169,7 +168,9 @@ def _trainer(session: SessionCore, executor: str) -> Trainer:
 
     def applied(mode: Mode, batch: tuple[Any, Any], rows: tuple[int, ...]) -> tuple[Graph, CutProgram]:
         make = InEvaluationMode(model.file.model) if mode == "evaluate" else model.file.model
-        program = capture(make, model.file.loss, placed(batch, backend.device.name), model.seed).padded(rows)
+        program = capture(
+            make, model.file.loss, placed(batch, backend.device.name), model.seed, model.file.copies
+        ).padded(rows)
         found = schedule(program, state.source, state.setting.path, state.setting.overrides)
         cut = found.captured
         assert isinstance(cut, CutProgram)

@@ -36,6 +36,7 @@ from piperlang.capture.user.weight_files import FromFiles, StoredWeights, wrong_
 from piperlang.capture.user.where import here
 from piperlang.diagnostics import Diagnostic, PiperError
 from piperlang.ir.graph import Graph
+from piperlang.ir.model import Copies
 from piperlang.pipeline import planned, schedule
 from piperlang.plan.plan import Plan
 from piperlang.progress import Display, Notice, StepMetrics, Stepping, Stopped, current, displayed_by, phase
@@ -211,7 +212,9 @@ def compile(
     def applied(mode: Mode, batch: tuple[Any, Any], rows: tuple[int, ...] = ()) -> tuple[Graph, CutProgram]:
         with phase("tracing the model", "traced") as tracing:
             make = InEvaluationMode(model) if mode == "evaluate" else model
-            program = capture(make, loss, placed(batch, runs_on.device.name), seed).padded(rows)
+            program = capture(
+                make, loss, placed(batch, runs_on.device.name), seed, Copies(masters, ema is not None)
+            ).padded(rows)
             tracing.detail = f"{len(program.sizes.small.graph.nodes):,} nodes"
         with phase(f"applying {path.name}"):
             found = schedule(program, read(path, str(path)), path, overrides)

@@ -28,7 +28,7 @@ from piperlang.plan.plan import DevicePlan, Plan
 from piperlang.simulate.sharing import Sharing, undisturbed
 from piperlang.simulate.timeline import Place, RecordedStep
 
-FORMAT, VERSION = "piperlang profile", 3
+FORMAT, VERSION = "piperlang profile", 4
 LONGEST = 1e6
 """Seconds that an instruction may have taken."""
 AT = ", samples: "
@@ -131,12 +131,12 @@ class Keys:
             outputs = sum(prod(model.tensors[name].shape(1)) for name in chunk.outputs)
             work = f"{chunk.passes['F'].flops / model.samples:.6g} FLOPs"
             size = f"{weights} weights, {outputs} outputs and {work} of a sample"
-            self.chunks.append(f"{chunk} #{count[str(chunk)]}, {size}")
+            self.chunks.append(f"{chunk} #{count[str(chunk)]}, {size}, program {chunk.digest}")
             count[str(chunk)] += 1
 
     def of_pass(self, program: int) -> str:
-        """With the size of the stage, and the work of its forward, which is the same on every device: a stage of
-        another model is something else."""
+        """With the size of the stage, the work of its forward, which is the same on every device, and its operators:
+        a stage of another model, or in another precision, is something else."""
         its = self.plan.programs[program]
         divided = "".join(f", {one.style} {one.size}" for one in its.sharding[0])
         again = ", recomputing" if its.op in "BIW" and self.graph.model.chunks[its.chunk].recomputes else ""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from piperlang.core.collector import uncollected
 from piperlang.ir.graph import Graph
-from piperlang.plan.estimate.memory import STATES, ValueSizes, over_time
+from piperlang.plan.estimate.memory import ValueSizes, over_time
 from piperlang.plan.estimate.summary import bytes_text, time_text
 from piperlang.plan.plan import Plan
 from piperlang.simulate.costs import CostModel
@@ -35,7 +35,7 @@ def simulated(
     costs: CostModel,
     alike: Sequence[tuple[int, ...]] | None = None,
     title: str = "",
-    states: float = STATES,
+    states: float | None = None,
 ) -> SimulatedStep:
     """A step in simulated time, with the memory of its devices."""
     with uncollected():
@@ -43,7 +43,12 @@ def simulated(
 
 
 def _simulated(
-    plan: Plan, graph: Graph, costs: CostModel, alike: Sequence[tuple[int, ...]] | None, title: str, states: float
+    plan: Plan,
+    graph: Graph,
+    costs: CostModel,
+    alike: Sequence[tuple[int, ...]] | None,
+    title: str,
+    states: float | None,
 ) -> SimulatedStep:
     timeline, path, lengths = _typical([execute(plan, one, alike, title) for one in costs.drawn()])
     sizes = ValueSizes(plan, graph)

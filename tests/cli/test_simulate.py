@@ -262,6 +262,17 @@ def test_a_profile_predicts_another_schedule(lent: Lent, tmp_path: Path, capsys:
     assert main(["simulate", MODEL, OTHER, "--profile", str(tmp_path / "more.json")]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert f"not measured, and estimated from what was: B of {first[5:]}" in said
+    assert main(["simulate", MODEL, OTHER, "--profile", str(tmp_path / "more.json"), "--json"]) == 0
+    assert f"B of {first[5:]}" in json.loads(capsys.readouterr().out)["estimated"]
+    # Nor is one of other operators, or in another precision.
+    edited = path.read_text().replace("program ", "program of yesterday ")
+    (tmp_path / "edited.json").write_text(edited)
+    for options in (
+        ["--profile", str(tmp_path / "edited.json")],
+        ["--profile", str(path), "--precision", "bf16-mixed"],
+    ):
+        assert main(["simulate", MODEL, OTHER, *options]) == 2
+        assert "the profile has no pass of this model" in capsys.readouterr().err
     good = json.loads(path.read_text())
     for key, value, why in (
         ("passes", {}, "`passes` is empty"),

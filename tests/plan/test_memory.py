@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 
 from piperlang.capture.annotate import annotate
 from piperlang.capture.program import CutProgram, Program, capture
+from piperlang.capture.user.precision import TRUE, InPrecision
 from piperlang.ir.graph import Graph
+from piperlang.ir.model import Copies
 from piperlang.plan.estimate.memory import peaks
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
@@ -58,17 +61,27 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 @cache
-def program(tokens: int) -> Program:
-    return capture(partial(Layers, tokens), loss, batch(tokens))
+def program(tokens: int, precision: str | None = None, ema: bool = False) -> Program:
+    make: Callable[[], Any] = partial(Layers, tokens)
+    make = make if precision is None else InPrecision(make, precision)
+    return capture(make, loss, batch(tokens), copies=Copies(precision == TRUE, ema))
 
 
 def run(
-    cluster: Cluster, script: str, tokens: int = 4, max_norm: float | None = None
+    cluster: Cluster,
+    script: str,
+    tokens: int = 4,
+    max_norm: float | None = None,
+    precision: str | None = None,
+    ema: float | None = None,
 ) -> tuple[Graph, CutProgram, Plan, list[Measured]]:
     """The second step of a job: optimizer states are there from the first."""
-    graph, captured = compiled(program(tokens), script)
+    make: Callable[[], Any] = partial(Layers, tokens)
+    make = make if precision is None else InPrecision(make, precision)
+    graph, captured = compiled(program(tokens, precision, ema is not None), script)
     plan = lower(graph) if max_norm is None else with_norm(lower(graph), max_norm)
-    with Job(plan, captured, Training(partial(Layers, tokens), optimizer), timeout=60, cluster=cluster) as job:
+    training = Training(make, optimizer, masters=precision == TRUE, ema=ema)
+    with Job(plan, captured, training, timeout=60, cluster=cluster) as job:
         job.step(batch(tokens))
         return graph, captured, plan, job.measure(batch(tokens))
 
@@ -202,3 +215,21 @@ def test_the_plan_foresees_it(cluster: Cluster, name: str, tokens: int) -> None:
             plan.nodes[device.instructions[measured.at].node].name,
         )
         assert not measured.stale
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["", "clipped"])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("options", ["", " with states=sharded", " with params=sharded"])
+def test_master_weights_are_foreseen(cluster: Cluster, options: str, micro: int, max_norm: float | None) -> None:
+    """Of weights in bfloat16, with their states; and sums and updates of gradients in float32."""
+    script = zero(options).replace("dp: 4", "dp: 2") + (f"split batch into {micro} as mb\n" if micro > 1 else "")
+    graph, _, plan, found = run(cluster, script, max_norm=max_norm, precision=TRUE)
+    for foreseen, measured in zip(peaks(plan, graph), found, strict=True):
+        assert foreseen.bytes == NEAR(measured.peak, rel=0.05), foreseen
+
+
+@pytest.mark.parametrize("precision", [None, TRUE])
+def test_moving_averages_are_foreseen(cluster: Cluster, precision: str | None) -> None:
+    graph, _, plan, found = run(cluster, zero(" with states=sharded"), precision=precision, ema=0.9)
+    for foreseen, measured in zip(peaks(plan, graph), found, strict=True):
+        assert foreseen.bytes == NEAR(measured.peak, rel=0.05), foreseen

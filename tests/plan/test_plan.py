@@ -26,7 +26,18 @@ from piperlang.plan import files
 from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.estimate.memory import peak, peaks
 from piperlang.plan.estimate.summary import as_json, bytes_text, summary
-from piperlang.plan.instructions import Backward, Copy, LocalCopy, Message, Receive, ScatterGradients, Send
+from piperlang.plan.instructions import (
+    Backward,
+    Copy,
+    Fetch,
+    Forward,
+    LocalCopy,
+    Message,
+    Receive,
+    Recompute,
+    ScatterGradients,
+    Send,
+)
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import VERSION, Plan, PlanNode
 from piperlang.plan.verify import check, measured
@@ -482,6 +493,25 @@ def test_schedules_that_save_memory_do() -> None:
     whole, parts = worst(data + "\n"), worst(data + " with states=sharded\n")
     assert parts["optimizer states"] <= whole["optimizer states"] / 3.9
     assert worst(data + " with params=sharded, prefetch=0\n")["weights"] < whole["weights"]
+
+
+@pytest.mark.parametrize("directive", ["recompute", "offload"])
+@pytest.mark.parametrize("ordered", ["order on gpu:\n{fs}{bs}", "{chain}"])
+def test_activations_are_made_again_when_the_backward_may_begin(directive: str, ordered: str) -> None:
+    """On the device with the loss, too, whose backward waits for no gradient: only for the order."""
+    fs = "".join(f"    for s in range(4): [stage=s, pass=F, mb={m}]\n" for m in range(4))
+    bs = "".join(f"    for s in reversed(range(4)): [stage=s, pass=B, mb={m}]\n" for m in range(4))
+    chain = "order [pass=F] -> [pass=B]\n"
+    script = (
+        "mesh gpu = d: 1\nplace [pass=*] on gpu\nsplit batch into 4 as mb\n"
+        f"{directive} [stage=3]\n{ordered.format(fs=fs, bs=bs, chain=chain)}"
+    )
+    _, _, plan = planned("gpt", script)
+    (device,) = plan.devices
+    again = [i for i, x in enumerate(device.instructions) if isinstance(x, Recompute | Fetch)]
+    forwards = [i for i, x in enumerate(device.instructions) if isinstance(x, Forward)]
+    assert len(again) == 4
+    assert min(again) > max(forwards)
 
 
 def test_summary_fits_a_screen_and_says_the_same_as_json() -> None:

@@ -4,18 +4,15 @@ is fine."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from piperlang.capture import program
 from piperlang.cli.main import main
-from piperlang.runtime.reference import numerics
 from tests.support import ROOT
+from tests.support.traced import traced_once
 
 FOLDER = Path("examples") / "90_mistakes"
 MODEL = str(FOLDER / "model.py")
@@ -26,19 +23,7 @@ each_mistake = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once() -> Iterator[None]:
-    known: dict[object, program.Program] = {}
-    capture = program.capture
-
-    def remembered(
-        make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
-    ) -> program.Program:
-        if make not in known:
-            known[make] = capture(make, loss, batch, seed)
-        return known[make]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "capture", remembered)
-        patch.setattr(numerics, "capture_doubled", cache(numerics.capture_doubled))
+    with traced_once(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # so that diagnostics name files as the page does
         yield
 

@@ -113,6 +113,11 @@ class Counting(optim.SGD):
                 state["seen"] = state.get("seen", 0) + 1
                 if self.kind == "as aliases" and "b" not in state:
                     state["a"] = state["b"] = torch.zeros_like(p)
+                if self.kind == "by weights":
+                    self.of = {**getattr(self, "of", {}), p: state["seen"]}
+                if self.kind == "beside the state":
+                    self.first = state.setdefault("momentum", torch.zeros(2))
+                    self.first += 1
                 if self.kind == "on a parameter":
                     p.seen = getattr(p, "seen", 0) + 1
                 if self.kind == "in a set":
@@ -136,7 +141,9 @@ def test_an_optimizer_of_ones_own_goes_on(kind: str, tmp_path: Path) -> None:
         assert steps(running, 2, 4) == expected[2:]
 
 
-@pytest.mark.parametrize("kind", ["in a closure", "as aliases", "on a parameter", "in a set"])
+@pytest.mark.parametrize(
+    "kind", ["in a closure", "as aliases", "on a parameter", "in a set", "by weights", "beside the state"]
+)
 def test_what_a_checkpoint_cannot_have_is_refused(kind: str, tmp_path: Path) -> None:
     with job("one", counting(kind)) as running:
         steps(running, 0, 2)

@@ -493,6 +493,41 @@ def test_gradients_have_the_strides_of_their_weights() -> None:
         assert relative(job.weights()["experts"], plain.experts.detach()) < 1e-6
 
 
+class Assigns(optim.Optimizer):
+    """At every third step, a weight becomes one of its states: from then on both are one tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["slow"], state["steps"] = p.clone(), 0
+            state["steps"] += 1
+            p.sub_(0.3 * p.grad)
+            if state["steps"] % 3 == 0:
+                state["slow"].lerp_(p, 0.5)
+                p.data = state["slow"]
+
+
+def test_a_weight_that_becomes_one_of_its_states() -> None:
+    given = torch.randn(8, 4), torch.randn(8, 5)
+    graph, captured = compiled(capture(Turned, f.mse_loss, given), "split batch into 2 as mb\n")
+    torch.manual_seed(0)
+    plain = Turned()
+    eager = Assigns(plain.parameters())
+    with ThreadJob(lower(graph), captured, Training(Turned, Assigns)) as job:
+        for _ in range(8):
+            loss = f.mse_loss(plain(given[0]), given[1])
+            assert job.step(given).loss == pytest.approx(float(loss.detach()), rel=1e-5)
+            eager.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            eager.step()
+        assert relative(job.weights()["experts"], plain.experts.detach()) < 1e-5
+
+
 class Half(nn.Module):
     def __init__(self) -> None:
         super().__init__()

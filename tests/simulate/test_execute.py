@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from piperlang import pipeline
 from piperlang.diagnostics import PiperError
+from piperlang.pipeline import representative
 from piperlang.plan.estimate.machine import Interconnect, Machine
 from piperlang.plan.instructions import Collective, Compute, Instruction, Receive, Send
-from piperlang.plan.linearize import alike
-from piperlang.plan.lower import lower
 from piperlang.plan.plan import DevicePlan
 from piperlang.simulate.costs import COMPUTE, NOTHING, InstructionCost, MachineCosts
 from piperlang.simulate.execute import SimulatedStep, execute
@@ -250,15 +250,20 @@ replicate [pass=*] over gpu.all
 }
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("name", MANY)
-def test_one_of_the_devices_that_do_the_same_is_enough(name: str) -> None:
-    graph, plan = planned(2, 16, MANY[name])
+def test_one_of_the_devices_that_do_the_same_is_enough(name: str, max_norm: float | None) -> None:
+    graph = planned(2, 16, MANY[name])[0]
+    plan = pipeline.planned(graph, max_norm)
     machine = replace(LINK, devices_per_node=2, network=Interconnect(5e2, 1e-3))
-    classes = alike(graph)
-    some = lower(graph, only={devices[0] for devices in classes})
+    some, classes = representative(graph, max_norm)
     assert len(some.devices) == len(classes) < len(plan.devices)
     whole = simulated(plan, graph, MachineCosts(plan, graph, machine)).timeline
     part = simulated(some, graph, MachineCosts(some, graph, machine), classes).timeline
     assert part.length == pytest.approx(whole.length, rel=0.02)
     assert part.idle_share() == pytest.approx(whole.idle_share(), rel=0.05)
     assert sum(map(len, part.rows)) == len(whole.rows)
+    # All devices take part in the norm, those that are not simulated, too.
+    norms = [{one.what.bytes for one in its.ran if one.what.op == "norm"} for its in (whole, part)]
+    assert norms[0] == norms[1]
+    assert bool(norms[0]) == (max_norm is not None)

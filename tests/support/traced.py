@@ -19,11 +19,9 @@ def traced_once() -> Iterator[None]:
     capture = program.capture
     known: dict[object, program.Program] = {}
 
-    def remembered(
-        make: Callable[[], Any], loss: Callable[[Any, Any], Any], batch: tuple[Any, Any], seed: int = 0
-    ) -> program.Program:
+    def remembered(make: Callable[[], Any], *others: Any) -> program.Program:
         if make not in known:
-            known[make] = capture(make, loss, batch, seed)
+            known[make] = capture(make, *others)
         return known[make]
 
     with pytest.MonkeyPatch.context() as patch:

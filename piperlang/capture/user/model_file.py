@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from piperlang.capture.user.batches import UserBatches
-from piperlang.capture.user.precision import InPrecision, loss_in, wrong_precision
+from piperlang.capture.user.precision import TRUE, InPrecision, loss_in, wrong_precision
 from piperlang.capture.user.seeding import seeded
 from piperlang.capture.user.user_code import (
     CALLED,
@@ -31,6 +31,7 @@ from piperlang.capture.user.weight_files import FromFiles, StoredWeights, wrong_
 from piperlang.capture.user.where import bind, line_at, line_of, remember
 from piperlang.diagnostics import Diagnostic, PiperError, error, listed, nearest
 from piperlang.diagnostics.files import unreadable
+from piperlang.ir.model import Copies
 from piperlang.source import Source, Span
 
 REQUIRED = ("model", "loss", "data")
@@ -68,6 +69,11 @@ class ModelFile:
     """The decay of moving averages of the weights, which are saved, too."""
     weights: StoredWeights | None = None
     """The files of the initial weights."""
+
+    @property
+    def copies(self) -> Copies:
+        """Of weights, that training keeps."""
+        return Copies(masters=self.precision == TRUE, averages=self.ema is not None)
 
     def at(self, precision: str | None, weights: Path | None = None) -> ModelFile:
         """The file in this precision, and with initial weights from these files, unless they are None."""

@@ -29,6 +29,7 @@ from piperlang.plan.instructions import (
     Routing,
     ScatterGradients,
     Send,
+    ShardCollective,
     Update,
     item_bytes,
 )
@@ -36,8 +37,10 @@ from piperlang.plan.plan import DevicePlan, Plan, StageProgram
 from piperlang.plan.sums import ADDED, reads, sums, travels_alone
 from piperlang.plan.transfer import local_shapes
 
-STATES = 8.0
-"""Bytes of optimizer states for every element that a device updates: two float32, as Adam has."""
+ADAM = 2
+"""Tensors of optimizer states for every weight, each as large as what its optimizer updates."""
+WIDE = 4
+"""Bytes of an element of a float32 tensor: sums of gradients are in it, and master weights."""
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION = (
     "weights",
     "gradients",
@@ -56,13 +59,16 @@ class Peak:
     """What it is made of."""
 
 
-def peak(device: DevicePlan, plan: Plan, graph: Graph, states: float = STATES, sizes: ValueSizes | None = None) -> Peak:
-    """`sizes`: to share between devices."""
+def peak(
+    device: DevicePlan, plan: Plan, graph: Graph, states: float | None = None, sizes: ValueSizes | None = None
+) -> Peak:
+    """`states`: bytes of optimizer states for every element that the device updates, by default those of Adam. `sizes`:
+    to share between devices."""
     return _Walk(device, plan, sizes or ValueSizes(plan, graph), states).peak()
 
 
 def over_time(
-    device: DevicePlan, plan: Plan, sizes: ValueSizes, order: Sequence[int] | None = None, states: float = STATES
+    device: DevicePlan, plan: Plan, sizes: ValueSizes, order: Sequence[int] | None = None, states: float | None = None
 ) -> list[int]:
     """Bytes while each instruction runs, by its index. `order`: in which they begin, by default that of the plan."""
     walk = _Walk(device, plan, sizes, states)
@@ -70,7 +76,7 @@ def over_time(
     return walk.at_each
 
 
-def peaks(plan: Plan, graph: Graph, states: float = STATES) -> list[Peak]:
+def peaks(plan: Plan, graph: Graph, states: float | None = None) -> list[Peak]:
     sizes = ValueSizes(plan, graph)
     return [peak(device, plan, graph, states, sizes) for device in plan.devices]
 
@@ -156,10 +162,11 @@ class ValueSizes:
 
 
 class _Walk:
-    def __init__(self, device: DevicePlan, plan: Plan, sizes: ValueSizes, states: float) -> None:
+    def __init__(self, device: DevicePlan, plan: Plan, sizes: ValueSizes, states: float | None) -> None:
         self.device, self.sizes, self.plan = device, sizes, plan
         self.number = device.device
         self.sums = sums(device)
+        self.wide = self._wide()
         self.reads = [reads(x, self.sums) for x in device.instructions]
         self.left = Counter(key for keys in self.reads for key in keys)
         self.permanent = {*device.next.values(), *device.losses, *device.weights}
@@ -172,9 +179,37 @@ class _Walk:
         for key in (*device.weights, *(key for key, _, _ in device.feeds)):
             self._add(key)
         updated = [change for x in device.instructions if isinstance(x, Update) for change in x.parameters]
-        self.now[OPTIMIZER] = round(states * sum(map(self._elements, updated)))
+        self.now[OPTIMIZER] = round(sum(self._elements(change) * self._state(change, states) for change in updated))
         self.best, self.at, self.by = sum(self.now.values()), -1, dict(self.now)
         self.at_each = [0] * len(device.instructions)
+
+    def _wide(self) -> set[ValueId]:
+        """Parts of gradients that reductions make of sums in float32, of weights in half precision."""
+        found: set[ValueId] = set()
+        for x in self.device.instructions:
+            for one in x.shards if isinstance(x, ShardCollective) else ():
+                source = self.sums.get(one.sources[0], one.sources[0])
+                if (source in found or source.is_total) and self._item(one.target) < WIDE:
+                    found.add(one.target)
+        return found
+
+    def _state(self, change: ParameterUpdate, states: float | None) -> float:
+        """Bytes for each element; copies of weights count as states."""
+        model = self.sizes.graph.model
+        updated, master = self._updated(change.weight), model.has_master(model.weights[change.weight])
+        copies = (WIDE if master else 0) + (updated if model.copies.averages else 0)
+        return copies + (ADAM * updated if states is None else states)
+
+    def _updated(self, name: str) -> int:
+        """Bytes of an element of what an optimizer updates: the weight, or its master weight."""
+        model = self.sizes.graph.model
+        return WIDE if model.has_master(model.weights[name]) else model.weights[name].itemsize
+
+    def _copied(self, change: ParameterUpdate, scaled: bool) -> int:
+        """Its gradient, where that is clipped, or is in another precision than what is updated."""
+        updated = self._updated(change.weight)
+        item = self._gradient_item(self.sums.get(change.gradients[0], change.gradients[0]))
+        return self._elements(change) * ((item if scaled else 0) + (updated if updated != item else 0))
 
     def _elements(self, change: ParameterUpdate) -> int:
         if change.part is not None:
@@ -185,10 +220,14 @@ class _Walk:
         return self.sizes.graph.model.weights[self.sizes.graph.held[key].weight].itemsize
 
     def _size(self, key: ValueId) -> int:
-        """Sums are named after the first of their parts, and are in float32 where those are in half precision."""
-        if key.is_total and key.source is not None:
-            return self.sizes.of(key.source, self.number) * max(1, 4 // self._item(key.source))
-        return self.sizes.of(key, self.number)
+        """Sums are named after the first of their parts."""
+        named = key.source if key.is_total and key.source is not None else key
+        size = self.sizes.of(named, self.number)
+        return size * self._gradient_item(key) // self._item(named) if key.is_total or key in self.wide else size
+
+    def _gradient_item(self, key: ValueId) -> int:
+        item = self._item(key.source if key.is_total and key.source is not None else key)
+        return max(WIDE, item) if key.is_total or key in self.wide else item
 
     def _add(self, key: ValueId) -> None:
         if key not in self.live:
@@ -289,8 +328,11 @@ class _Walk:
                 return self.sizes.scratch(program)
             case GatherParameters(shards=shards) | ScatterGradients(shards=shards):
                 together = sum(prod(one.shape) for one in shards if not travels_alone(one))
-                copied = together * self._item(shards[0].target)
+                target = shards[0].target
+                copied = together * (self._gradient_item(target) if target.kind in ADDED else self._item(target))
                 return copied + copied // (len(shards[0].cuts) or 1)
+            case Update(parameters=parameters, scale=scale):
+                return sum(self._copied(change, scale is not None) for change in parameters)
             case AllToAll(give=give, take=take, dtype=dtype):
                 return sum(prod(one.shape) for one in (*give, *take)) * item_bytes(dtype)
             case Routing(source=source, target=target):

@@ -12,7 +12,7 @@ from typing import Any
 
 from piperlang.ir.graph import COMPUTE, Graph
 from piperlang.plan.estimate.cost import Costs
-from piperlang.plan.estimate.memory import OPTIMIZER, STATES, peaks
+from piperlang.plan.estimate.memory import OPTIMIZER, peaks
 from piperlang.plan.instructions import AllToAll, Collective, Instruction, item_bytes
 from piperlang.plan.plan import DevicePlan, Plan
 
@@ -20,7 +20,7 @@ LINES = 12
 """Lines of a script that are shown: those that added most."""
 
 
-def summary(plan: Plan, graph: Graph, states: float = STATES) -> str:
+def summary(plan: Plan, graph: Graph, states: float | None = None) -> str:
     found = as_json(plan, graph, states)
     devices, nodes, memory = found["devices"], found["nodes"], found["memory"]
     rows: list[tuple[str, str]] = [
@@ -68,7 +68,7 @@ def summary(plan: Plan, graph: Graph, states: float = STATES) -> str:
     return "\n".join(f"{name:<9}{text}".rstrip() for name, text in rows) + "\n"
 
 
-def as_json(plan: Plan, graph: Graph, states: float = STATES) -> dict[str, Any]:
+def as_json(plan: Plan, graph: Graph, states: float | None = None) -> dict[str, Any]:
     found, costs = peaks(plan, graph, states), Costs(graph)
     worst = max(range(len(found)), key=lambda d: (found[d].bytes, -plan.devices[d].device))
     at = plan.devices[worst].instructions[found[worst].at] if found and found[worst].at >= 0 else None
@@ -154,9 +154,9 @@ def _communication(plan: Plan) -> dict[str, dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------- the script
 
 
-def _part(name: str, states: float) -> str:
+def _part(name: str, states: float | None) -> str:
     """Which optimizer a model has is known when it trains."""
-    return f"{name} (of Adam, for example)" if name == OPTIMIZER and states == STATES else name
+    return f"{name} (of Adam, for example)" if name == OPTIMIZER and states is None else name
 
 
 def _added(plan: Plan, graph: Graph) -> list[dict[str, Any]]:

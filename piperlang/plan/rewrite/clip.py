@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from piperlang.core.value_id import NORM_FACTOR
 from piperlang.plan.instructions import (
@@ -24,10 +25,15 @@ from piperlang.plan.instructions import (
 from piperlang.plan.plan import DevicePlan, Group, Plan, PlanNode
 
 
-def with_norm(plan: Plan, limit: float | None, skips: bool = False) -> Plan:
+def with_norm(
+    plan: Plan, limit: float | None, skips: bool = False, classes: Sequence[tuple[int, ...]] | None = None
+) -> Plan:
     """The same plan, with gradients scaled so that the norm of all of them is at most `limit`. `skips`: a step whose
-    loss or norm is not finite changes nothing, on no device."""
-    members = tuple(device.device for device in plan.devices if _takes_part(device, skips))
+    loss or norm is not finite changes nothing, on no device. `classes`: of a plan that has one device of each, which
+    devices do the same as that."""
+    alike = [(device.device,) for device in plan.devices] if classes is None else classes
+    part = zip(plan.devices, alike, strict=True)
+    members = tuple(sorted(chain(*(its for device, its in part if _takes_part(device, skips)))))
     if not any(isinstance(x, Update) for device in plan.devices for x in device.instructions):
         return plan
     late = _late(plan)

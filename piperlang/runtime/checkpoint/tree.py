@@ -44,7 +44,10 @@ def written(value: Any, tensor: Callable[[Path, torch.Tensor], Json], path: Path
         items = [written(one, tensor, (*path, str(i))) for i, one in enumerate(value)]
         return {type(value).__name__: items}
     if isinstance(value, dict):
-        keys = [written(key, tensor, (*path, "key")) for key in value]
+        for key in value:
+            if not isinstance(key, str | int | float | bool | None):
+                raise NotPlain((*path, "a key"), key)
+        keys = [written(key, tensor, (*path, "a key")) for key in value]
         values = [written(one, tensor, (*path, str(key))) for key, one in value.items()]
         return {"dict": [list(pair) for pair in zip(keys, values, strict=True)]}
     raise NotPlain(path, value)

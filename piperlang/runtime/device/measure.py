@@ -96,7 +96,7 @@ def measured(
     streams on CPU, instructions may run ahead and use more."""
     storages, found = _Storages(), Measured()
     device.begin(step, feeds)
-    storages.see([list(device.values.values()), device.optimizers.states()])
+    storages.see([list(device.values.values()), device.optimizers.states(), device.optimizers.updated()])
     found.start = storages.bytes()
     device.comm, comm = _Quiet(device.comm), device.comm  # type: ignore[assignment]
     for i, instruction in enumerate(device.plan.instructions):

@@ -86,6 +86,9 @@ class LocalOptimizer:
         self.skip: torch.Tensor | None = None
         self.arrived = 0
         self.pending: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.replaced: set[nn.Parameter] = set()
+        """Those to which it has assigned another tensor, which may be one of its states: they keep it, as a float32
+        master weight keeps its own."""
         self.lock = threading.Lock()
 
     def update(
@@ -102,7 +105,7 @@ class LocalOptimizer:
             if parameter is None:
                 continue
             weight = weight.view(parameter.shape)
-            if parameter.dtype == weight.dtype:
+            if parameter.dtype == weight.dtype and parameter not in self.replaced:
                 parameter.data = weight
             parameter.grad = self._own(gradient.view_as(weight), weight, parameter.dtype)
             self.pending.append((parameter, weight))
@@ -130,8 +133,9 @@ class LocalOptimizer:
         finally:
             vars(self.optimizer).pop("found_inf", None)
         for parameter, weight in self.pending:
-            if parameter.data_ptr() != weight.data_ptr():  # a float32 master, or an optimizer that replaces `p.data`
+            if parameter.data_ptr() != weight.data_ptr():
                 weight.copy_(parameter)
+                self.replaced.add(parameter)
         _settle(self.updates > 1 and self.pending[0][1].is_cuda)
         self.forget()
 

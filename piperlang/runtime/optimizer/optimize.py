@@ -163,6 +163,11 @@ class Optimizers:
         """The state of every weight that is updated here."""
         return [state for one in self.each for state in one.states()]
 
+    def updated(self) -> list[torch.Tensor]:
+        """What the optimizers update, master weights among them, and moving averages of it."""
+        averages = [] if self.averages is None else self.averages.averages
+        return [*averages, *(parameter for one in self.each for _, parameter in one.weights)]
+
 
 def _frozen(whose: str, by: Callable[..., Any]) -> PiperError:
     return error(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn, optim
+from torch.utils import _pytree as pytree
 
 from piperlang.capture.user.where import line_of_function
 from piperlang.diagnostics import PiperError, error
@@ -190,7 +191,23 @@ def _attributes(one: DistributedOptimizer, copy: optim.Optimizer) -> Any:
     changed = {
         name: now[name] for name, one_print in fingerprints(now).items() if one_print != one.attributes.get(name)
     }
-    return _written(one, changed, _small(one), "an attribute that changes when it steps")
+    states = {
+        its.untyped_storage().data_ptr() for its in pytree.tree_leaves(list(copy.state.values())) if _has_memory(its)
+    }
+    small = _small(one)
+
+    def leaf(path: tree.Path, value: torch.Tensor) -> Any:
+        if _has_memory(value) and value.untyped_storage().data_ptr() in states:
+            raise _not_saved(
+                one, f"its attribute `{'.'.join(path)}` has the memory of a state of a weight", "read `self.state[p]`"
+            )
+        return small(path, value)
+
+    return _written(one, changed, leaf, "an attribute that changes when it steps")
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
 def _plain_options(found: Mapping[str, Any]) -> Any:
