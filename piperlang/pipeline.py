@@ -142,12 +142,12 @@ def representative(
 
     with uncollected():
         classes = alike(graph)
-        few = sum(map(len, classes)) <= most
-        plan = lower(graph, only=None if few else {devices[0] for devices in classes})
-        if few or not stand_for_all(plan, classes):
-            plan = plan if few else lower(graph)
-            classes = [(device.device,) for device in plan.devices]
-        return _with_norm(plan, graph, max_norm, skips, classes), classes
+        if sum(map(len, classes)) > most:
+            plan = lower(graph, only={devices[0] for devices in classes})
+            if stand_for_all(plan, classes):
+                return _with_norm(plan, graph, max_norm, skips, classes), classes
+        plan = lower(graph)
+        return _with_norm(plan, graph, max_norm, skips), [(device.device,) for device in plan.devices]
 
 
 def _with_norm(plan: Plan, graph: Graph, max_norm: float | None, skips: bool, classes: Classes | None = None) -> Plan:
