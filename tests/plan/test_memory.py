@@ -17,6 +17,7 @@ from piperlang.capture.user.precision import TRUE, InPrecision
 from piperlang.ir.graph import Graph
 from piperlang.ir.model import Copies
 from piperlang.plan.estimate.memory import peaks
+from piperlang.plan.instructions import ReduceGradients, ScatterGradients
 from piperlang.plan.lower import lower
 from piperlang.plan.plan import Plan
 from piperlang.plan.rewrite.clip import with_norm
@@ -224,6 +225,8 @@ def test_master_weights_are_foreseen(cluster: Cluster, options: str, micro: int,
     """Of weights in bfloat16, with their states; and sums and updates of gradients in float32."""
     script = zero(options).replace("dp: 4", "dp: 2") + (f"split batch into {micro} as mb\n" if micro > 1 else "")
     graph, _, plan, found = run(cluster, script, max_norm=max_norm, precision=TRUE)
+    reduced = [x for x in plan.devices[0].instructions if isinstance(x, ReduceGradients | ScatterGradients)]
+    assert {x.dtype for x in reduced} == {"float32" if micro > 1 else "bfloat16"}
     for foreseen, measured in zip(peaks(plan, graph), found, strict=True):
         assert foreseen.bytes == NEAR(measured.peak, rel=0.05), foreseen
 

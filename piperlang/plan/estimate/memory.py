@@ -184,14 +184,14 @@ class _Walk:
         self.at_each = [0] * len(device.instructions)
 
     def _wide(self) -> set[ValueId]:
-        """Parts of gradients that reductions make of sums in float32, of weights in half precision."""
-        found: set[ValueId] = set()
-        for x in self.device.instructions:
-            for one in x.shards if isinstance(x, ShardCollective) else ():
-                source = self.sums.get(one.sources[0], one.sources[0])
-                if (source in found or source.is_total) and self._item(one.target) < WIDE:
-                    found.add(one.target)
-        return found
+        """What was reduced of gradients in float32, of weights in half precision."""
+        return {
+            one.target
+            for x in self.device.instructions
+            if isinstance(x, ShardCollective)
+            for one in x.shards
+            if self._item(one.target) < item_bytes(x.dtype)
+        }
 
     def _state(self, change: ParameterUpdate, states: float | None) -> float:
         """Bytes for each element; copies of weights count as states."""

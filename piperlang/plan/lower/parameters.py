@@ -9,6 +9,7 @@ from piperlang.diagnostics import error
 from piperlang.ir.graph import Graph, Node, WeightLayout
 from piperlang.ir.layout import devices_of
 from piperlang.ir.weight_layout import coordinates, dividing, in_pieces, interval, local_shape
+from piperlang.plan.estimate.machine import HALF
 from piperlang.plan.instructions import (
     GatherParameters,
     Interval,
@@ -28,6 +29,8 @@ Position = Mapping[str, int]
 class Parameters:
     def __init__(self, graph: Graph, emitter: Emitter) -> None:
         self.graph, self.emitter = graph, emitter
+        self.wide: set[ValueId] = set()
+        """What was reduced of gradients in float32, of weights in half precision."""
 
     def collective(self, node: Node) -> None:
         if node.template.beyond:
@@ -40,17 +43,21 @@ class Parameters:
             rank = [axis for axis in finer.flat if axis in axes]
             ordered = sorted(members, key=lambda device: [positions[device][axis] for axis in rank] or [0])
             group = self.emitter.group(ordered, node.stream)
+            dtype = self._dtype(node)
             for device in (one for one in ordered if one in self.emitter.devices):
                 shards = tuple(
                     self._shards(keys, target, ordered, positions, device)
                     for keys, target in zip(node.reads, node.writes, strict=True)
                 )
-                self.emitter.emit(
-                    device, node, COLLECTIVES[node.op], group=group, shards=shards, dtype=self._dtype(node.writes[0])
-                )
+                self.emitter.emit(device, node, COLLECTIVES[node.op], group=group, shards=shards, dtype=dtype)
 
-    def _dtype(self, key: ValueId) -> str:
-        return self.graph.model.weights[self.graph.held[key].weight].dtype
+    def _dtype(self, node: Node) -> str:
+        """Gradients in half precision are added up in float32, and reduced so."""
+        dtype = self.graph.model.weights[self.graph.held[node.writes[0]].weight].dtype
+        if dtype not in HALF or all(len(keys) == 1 and keys[0] not in self.wide for keys in node.reads):
+            return dtype
+        self.wide.update(node.writes)
+        return "float32"
 
     def _shards(
         self,
@@ -88,6 +95,7 @@ class Parameters:
                     help="place both ends of tied weights on the same devices, or on different ones",
                 )
             group = self.emitter.group([device for _, device in members], node.stream)
+            dtype = self._dtype(node)
             for home, device in members:
                 if device not in self.emitter.devices:
                     continue
@@ -98,13 +106,7 @@ class Parameters:
                     for w in range(len(node.writes) // count)
                 )
                 self.emitter.emit(
-                    device,
-                    node,
-                    ReduceGradients,
-                    group=group,
-                    shards=shards,
-                    dtype=self._dtype(node.writes[0]),
-                    share=1 / alike,
+                    device, node, ReduceGradients, group=group, shards=shards, dtype=dtype, share=1 / alike
                 )
 
     def _whole(self, keys: Sequence[ValueId], target: ValueId, at: Position) -> Shards:
