@@ -264,7 +264,7 @@ FORWARDS = [
             " return Net()\n"
         ),
         "P0802",
-        ("TypeError", "'mask'"),
+        ("TypeError", "'mask'", "a dict as keyword arguments"),
     ),
     Mistake(
         "branch on item()",

@@ -95,7 +95,12 @@ def untraceable(problem: Exception, model: nn.Module, loss: Callable[..., Any]) 
     if module is None:
         return _raised("loss", "loss(output, target)", loss, problem.problem, _arguments(problem.problem, loss))
     forward = getattr(type(module), "forward", None)
-    return _raised("model.forward", "model()(input)", forward, problem.problem, [f"in module {path}"] if path else [])
+    notes = [f"in module {path}"] if path else []
+    if not path and isinstance(problem.problem, TypeError) and line_of(problem.problem) is None:
+        notes = [
+            "the model is called with the input of a batch: a dict as keyword arguments, a tuple or list as positional"
+        ]
+    return _raised("model.forward", "model()(input)", forward, problem.problem, notes)
 
 
 def _raised(name: str, call: str, function: Any, problem: BaseException, notes: list[str]) -> PiperError:
